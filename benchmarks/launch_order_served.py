@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import arguments_of, median, publish, record_of_run
+from benchmarks.common import arguments_of, median, publish, record_of_run, server_process
 from benchmarks.tables import columns, number
 from vllm_rollout.client.client import RolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port, log_folder, server_environment
+from vllm_rollout.process import exit_on_sigterm, log_folder
 
 STEP = {"ms": 8.0, "ms_per_request": 0.02}
 PLACES, PROMPTS, GROUP_SIZE, MEAN_TOKENS, MAX_TOKENS = 64, 64, 8, 120, 1500
@@ -47,11 +46,9 @@ def measure(sigmas: tuple[float, float], arguments: argparse.Namespace, folder: 
     lengths = {"log_normal": {"mean": MEAN_TOKENS, "sigma": within, "prompt_sigma": between, "cap": MAX_TOKENS}}
     device = folder / f"device_{name}.json"
     device.write_text(json.dumps({"step": STEP, "lengths": lengths, "seed": arguments.seed}))
-    model = resolve(DEFAULT_MODEL)
     flags = ["--max-model-len", "2048", "--max-num-seqs", str(PLACES), "--emulate", str(device)]
-    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *flags]
     epochs = []
-    with ServerProcess(command, free_port(), server_environment(model), folder / f"server_{name}.log") as server:
+    with server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / f"server_{name}.log") as server:
         server.wait_until_healthy(lambda seconds, line: None)
         with RolloutClient(server.url) as client:
             for epoch in range(arguments.repeats):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import arguments_of, median, publish, record_of_run
+from benchmarks.common import arguments_of, median, publish, record_of_run, server_process
 from benchmarks.tables import columns, number, percent
 from vllm_rollout.client.client import RolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port, log_folder, server_environment
+from vllm_rollout.process import exit_on_sigterm, log_folder
 
 SIGMAS = (0.5, 0.9, 1.3)
 """Of log lengths within a prompt."""
@@ -51,12 +50,10 @@ def measure(sigma: float, arguments: argparse.Namespace, folder: Path) -> list[d
     device = folder / f"device_{sigma}.json"
     lengths = {"log_normal": {**LENGTHS, "sigma": sigma}}
     device.write_text(json.dumps({"step": STEP, "lengths": lengths, "seed": arguments.seed}))
-    model = resolve(DEFAULT_MODEL)
-    flags = ["--max-model-len", "4096", "--max-num-seqs", str(PROMPTS * (GROUP_SIZE + REDUNDANCY))]
-    command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *flags, "--emulate", str(device)]
-    log = folder / f"server_{sigma}.log"
+    places = str(PROMPTS * (GROUP_SIZE + REDUNDANCY))
+    flags = ["--max-model-len", "4096", "--max-num-seqs", places, "--emulate", str(device)]
     rows = []
-    with ServerProcess(command, free_port(), server_environment(model), log) as server:
+    with server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / f"server_{sigma}.log") as server:
         server.wait_until_healthy(lambda seconds, line: None)
         with RolloutClient(server.url) as client:
             roll_out(client, 0, True)  # the first one waits for what the process imports

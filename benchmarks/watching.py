@@ -19,11 +19,11 @@ import psutil
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import arguments_of, median, percentile, publish, ratios, record_of_run
+from benchmarks.common import arguments_of, median, percentile, publish, ratios, record_of_run, server_process
 from benchmarks.tables import columns, number
 from vllm_rollout.client.client import RolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port, log_folder, server_environment
+from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder
 
 DEVICE = {"step": {"ms": 30.0, "ms_per_request": 0.0}, "lengths": {"log_normal": {"mean": 300, "sigma": 0.8}}}
 NUM_VIEWERS, PROMPTS, GROUP_SIZE, REDUNDANCY, MAX_TOKENS = 10, 128, 8, 8, 1024
@@ -63,11 +63,10 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with log_folder() as folder:
         device = folder / "device.json"
         device.write_text(json.dumps({**DEVICE, "seed": arguments.seed}))
-        model = resolve(DEFAULT_MODEL)
         flags = ["--max-model-len", "1536", "--max-num-seqs", "2048", "--emulate", str(device)]
-        command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *flags, "--disable-uvicorn-access-log"]
+        flags.append("--disable-uvicorn-access-log")
         rows: list[dict[str, Any]] = []
-        with ServerProcess(command, free_port(), server_environment(model), folder / "server.log") as server:
+        with server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log") as server:
             server.wait_until_healthy(lambda seconds, line: None)
             turns = [0, NUM_VIEWERS]
             for repeat in range(arguments.repeats + 1):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import runpy
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from tests.client.turns import Turns
 from tests.server.conftest import DEADLINE_S, serving, wait_until
 from vllm_rollout import AgentGroup, AgentSession, AsyncRolloutClient, RolloutError, SessionLost, Void
 
@@ -22,17 +21,6 @@ T = TypeVar("T")
 USER = {"role": "user", "content": "hi"}
 LONG = {"role": "user", "content": "long"}
 FAST = {"num_retries": 1, "backoff_s": 0.01}
-
-
-@pytest.fixture
-def turns() -> Turns:
-    return Turns()
-
-
-@pytest.fixture
-def url(turns: Turns) -> Iterator[str]:
-    with serving(turns.app) as url:
-        yield url
 
 
 def within(work: Coroutine[Any, Any, T]) -> T:

@@ -7,13 +7,14 @@ session has lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CollectorRegistry
 
-from tests.server.conftest import make_app
+from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.group.plans.xargs import turn_from_xargs
 from vllm_rollout.server.boundary import RolloutRoute
@@ -106,3 +107,14 @@ class Turns:
 
 def decode(tokens: Sequence[int]) -> str:
     return "".join(map(chr, tokens))
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns()
+
+
+@pytest.fixture
+def url(turns: Turns) -> Iterator[str]:
+    with serving(turns.app) as url:
+        yield url

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
 import pytest
 
-from tests.client.turns import Turns
-from tests.server.conftest import serving
+from tests.integrations.conftest import Beside
 from vllm_rollout import SessionLost
 
-MODULE = "vllm_rollout.integrations.skyrl"
 THEIRS = "skyrl.train.generators.skyrl_gym_generator"
 
 
@@ -98,27 +93,9 @@ class SkyRLGymGenerator:
 
 
 @pytest.fixture
-def skyrl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    theirs = ModuleType(THEIRS)
-    theirs.SkyRLGymGenerator = SkyRLGymGenerator  # type: ignore[attr-defined]
-    for name in ("skyrl", "skyrl.train", "skyrl.train.generators"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, THEIRS, theirs)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+def skyrl(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(Environment, "made", [])
-    yield importlib.import_module(MODULE)
-    del sys.modules[MODULE]
-
-
-@pytest.fixture
-def turns() -> Turns:
-    return Turns()
-
-
-@pytest.fixture
-def url(turns: Turns) -> Iterator[str]:
-    with serving(turns.app) as url:
-        yield url
+    return beside("vllm_rollout.integrations.skyrl", {THEIRS: {"SkyRLGymGenerator": SkyRLGymGenerator}})
 
 
 def batch(phase: str, prompts: list[str], n: int = 2) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.turns import Turns, decode
-from tests.server.conftest import serving
+from tests.client.turns import decode
 from vllm_rollout.integrations.trl_agents import TRLAgents, tools_of
 
 SUFFIX = "\n"
@@ -50,17 +49,6 @@ def _trl(monkeypatch: pytest.MonkeyPatch) -> None:
     trl.chat_template_utils = module  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trl", trl)
     monkeypatch.setitem(sys.modules, "trl.chat_template_utils", module)
-
-
-@pytest.fixture
-def turns() -> Turns:
-    return Turns()
-
-
-@pytest.fixture
-def url(turns: Turns) -> Iterator[str]:
-    with serving(turns.app) as url:
-        yield url
 
 
 class Adder:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -13,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.client.turns import Turns
-from tests.server.conftest import serving, wait_until
+from tests.integrations.conftest import Beside
+from tests.server.conftest import wait_until
 
-MODULE = "vllm_rollout.integrations.trl_async"
 THEIRS = "trl.experimental.async_grpo.async_rollout_worker"
 
 
@@ -54,27 +50,10 @@ class Loop:
 
 
 @pytest.fixture
-def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    theirs = ModuleType(THEIRS)
-    theirs._AsyncRolloutLoop, theirs.RolloutGroup = Loop, RolloutGroup  # type: ignore[attr-defined]
-    theirs.AsyncRolloutWorker = type("AsyncRolloutWorker", (), {"_loop_cls": Loop})  # type: ignore[attr-defined]
-    for name in ("trl", "trl.experimental", "trl.experimental.async_grpo"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, THEIRS, theirs)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    yield importlib.import_module(MODULE)
-    del sys.modules[MODULE]
-
-
-@pytest.fixture
-def turns() -> Turns:
-    return Turns()
-
-
-@pytest.fixture
-def url(turns: Turns) -> Iterator[str]:
-    with serving(turns.app) as url:
-        yield url
+def trl(beside: Beside) -> ModuleType:
+    worker = type("AsyncRolloutWorker", (), {"_loop_cls": Loop})
+    theirs = {"_AsyncRolloutLoop": Loop, "RolloutGroup": RolloutGroup, "AsyncRolloutWorker": worker}
+    return beside("vllm_rollout.integrations.trl_async", {THEIRS: theirs})
 
 
 def test_the_first_to_finish_are_returned_and_what_lost_is_empty(trl, url, turns):

@@ -4,16 +4,13 @@ work as far as ours touches them."""
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-MODULE = "vllm_rollout.integrations.verl"
+from tests.integrations.conftest import Beside
 
 
 @dataclass
@@ -58,20 +55,12 @@ class HttpServer:
 
 
 @pytest.fixture
-def verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    replica, server = ModuleType("verl.workers.rollout.replica"), ModuleType("server")
-    replica.TokenOutput, replica.RolloutReplicaRegistry = TokenOutput, Registry()
-    server.vLLMHttpServer, server.vLLMReplica = (
-        HttpServer,
-        type("vLLMReplica", (), {"__init__": lambda self, rank: None}),
-    )
-    for name in ("verl", "verl.workers", "verl.workers.rollout", "verl.workers.rollout.vllm_rollout"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", replica)
-    monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.vllm_async_server", server)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    yield importlib.import_module(MODULE)
-    del sys.modules[MODULE]
+def verl(beside: Beside) -> ModuleType:
+    replica = type("vLLMReplica", (), {"__init__": lambda self, rank: None})
+    return beside("vllm_rollout.integrations.verl", {
+        "verl.workers.rollout.replica": {"TokenOutput": TokenOutput, "RolloutReplicaRegistry": Registry()},
+        "verl.workers.rollout.vllm_rollout.vllm_async_server": {"vLLMHttpServer": HttpServer, "vLLMReplica": replica},
+    })  # fmt: skip
 
 
 def test_importing_it_registers_another_replica_under_verls_name(verl: ModuleType) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-MODULE = "vllm_rollout.integrations.verl_router"
+from tests.integrations.conftest import Beside
 
 
 class Balancer:
@@ -34,15 +30,10 @@ class Balancer:
 
 
 @pytest.fixture
-def balancer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    router = ModuleType("verl.workers.rollout.router")
-    router.GlobalRequestLoadBalancer = Balancer
-    for name in ("verl", "verl.workers", "verl.workers.rollout"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "verl.workers.rollout.router", router)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    yield importlib.import_module(MODULE).PromptBalancer({"a": 1, "b": 2}, {"router_class": "ours"})
-    del sys.modules[MODULE]
+def balancer(beside: Beside) -> Any:
+    theirs = {"verl.workers.rollout.router": {"GlobalRequestLoadBalancer": Balancer}}
+    router = beside("vllm_rollout.integrations.verl_router", theirs)
+    return router.PromptBalancer({"a": 1, "b": 2}, {"router_class": "ours"})
 
 
 def test_calls_for_a_prompt_meet_and_prompts_spread(balancer: Any) -> None:

@@ -73,9 +73,8 @@ async def test_a_group_that_is_over_is_one_row_with_all_that_became_of_it(servic
     winner, amid, void = group["to_begin"]
     clock.now = 101.0
     turn = begin(service, winner)
-    turn.num_cached_tokens = 1
     clock.now = 103.5
-    service.end(turn, PROMPT, [110] * 7, finish_reason="stop")
+    service.end(turn, PROMPT, [110] * 7, finish_reason="stop", num_cached_tokens=1)
     clock.now = 104.0
     play(service, winner, [*PROMPT, *[110] * 7, 111, 112], 2)
     await finish(http, void, void=True)

@@ -84,8 +84,6 @@ class OpenTurn:
     """Among the turns of its session, from 1."""
     index: int = -1
     """By which the engine knows it, among the turns of the group; from its beginning on."""
-    num_cached_tokens: int | None = None
-    """Of its prompt, whose KV was there; None: not known yet."""
 
     @property
     def engine_id(self) -> str:

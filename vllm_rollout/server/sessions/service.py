@@ -209,9 +209,10 @@ class SessionService:
         text: str = "",
         finish_reason: str | None = None,
         logprobs: Sequence[float] | None = None,
+        num_cached_tokens: int | None = None,
         pruned: bool = False,
     ) -> None:
-        """All that it generated. `pruned`: its score stopped it."""
+        """All that it generated. num_cached_tokens: of its prompt, whose KV was there; pruned: its score stopped it."""
         group, session, now_s = turn.group, turn.session, self._clock()
         if group.running.pop(session.id, None) is None:
             return
@@ -230,7 +231,7 @@ class SessionService:
             waited_s=turn.waited_s,
             seconds=now_s - turn.began_s,
             began_s=turn.began_s,
-            num_cached_tokens=turn.num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
         )
         conversation.add(told, prompt, token_ids, logprobs, text)
         self._hold(conversation.num_held_tokens - before)

@@ -88,7 +88,6 @@ class Heard:
         self.text = ""
         self.finish_reason: str | None = None
         self.prompt: Sequence[int] = ()
-        self.num_cached_tokens: int | None = None
 
     def take(self, output: RequestOutput) -> None:
         (completion,) = output.outputs
@@ -102,7 +101,6 @@ class Heard:
             chosen = zip(completion.token_ids, completion.logprobs, strict=False)
             self.logprobs += [each[token].logprob for token, each in chosen]
         self.finish_reason = completion.finish_reason
-        self.num_cached_tokens = output.num_cached_tokens
         self.prompt = output.prompt_token_ids or self.prompt
 
 
@@ -130,7 +128,6 @@ async def heard(
         async for output, note in outputs:
             said.take(output)
             if output.finished:
-                turn.num_cached_tokens = said.num_cached_tokens
                 service.end(
                     turn,
                     said.prompt,
@@ -138,6 +135,7 @@ async def heard(
                     text=said.text,
                     finish_reason=said.finish_reason,
                     logprobs=said.logprobs,
+                    num_cached_tokens=output.num_cached_tokens,
                     pruned=note is not None and note.state == "pruned",
                 )
             if in_deltas:
