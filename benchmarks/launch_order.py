@@ -4,7 +4,8 @@ Simulated on an emulated 7B model: 64 prompts of 16 answers, all of them waited 
 Lengths are log-normal between prompts and within them, around 1,000 tokens, 16,384 at most. Three epochs of the same
 prompts; a fourth after an update that gave each prompt another prompt's lengths, so that all histories lie; and one
 more after that. Each number is a rollout's seconds over those of the same rollout in the order of its prompts, the
-median of the seeds; *mean* and *worst seed* are those of epochs whose history is true.
+median of the seeds; *mean* and *worst seed* are those of epochs whose history is true, and so is *all known*: had
+groups started by the true mean of their lengths, the longest first.
 """
 
 from __future__ import annotations
@@ -52,8 +53,15 @@ def main() -> None:
     rows = []
     for ranks, places, sigmas in track(cells, console=Console(stderr=True)):
         machine = Machine(cost_of(Settings.model_validate(DEVICE)), ranks, places // ranks)
-        ratios = [ratios_of(machine, trace_of(sigmas, seed)) for seed in seeds]
-        rows.append({"ranks": ranks, "places": places, "sigmas": sigmas, "ratios": ratios})
+        traces = [trace_of(sigmas, seed) for seed in seeds]
+        plain = [seconds_of(machine, trace, "prompts") for trace in traces]
+        chosen = [seconds_of(machine, trace, "auto") for trace in traces]
+        known = [seconds_of(machine, longest_first(trace), "prompts") for trace in traces]
+        rows.append({
+            "ranks": ranks, "places": places, "sigmas": sigmas,
+            "ratios": [quotients(*each) for each in zip(chosen, plain, strict=True)],
+            "all_known": [quotients(*each) for each in zip(known, plain, strict=True)],
+        })  # fmt: skip
     publish(arguments, {**begun, "cells": rows}, tables)
 
 
@@ -72,6 +80,15 @@ def trace_of(sigmas: tuple[float, float], seed: int) -> Trace:
     return Trace(tuple(TracedRollout(tuple(prompt(*each) for each in enumerate(epoch))) for epoch in epochs))
 
 
+def longest_first(trace: Trace) -> Trace:
+    def true_mean(prompt: TracedPrompt) -> float:
+        return fmean(candidate.num_tokens for candidate in prompt.candidates)
+
+    return Trace(
+        tuple(TracedRollout(tuple(sorted(each.prompts, key=true_mean, reverse=True))) for each in trace.rollouts)
+    )
+
+
 class Seconds(Recording):
     """Of each rollout."""
 
@@ -83,18 +100,19 @@ class Seconds(Recording):
         self.taken.append(ran.run.seconds)
 
 
-def ratios_of(machine: Machine, trace: Trace) -> list[float]:
-    def seconds(order: LaunchRule) -> list[float]:
-        recording = Seconds(trace)
-        replay(Pools(trace), Setting(GROUP_SIZE, order=order), machine, recording=recording)
-        return recording.taken
+def seconds_of(machine: Machine, trace: Trace, order: LaunchRule) -> list[float]:
+    recording = Seconds(trace)
+    replay(Pools(trace), Setting(GROUP_SIZE, order=order), machine, recording=recording)
+    return recording.taken
 
-    return [one / other for one, other in zip(seconds("auto"), seconds("prompts"), strict=True)]
+
+def quotients(seconds: list[float], of: list[float]) -> list[float]:
+    return [one / other for one, other in zip(seconds, of, strict=True)]
 
 
 def tables(result: dict[str, Any]) -> str:
-    def true(cell: dict[str, Any]) -> list[float]:
-        return [ratio for ratios in cell["ratios"] for ratio in ratios[1:3]]
+    def true(cell: dict[str, Any], name: str = "ratios") -> list[float]:
+        return [ratio for ratios in cell[name] for ratio in ratios[1:3]]
 
     cells: dict[str, Callable[[dict[str, Any]], str]] = {
         "ranks": lambda cell: str(cell["ranks"]),
@@ -105,6 +123,7 @@ def tables(result: dict[str, Any]) -> str:
         cells[epoch] = lambda cell, n=number_of_epoch: number(median(ratios[n] for ratios in cell["ratios"]))
     cells["mean"] = lambda cell: number(fmean(true(cell)))
     cells["worst seed"] = lambda cell: number(max(true(cell)))
+    cells["all known"] = lambda cell: number(fmean(true(cell, "all_known")))
     return columns("Seconds of rollouts whose groups start in the order that is chosen", result["cells"], cells)
 
 
