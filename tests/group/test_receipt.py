@@ -151,7 +151,10 @@ def test_seconds_of_the_tail_and_places_that_are_empty():
     assert told.waiting_seconds == 4.0 + told.saved_seconds
     assert told.bubble == pytest.approx(1 - (1 + 3 + 3) / (3 * 4))
     late = its._replace(started_s=3.0, ended_s=[4.0, 4.0, 4.0])
-    assert receipt_of([its, late], 4.0).bubble == pytest.approx(1 - (7 + 3) / (3 * 4))
+    both = receipt_of([late, its], 4.0)
+    assert both.bubble == pytest.approx(1 - (7 + 3) / (3 * 4))
+    assert (told.queue_seconds, both.queue_seconds, (told + both).queue_seconds) == (0.0, 3.0, 3.0)
+    assert receipt_of([its._replace(started_s=None)], 4.0).queue_seconds is None
 
 
 def test_receipts_add_up_and_what_is_not_known_claims_nothing():

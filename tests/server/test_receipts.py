@@ -42,6 +42,7 @@ async def test_an_answer_a_stream_and_the_trace_have_it(engine: FakeEngine, tmp_
         assert {name: receipt[name] for name in TOKENS} == {name: told["usage"][name] for name in TOKENS}
         assert (receipt["saved_tokens_error"], receipt["num_checked"]) == (None, 0)
         assert 0 < receipt["bubble"] < 1
+        assert receipt["queue_seconds"] == max(told["timing"]["started_s"])
     whole = waited["receipt"]
     assert (whole["num_stopped"], whole["saved_tokens"], whole["saved_seconds"]) == (0, 0, 0.0)
     assert (whole["num_checked"], whole["checked_tokens"]) == (6, 3 * (5 + 20))

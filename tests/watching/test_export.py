@@ -81,9 +81,11 @@ def test_a_rollout_has_numbers_for_what_is_known_of_it() -> None:
 
 def test_a_receipt_that_was_written_is_told_as_it_is() -> None:
     receipt = {"seconds": 2.0, "bubble": 0.25, "waiting_seconds": 9.0, "saved_seconds": 7.0, "saved_tokens_error": -0.1}
+    receipt["queue_seconds"] = 1.5
     told = scalars(RolloutRow.model_validate(row("a", receipt=receipt)))
-    names = ("time/seconds", "time/bubble", "time/waiting_seconds", "time/saved_seconds", "tokens/saved_error")
-    assert [told[name] for name in names] == [2.0, 0.25, 9.0, 7.0, -0.1]
+    times = ("seconds", "bubble", "waiting_seconds", "saved_seconds", "queue_seconds")
+    assert [told[f"time/{name}"] for name in times] == [2.0, 0.25, 9.0, 7.0, 1.5]
+    assert told["tokens/saved_error"] == -0.1
     assert not any(name.startswith("rewards/") for name in told)
 
 

@@ -128,6 +128,15 @@ def looking(browser: Any, feed: Feed, where: str = "", **context: Any) -> Iterat
 
 
 @needs_browser
+def test_now_shows_how_many_groups_wait_until_all_have_begun_or_nobody_reads(browser: Any) -> None:
+    feed = Feed([SERVER, event_of("rollout", rollout("race", *(prompt(i) for i in range(3))))])
+    with looking(browser, feed) as page:
+        assert "61\ngroups wait for places" in text(page, "of 1,024 candidates run")
+        feed.events.append(event_of("rollout", rollout("race", prompt(0), state="left", seconds=3.0)))
+        assert "groups wait" not in text(page, "3.0\nseconds\n")
+
+
+@needs_browser
 def test_now_shows_groups_ranks_rounds_and_moves(browser: Any) -> None:
     feed = Feed(RACE)
     with looking(browser, feed) as page:

@@ -63,7 +63,7 @@ def test_a_trace_is_a_row_each_and_a_sum(trace: Path) -> None:
     assert 0 < told["next"]["saves_seconds"] < 5.5
     status, said = run(trace)
     assert status == 0
-    assert [word in said for word in ("rollout-2", "sum of 3", "Next: ", "less time")] == [True] * 4
+    assert [word in said for word in ("rollout-2", "sum of 3", "Next: ", "less time", "queue")] == [True] * 5
 
 
 def test_a_long_round_is_taken_off_the_sum_and_a_written_receipt_is_shown_as_it_is(tmp_path: Path) -> None:

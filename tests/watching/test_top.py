@@ -38,6 +38,7 @@ def test_what_is_told_is_drawn() -> None:
     screen.take("server", {"now": 110.0})
     screen.take("rollout", rollout())
     screen.take("group", {"rollout_id": "rollout-1", "position": 0, "prompt": prompt("q1", 0, [9], ["running"])})
+    assert "of 6 candidates; 1 groups wait for places" in drawn(screen)
     over = prompt("q2", 1, [80, 40, 10], ["stop", "surplus", "length"], status="complete", over_s=9.0)
     screen.take("group", {"rollout_id": "rollout-1", "position": 1, "prompt": {**over, "rewards": [1.0, None, 0.0]}})
     ranks = [{"rank": 0, "state": "active", "running": 4, "waiting": 1, "kv": 0.5}]
@@ -46,6 +47,7 @@ def test_what_is_told_is_drawn() -> None:
     screen.take("round", told)
     text = drawn(screen)
     assert "rollout-1: running, 12 s, 1 of 2 groups complete; 1 run, 1 done, 1 cut, 1 surplus of 6" in text
+    assert "groups wait" not in text
     assert "run r: round 3 was short, 1 prompts deferred, 2 wait, next long" in text
     assert "██████████" in text
     assert "50%" in text

@@ -42,7 +42,7 @@ PLAIN_WIDTH = 150
 """The width of output that goes to a file."""
 COLUMNS = (
     *("seconds", "waiting", "saved", "tokens", "returned", "wasted", "resumed", "stopped", "saved\ntokens", "error"),
-    "bubble",
+    *("bubble", "queue"),
 )
 NOT_SAID = "What stopped sessions would still have taken is not said: it is a matter of their tools."
 
@@ -267,3 +267,4 @@ def _cells(its: Receipt) -> Iterator[str]:
     yield "-" if its.saved_tokens is None else f"{its.saved_tokens:,}"
     yield "-" if its.saved_tokens_error is None else f"{its.saved_tokens_error:+.0%} of {its.num_checked:,}"
     yield "-" if its.bubble is None else f"{its.bubble:.0%}"
+    yield "-" if its.queue_seconds is None else f"{its.queue_seconds:,.1f}"

@@ -20,7 +20,7 @@ from vllm_rollout.watching.session_receipt import receipt_of_sessions
 
 TOKENS = ("generated", "returned", "wasted", "resumed", "stopped", "saved")
 ENDED_STATES = ("finished", "truncated", "void", *STOPPED_STATES)
-SECONDS = ("waiting_seconds", "saved_seconds")
+SECONDS = ("waiting_seconds", "saved_seconds", "queue_seconds")
 
 
 def scalars(row: RolloutRow, threshold: float = REWARD_THRESHOLD) -> dict[str, float]:

@@ -117,6 +117,8 @@ class Screen:
         round = f", round {rollout['round']} of {rollout['run']} ({rollout['kind']})" if rollout.get("run") else ""
         told = f"{rollout['rollout_id']}{round}: {rollout['state']}, {seconds:.0f} s, {fates['complete']} of "
         told += f"{rollout['num_prompts']} groups complete; {_counted(ends)} of {rollout['num_candidates']} candidates"
+        if rollout["state"] == "running" and (num_queued := rollout["num_prompts"] - len(prompts)):
+            told += f"; {num_queued} groups wait for places"
         return Text(told, style="bold")
 
 

@@ -112,6 +112,8 @@ class Receipt:
     saved_seconds: float | None = None
     bubble: float | None = None
     """Share of places x time that stood empty: a place for each candidate that ever ran at once, until the end."""
+    queue_seconds: float | None = None
+    """Until the last group was sent to the engine: so long some waited for places."""
 
     @property
     def repaying(self) -> Receipt:
@@ -148,6 +150,7 @@ class Receipt:
 ADDED = (
     *("seconds", "generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens", "num_stopped"),
     *("stopped_tokens", "saved_tokens", "postponed_tokens", "num_checked", "checked_tokens", "saved_seconds"),
+    "queue_seconds",
 )
 
 
@@ -322,6 +325,7 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
         waiting_seconds=waiting_s,
         saved_seconds=None if waiting_s is None or seconds is None else waiting_s - seconds,
         bubble=bubble(ran, seconds) if timed and seconds else None,
+        queue_seconds=max((its.started_s for its in ran), default=0.0) if timed else None,
     )
 
 

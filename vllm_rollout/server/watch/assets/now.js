@@ -105,12 +105,14 @@ export function show(root, context) {
       return;
     }
     const { ends, complete, generated, reward } = measures(rollout);
+    const queued = rollout.state === "running" ? rollout.num_prompts - rollout.prompts.size : 0;
     const round = rollout.run ? `${rollout.kind}, ${rollout.round} of ` : null;
     summary.replaceChildren(
       tiles([
         [rollout.state === "running" ? "seconds so far" : "seconds", number(secondsOf(model, rollout), 1)],
         [`of ${number(rollout.num_prompts)} groups complete`, number(complete)],
         [`of ${number(rollout.num_candidates)} candidates run`, number(ends.running)],
+        ...(queued > 0 ? [["groups wait for places", number(queued)]] : []),
         ["tokens", number(generated)],
         ["mean reward", number(reward, 3)],
       ]),
