@@ -15,6 +15,8 @@ from vllm_rollout.cli import app as cli
 from vllm_rollout.client.connection import RolloutError
 from vllm_rollout.watching.top import Screen, top
 
+from .session_rows import LOST, WON, session_group
+
 
 def prompt(id: str, position: int, lengths: list[int], ends: list[str], **more: Any) -> dict[str, Any]:
     told = {"id": id, "position": position, "rank": 0, "status": "running", "over_s": None, "lengths": lengths}
@@ -56,6 +58,26 @@ def test_what_is_told_is_drawn() -> None:
     assert [word in second for word in ("█▄▁", "80", "1 done, 1 cut, 1 surplus", "+·-")] == [True] * 4
     screen.take("gone", {"rollout_ids": ["rollout-1"]})
     assert "Nothing has run yet" in drawn(screen)
+
+
+def test_groups_of_sessions_are_drawn_too() -> None:
+    screen = Screen()
+    screen.take("server", {"now": 110.0})
+    screen.take("sessions", session_group("won"))
+    at_tools, in_turn = ({**WON, "state": state, "ended_s": None} for state in ("between_turns", "turn"))
+    screen.take("sessions", session_group("race", at_tools, in_turn, LOST, status="running", seconds=None))
+    text = drawn(screen)
+    assert "Nothing has run" not in text
+    assert "sessions: 1 of 2 groups complete, 1 run" in text
+    race, won = (next(line for line in text.splitlines() if line.startswith(f"id of {id}")) for id in ("race", "won"))
+    assert text.index(race) < text.index(won), "who runs is first"
+    assert [word in race for word in ("██▄", "60", "1 in a turn, 1 at tools, 1 surplus")] == [True] * 3
+    assert [word in won for word in ("1 finished, 1 surplus, 1 void", "+··")] == [True] * 2
+    screen.take("gone", {"rollout_ids": [], "sessions": ["race", "won"]})
+    assert "Nothing has run" in drawn(screen)
+    screen.take("sessions", session_group("late"))
+    screen.take("server", {"now": 111.0})
+    assert "Nothing has run" in drawn(screen), "another server tells anew"
 
 
 def test_a_terminal_that_is_too_small_says_how_many_groups_it_leaves_out() -> None:

@@ -1,4 +1,4 @@
-"""What a server does, in a terminal: ranks, rollouts, groups whose candidates grow."""
+"""What a server does, in a terminal: ranks, rollouts, groups whose candidates grow, and groups of sessions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from vllm_rollout.client.connection import CONNECTION_LOST, RolloutError
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {
-    "running": "cyan", "stop": "green", "length": "yellow", "surplus": "bright_black", "pruned": "magenta",
-    "deferred": "blue", "failed": "red",
+    "running": "cyan", "turn": "cyan", "between_turns": "white", "stop": "green", "finished": "green",
+    "length": "yellow", "truncated": "yellow", "surplus": "bright_black", "pruned": "magenta", "deferred": "blue",
+    "failed": "red", "void": "red",
 }  # fmt: skip
-WORDS = {"running": "run", "stop": "done", "length": "cut"}
+WORDS = {
+    "running": "run", "turn": "in a turn", "between_turns": "at tools", "stop": "done", "length": "cut",
+    "truncated": "cut",
+}  # fmt: skip
+OF_SESSION = {"lengths": "num_tokens", "ends": "state", "rewards": "reward"}
 MAX_NAME = 24
 NOT_GROUPS = 8
 """Lines of a screen that are not of groups."""
@@ -59,6 +64,8 @@ class Screen:
 
     def __init__(self) -> None:
         self.rollouts: dict[str, dict[str, Any]] = {}
+        self._sessions: dict[str, Mapping[str, Any]] = {}
+        """Groups of sessions."""
         self._ranks: list[Mapping[str, Any]] = []
         self._rounds: dict[str, Mapping[str, Any]] = {}
         self._now = 0.0
@@ -67,11 +74,13 @@ class Screen:
         """Whether it is worth drawing anew."""
         match name:
             case "server":
-                self.rollouts, self._now = {}, data["now"]
+                self.rollouts, self._sessions, self._now = {}, {}, data["now"]
             case "rollout":
                 self.rollouts[data["rollout_id"]] = {**data, "prompts": {p["position"]: p for p in data["prompts"]}}
             case "group" if data["rollout_id"] in self.rollouts:
                 self.rollouts[data["rollout_id"]]["prompts"][data["position"]] = data["prompt"]
+            case "sessions":
+                self._sessions[data["name"]] = data
             case "ranks":
                 self._ranks, self._now = data["ranks"], data["at"]
             case "round":
@@ -79,6 +88,8 @@ class Screen:
             case "gone":
                 for id in data["rollout_ids"]:
                     self.rollouts.pop(id, None)
+                for group in data.get("sessions", ()):
+                    self._sessions.pop(group, None)
         return name in ("ranks", "rollout", "round")
 
     def draw(self, height: int) -> RenderableType:
@@ -89,7 +100,12 @@ class Screen:
             parts += [Text(""), self._rollout_line(rollout)]
             room = max(3, (height - NOT_GROUPS - len(self._ranks)) // max(1, len(running)) - 2)
             parts.append(_groups(list(rollout["prompts"].values()), room))
-        if not self.rollouts:
+        if self._sessions:
+            fates = Counter(each["status"] for each in self._sessions.values())
+            told = f"sessions: {fates['complete']} of {len(self._sessions)} groups complete, {fates['running']} run"
+            parts += [Text(""), Text(told, style="bold")]
+            parts.append(_groups([_of_sessions(each) for each in self._sessions.values()], max(3, height - NOT_GROUPS)))
+        elif not self.rollouts:
             parts.append(Text("Nothing has run yet."))
         return Group(*parts)
 
@@ -126,6 +142,13 @@ def _counted(ends: Mapping[str, int]) -> str:
     return ", ".join(f"{ends[end]} {WORDS.get(end, end)}" for end in STYLES if ends.get(end)) or "none"
 
 
+def _of_sessions(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of sessions, told as a group of candidates is."""
+    sessions = group["sessions"]
+    told = {name: [each.get(of) for each in sessions] for name, of in OF_SESSION.items()}
+    return {"id": group["id"], "rank": group.get("rank"), "over_s": group["seconds"], **told}
+
+
 def _groups(prompts: list[Mapping[str, Any]], room: int) -> Table:
     """Those that run first, then the last that ended."""
     table = Table(box=None, pad_edge=False)
@@ -141,7 +164,9 @@ def _groups(prompts: list[Mapping[str, Any]], room: int) -> Table:
         rank = prompt.get("rank")
         name = escape(prompt["id"][:MAX_NAME].encode("unicode_escape").decode())
         counted = _counted(Counter(prompt["ends"]))
-        table.add_row(name, "" if rank is None else str(rank), bars, str(max(prompt["lengths"])), counted, rewards)
+        table.add_row(
+            name, "" if rank is None else str(rank), bars, str(max(prompt["lengths"], default=0)), counted, rewards
+        )
     if len(prompts) > room:
         table.add_row(f"… {len(prompts) - room} more")
     return table
