@@ -15,7 +15,7 @@ long     a round that waits for all its candidates, groups of 16 or one group of
 deferred the same of prompts with 16 answers in a short round before, which count like 6 siblings each (they were
          complete) or like 3 (they were cut at a quarter to a half of the longest)
 poor     drafts that are right once in twenty times
-short    a round of answers with 64 to 128 tokens; "short, poor" with such drafts
+short    a round of answers with 64 to 128 tokens; short-poor: with such drafts
 tail     from when a quarter of the candidates is left
 
 Each cell: median over seeds of the paired ratio, seconds without drafts by seconds with. Simulated: the simulator's.
@@ -68,7 +68,7 @@ SLOW_STEPS = {
 }
 GOALS = {"long": 1.5, "deferred": 1.7}
 MAX_LOSS = 0.02
-PARTS = ("long", "deferred", "poor", "short", "short, poor")
+PARTS = ("long", "deferred", "poor", "short", "short-poor")
 ROOFLINE = "roofline.json"
 
 
@@ -122,7 +122,7 @@ def all_cells(arguments: argparse.Namespace) -> list[Cell]:
     poor = [Cell(device, "poor", size, 0.0) for device in ("roofline", "overhead") for size in sizes]
     short = [
         Cell(device, part, size, 0.0)
-        for part in ("short", "short, poor")
+        for part in ("short", "short-poor")
         for device in SLOW_STEPS
         for size in sizes
         if size <= MAX_SHORT_SIZE
