@@ -143,9 +143,10 @@ def test_also_a_short_rollout_whose_batch_shrinks_loses_two_percent_at_most(devi
 
 
 def test_a_trial_is_made_when_the_one_before_is_timed_and_little_was_lost():
-    rule, costs = DraftingRule(), []
+    rule, costs, looked = DraftingRule(), [], []
     for step in range(1000):
         longest = rule.longest(4)
+        looked.append(longest > 0)
         num = sum(lengths_of(rule, [[0.02]] * 4)) if longest and step < 900 else 0
         costs.append(num)
         if step:
@@ -155,7 +156,36 @@ def test_a_trial_is_made_when_the_one_before_is_timed_and_little_was_lost():
     lost = 0.25 * (1 - TRIAL_WORTH * 0.025)
     for num, step in enumerate(trials[:4]):
         assert 0 <= step - num * lost / MAX_TRIAL_SHARE < 4
+    assert sum(looked[40:64]) <= 4, "who may not try looks for drafts in one step of eight"
     assert len(trials) == 10, "later ones are 128 steps apart"
+
+
+def test_a_trial_loses_what_it_takes_longer_less_half_of_what_it_should_bring():
+    cost = BatchCost()
+    assert cost.took(0, STEP_S) == 0
+    cost.trial_tokens = 0.2
+    assert cost.took(0.25, 1.25 * STEP_S) == pytest.approx(0.15 * STEP_S)
+    assert cost.took(0.25, 1.25 * STEP_S) == 0, "it is no trial"
+    cost.trial_tokens = 0.8
+    assert cost.took(0.25, 1.25 * STEP_S) == 0, "nothing is gained by one"
+
+
+def test_drafts_that_pay_are_no_trial():
+    rule = DraftingRule()
+    cost = rule._cost(4)
+    cost.fixed, cost.slope, cost.trial_tokens = 0.0, 0.1, 0.2
+    assert lengths_of(rule, [[0.9]] * 4) == [1] * 4
+    assert cost.trial_tokens is None
+
+
+def test_a_trial_expects_what_its_drafts_bring_and_has_no_more_than_there_are():
+    rule = DraftingRule()
+    for _ in range(3):
+        rule.longest(16)
+    cost, counts = rule._cost(16), [0] * NUM_BINS
+    counts[4] = 3  # where a quarter of 16 is wanted
+    assert rule.choose(16, counts).most == 3
+    assert cost.trial_tokens == pytest.approx(3 / 16 * rule.accepted_ratio(4))
 
 
 def test_a_trial_has_the_likeliest_drafts():
