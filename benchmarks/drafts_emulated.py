@@ -8,11 +8,14 @@ digit. What they leave out is the host: drafts need vLLM's synchronous loop.
 device   roofline: a step reads 7.6 billion weights in bfloat16 at 3.35 TB/s or computes its tokens, drafts among them,
          at 989 TFLOP/s, whichever takes longer, and reads the KV cache.
          overhead: examples/emulate_7b.json, with 5.2 ms for a step of nothing and 12 us for a token
+         cpu: SmolLM2-135M on one core, 36 ms for a step of nothing and 1.9 ms for a token
+         arithmetic: 1 ms for a step of nothing and 20 ms for a token, so that a draft costs a candidate's step
 long     a round that waits for all its candidates, groups of 16 or one group of fewer; sigma 0: all are as long, so
          that the batch keeps its size
 deferred the same of prompts with 16 answers in a short round before, which count like 6 siblings each (they were
          complete) or like 3 (they were cut at a quarter to a half of the longest)
 poor     drafts that are right once in twenty times
+short    a round of answers with 64 to 128 tokens; short-poor: with such drafts
 tail     from when a quarter of the candidates is left
 
 Each cell: median over seeds of the paired ratio, seconds without drafts by seconds with. Simulated: the simulator's.
@@ -56,8 +59,16 @@ NUM_EARLIER = 16
 MEAN_TOKENS = 900
 MAX_TOKENS = 8192
 POOR = [{"share": 0.5, "accepted": [0.05, 0.02]}]
+SHORT_TOKENS = 64, 128
+MAX_SHORT_SIZE = 64
+"""The largest batch of short answers."""
+SLOW_STEPS = {
+    "cpu": {"ms": 36.0, "ms_per_request": 1.9},
+    "arithmetic": {"ms": 1.0, "ms_per_request": 20.0},
+}
 GOALS = {"long": 1.5, "deferred": 1.7}
 MAX_LOSS = 0.02
+PARTS = ("long", "deferred", "poor", "short", "short-poor")
 ROOFLINE = "roofline.json"
 
 
@@ -73,6 +84,7 @@ def main() -> None:
     parser = arguments_of(__doc__, "drafts_emulated", repeats=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of a batch")
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.3], help="of log lengths")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which of them (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="processes; no result depends on them (%(default)s)")
     arguments = parser.parse_args()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
@@ -108,13 +120,22 @@ def all_cells(arguments: argparse.Namespace) -> list[Cell]:
     ]
     others = [Cell("overhead", "long", size, sigma) for size in sizes for sigma in sigmas if sigma in (0.0, 0.8)]
     poor = [Cell(device, "poor", size, 0.0) for device in ("roofline", "overhead") for size in sizes]
-    return long + deferred + others + poor
+    short = [
+        Cell(device, part, size, 0.0)
+        for part in ("short", "short-poor")
+        for device in SLOW_STEPS
+        for size in sizes
+        if size <= MAX_SHORT_SIZE
+    ]
+    return [cell for cell in long + deferred + others + poor + short if cell.part in arguments.parts]
 
 
 def settings_of(folder: Path, cell: Cell) -> Settings:
     drafts: dict[str, Any] = {"earlier_answer": cell.earlier_answer}
-    if cell.part == "poor":
+    if cell.part.endswith("poor"):
         drafts["kinds"] = POOR
+    if cell.device in SLOW_STEPS:
+        return Settings.model_validate({"step": SLOW_STEPS[cell.device], "drafts": drafts})
     if cell.device == "overhead":
         step = Settings.read("examples/emulate_7b.json").step
         assert step is not None, "the example says what a step takes"
@@ -167,9 +188,13 @@ def lengths_of(cell: Cell, seed: int) -> list[list[int]]:
     """Log-normal, of each group."""
     chance = random.Random(f"drafts_emulated/{seed}/{cell.batch_size}/{cell.sigma}")
     size = min(GROUP_SIZE, cell.batch_size)
-    draw = [
-        round(MEAN_TOKENS * chance.lognormvariate(-(cell.sigma**2) / 2, cell.sigma)) for _ in range(cell.batch_size)
-    ]
+
+    def length() -> int:
+        if cell.part.startswith("short"):
+            return chance.randint(*SHORT_TOKENS)
+        return round(MEAN_TOKENS * chance.lognormvariate(-(cell.sigma**2) / 2, cell.sigma))
+
+    draw = [length() for _ in range(cell.batch_size)]
     return [[max(1, min(MAX_TOKENS, n)) for n in draw[at : at + size]] for at in range(0, cell.batch_size, size)]
 
 
@@ -276,11 +301,16 @@ def tables(result: dict[str, Any]) -> str:
         "poor drafts": lambda row: number((cell_of("poor", row["size"]) or {}).get("faster"), 3),
         "poor, overhead": lambda row: number((cell_of("poor", row["size"], "overhead") or {}).get("faster"), 3),
     })  # fmt: skip
+    slow = [(f"{part}, {device}", part, device) for part in PARTS if part.startswith("short") for device in SLOW_STEPS]
+    short = columns("Rollouts of 64 to 128 tokens where a draft costs what a candidate does", sizes, {
+        "candidates": lambda row: number(row["size"]),
+        **{title: lambda row, p=part, d=device: ranged(cell_of(p, row["size"], d)) for title, part, device in slow},
+    })  # fmt: skip
     its = result["summary"]
     said = [f"Largest loss of any run: {percent(its['largest_loss'], 1)} (allowed: {percent(its['allowed'])})."]
     for part, goal in its["goals"].items():
         said.append(f"{part}: {number(goal['median'], 2)} (goal {goal['goal']}: {goal['reached']} of {goal['cells']}).")
-    return "\n\n".join([long, other, " ".join(said)])
+    return "\n\n".join([long, other, short, " ".join(said)])
 
 
 if __name__ == "__main__":

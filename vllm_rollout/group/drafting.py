@@ -10,7 +10,7 @@ each size of the batch, from steps with drafts and from a few without. How likel
 with all before it is estimated elsewhere; here estimates, in bins, are held against what became of them.
 
 Invariant: values in, values out; seconds are an argument. Where drafts do not pay, one step in `TRIAL_INTERVAL_STEPS`
-tries a few, so that what is lost there is bounded.
+tries a few, and all trials together take `MAX_TRIAL_SHARE` of the time, so that what is lost there is bounded.
 
 Source: verification as in speculative sampling (Chen et al. 2023); drafts from siblings, Seer (2511.14617), SRT
 (2601.09083); more where the batch is small, DAS (2511.13841).
@@ -37,6 +37,11 @@ NUM_FIRST_TRIALS = 4
 """Trials in a row at a size of the batch of which nothing is known."""
 NUM_EMPTY = 8
 """Steps in a row whose drafts were not worth it, after which one in so many looks for some."""
+MAX_TRIAL_SHARE = 1 / 128
+"""While trials have lost more of all seconds, at every size of the batch, none is made."""
+TRIAL_WORTH = 0.5
+"""A trial loses what it takes beyond a step without drafts, less this much of what its drafts are expected to bring:
+a round waits for its last candidate, whose drafts they may not be."""
 TRIAL_RATIO, LARGEST_TRIAL_RATIO = 0.25, 4.0
 """Drafts of a trial, for each row: more of them after one that cost next to nothing."""
 CHEAP = 0.1
@@ -68,6 +73,8 @@ class BatchCost:
     since_plain: int = 0
     since_drafts: int = 0
     trial_ratio: float = TRIAL_RATIO
+    trial_tokens: float | None = None
+    """What the drafts of a trial that has not been timed are expected to bring, per row; None: there is no such."""
     num_empty: int = 0
     """Steps in a row whose drafts were not worth it."""
     prior: tuple[float, float] = (FIRST_FIXED, FIRST_SLOPE)
@@ -82,23 +89,25 @@ class BatchCost:
         """How much longer a step takes, as a factor."""
         return 1 + self.fixed + self.slope * drafts_per_row if drafts_per_row else 1.0
 
-    def took(self, drafts_per_row: float, seconds: float) -> None:
-        """A step took so long."""
+    def took(self, drafts_per_row: float, seconds: float) -> float:
+        """A step took so long. Returns: the seconds that were lost, if it was a trial."""
         if not drafts_per_row:
             self.since_plain = 0
             weight = max(0.2, 1 / (self.num_plain + 1))
             known = seconds if self.plain_s is None else min(seconds, 4 * self.plain_s)
             self.plain_s = known if self.plain_s is None else self.plain_s + weight * (known - self.plain_s)
             self.num_plain += 1
-            return
+            return 0.0
         if not self.plain_s:
-            return
+            return 0.0
         beyond = min(seconds / self.plain_s, 4 * self.ratio(drafts_per_row)) - 1  # a step that something held up
         new = (1.0, drafts_per_row, beyond, drafts_per_row**2, drafts_per_row * beyond)
         more = 2 * self.trial_ratio if beyond < CHEAP else self.trial_ratio / 2
         self.trial_ratio = min(LARGEST_TRIAL_RATIO, max(TRIAL_RATIO, more))
         self.sums = [FORGETTING * old + value for old, value in zip(self.sums, new, strict=True)]
         self._fit()
+        tokens, self.trial_tokens = self.trial_tokens, None
+        return 0.0 if tokens is None else self.plain_s * max(0.0, beyond - TRIAL_WORTH * tokens)
 
     def _fit(self) -> None:
         """Least squares, drawn towards what was believed before; neither number is below 0."""
@@ -169,6 +178,8 @@ class DraftingRule:
         self._drafted = [PRIOR_DRAFTS] * NUM_BINS
         self._accepted = [PRIOR_DRAFTS * (bin + 0.5) / NUM_BINS for bin in range(NUM_BINS)]
         self._ratios = increasing(self._accepted, self._drafted)
+        self._seconds = self._lost_s = 0.0
+        """Of all steps, and what trials have lost of them."""
 
     def longest(self, num_rows: int) -> int:
         """How many drafts of a row are worth looking for in a step of so many rows; 0: none."""
@@ -177,7 +188,7 @@ class DraftingRule:
         cost.since_drafts += 1
         if cost.num_plain < NUM_FIRST_PLAIN or cost.since_plain >= PLAIN_INTERVAL_STEPS:
             return 0
-        if cost.num_empty < NUM_EMPTY or cost.since_drafts % NUM_EMPTY == 0 or cost.is_trial_due:
+        if cost.num_empty < NUM_EMPTY or cost.since_drafts % NUM_EMPTY == 0 or self._may_try(cost):
             return MAX_DRAFT_TOKENS
         return 0
 
@@ -189,8 +200,14 @@ class DraftingRule:
         least = least_worthy(drafts, accepted, cost.ratio)
         choice = Choice(least, sum(num_drafts[least:]))
         cost.num_empty = 0 if choice.most else cost.num_empty + 1
-        if any(num_drafts) and not choice.most and cost.is_trial_due:
-            choice = Choice(0, math.ceil(cost.trial_ratio * num_rows))
+        if choice.most:
+            cost.trial_tokens = None
+        elif any(num_drafts) and self._may_try(cost):
+            wanted = math.ceil(cost.trial_ratio * num_rows)
+            least = max((bin for bin in range(NUM_BINS) if sum(num_drafts[bin:]) >= wanted), default=0)
+            found = sum(num_drafts[least:])
+            choice = Choice(least, min(found, wanted))
+            cost.trial_tokens = sum(accepted[least:]) * choice.most / found
             cost.num_trials += 1
         if choice.most:
             cost.since_drafts = 0
@@ -209,7 +226,12 @@ class DraftingRule:
 
     def took(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """A step that only decoded so many rows, with so many drafts in all, took so long."""
-        self._cost(num_rows).took(num_drafts / num_rows, seconds)
+        self._seconds += seconds
+        self._lost_s += self._cost(num_rows).took(num_drafts / num_rows, seconds)
+
+    def _may_try(self, cost: BatchCost) -> bool:
+        is_timed = cost.since_drafts > 1  # a step is timed when the next one has been chosen
+        return cost.is_trial_due and is_timed and self._lost_s <= MAX_TRIAL_SHARE * self._seconds
 
     def _cost(self, num_rows: int) -> BatchCost:
         key = round(2 * math.log2(num_rows))
