@@ -8,7 +8,14 @@ from typing import Annotated
 
 from pydantic import Discriminator, TypeAdapter
 
-from vllm_rollout.server.answers import DeferredEvent, FilteredEvent, RoundAnswer, RoundDoneEvent, RoundEvent
+from vllm_rollout.server.answers import (
+    DeferredEvent,
+    FilteredEvent,
+    GroupAnswer,
+    RoundAnswer,
+    RoundDoneEvent,
+    RoundEvent,
+)
 from vllm_rollout.server.runs.ended_groups import events_of
 from vllm_rollout.server.runs.live import LiveEvent
 from vllm_rollout.server.runs.session_answers import ReturnedEvent, SessionRoundAnswer, SessionRoundDoneEvent
@@ -33,11 +40,11 @@ async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:
         reserve=round.unstarted,
     )
     for group in round.groups:
-        if isinstance(round, SessionRoundAnswer):
-            yield ReturnedEvent(**vars(group))
-        else:
+        if isinstance(group, GroupAnswer):
             for event in events_of(group):
                 yield event
+        else:
+            yield ReturnedEvent(**vars(group))
     for prompt_id in round.deferred:
         yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")
     for prompt_id in round.filtered:

@@ -99,9 +99,9 @@ class RunRewards:
                 by_rollout[rollout_id][position] = prompt.id, entry.index, entry.reward
         told: dict[int, RewardStatus] = {}
         for rollout_id, rewards in by_rollout.items():
-            live = self._live[rollout_id]
-            assert isinstance(live, RolloutRound)
-            statuses, _ = await live.course.reward(list(rewards.values()))
-            if live.rollout.scoring is None:
+            filtering = self._live[rollout_id]
+            assert isinstance(filtering, RolloutRound)
+            statuses, _ = await filtering.course.reward(list(rewards.values()))
+            if filtering.rollout.scoring is None:
                 told.update(zip(rewards, statuses, strict=True))
         return told

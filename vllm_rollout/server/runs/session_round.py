@@ -7,9 +7,8 @@ complete, the others have stopped before anything else happens to them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -73,7 +72,6 @@ class SessionRound(LiveRound):
     """By position."""
     course: RoundProgress
     sessions: SessionService
-    clock: Callable[[], float] = time.monotonic
     _declared: list[Declared] = field(default_factory=list)
     _running: dict[str, Declared] = field(default_factory=dict)
     """By group."""
@@ -104,7 +102,7 @@ class SessionRound(LiveRound):
         ]
 
     async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
-        began_s = over_s = self.clock()
+        began_s = over_s = self.sessions.now_s()
         try:
             while True:
                 self._changed.clear()
@@ -113,8 +111,8 @@ class SessionRound(LiveRound):
                     told = self._told.popleft()
                     yield await self._returned(told) if isinstance(told, Declared) else told
                 if not (self.course.is_over and not self._awaited):
-                    over_s = self.clock()
-                elif not self._told and (self._is_counted or self.clock() - over_s > SEE_OUT_S):
+                    over_s = self.sessions.now_s()
+                elif not self._told and (self._is_counted or self.sessions.now_s() - over_s > SEE_OUT_S):
                     break
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), TICK_S)
@@ -212,7 +210,7 @@ class SessionRound(LiveRound):
         """A harness that says nothing more of a session for as long as one may be silent has no reward for it."""
         for _, group in list(self._awaited.values()):
             limit_s = group.race.active_s + self.terms.options.idle_timeout_s
-            if self.clock() > limit_s:
+            if self.sessions.now_s() > limit_s:
                 self._settle(group)
         self._cut()
 
@@ -252,7 +250,7 @@ class SessionRound(LiveRound):
 
     async def _returned(self, declared: Declared) -> ReturnedEvent:
         position, group = declared
-        answer, selected = group.answer(self.clock()), set(group.selected)
+        answer, selected = group.answer(self.sessions.now_s()), set(group.selected)
         event = ReturnedEvent(
             prompt_id=self._prompt_id(position),
             group_id=group.id,

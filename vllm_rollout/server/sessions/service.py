@@ -103,6 +103,10 @@ class SessionService:
         self._more_to_stop = asyncio.Event()
         self._stopper: asyncio.Task[None] | None = None
 
+    def now_s(self) -> float:
+        """By its clock."""
+        return self._clock()
+
     # What requests say.
 
     def create(self, request: SessionGroupRequest) -> SessionGroupAnswer:
@@ -291,9 +295,7 @@ class SessionService:
         """Stops its sessions and forgets it. Raises: RequestError (409) for one of a round that runs."""
         group = self._group(group_id)
         if group.watcher is not None and not group.race.is_over:
-            raise _conflict(
-                f"group {group_id!r} belongs to a round of a run, which ends it. Leave the round's request."
-            )
+            raise _conflict(f"group {group_id!r} belongs to a round of a run, which ends it: leave that.")
         self.defer(group)
         self._forget(group)
 
