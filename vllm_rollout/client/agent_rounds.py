@@ -67,16 +67,19 @@ class RunningRound:
 
     async def _read(self, tasks: asyncio.TaskGroup) -> SessionRoundDoneEvent:
         response = await self._its.client._open("POST", self._call.path, self._call.body)
+        summary = None
         try:
             async with aclosing(event_data(response)) as events:
                 async for data in events:
                     event = parse(_EVENT, data)
                     if isinstance(event, SessionRoundDoneEvent):
-                        return event
+                        summary = event
                     self._hear(event, tasks)
         except httpx.TransportError as error:
             raise transport_error(error, response.url) from error
-        raise RolloutError(None, "the stream ended before its done event; the round is interrupted.", INCOMPLETE)
+        if summary is None:
+            raise RolloutError(None, "the stream ended before its done event; the round is interrupted.", INCOMPLETE)
+        return summary
 
     def _hear(self, event: SessionRoundEvent, tasks: asyncio.TaskGroup) -> None:
         match event:
