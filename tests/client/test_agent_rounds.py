@@ -13,8 +13,7 @@ import pytest
 from tests.client.test_agents import FAST, LONG, USER, within
 from tests.client.turns import Turns
 from tests.server.conftest import serving
-from vllm_rollout import AgentSession, AsyncRolloutClient, AsyncRun, RolloutError, Void
-from vllm_rollout.client.agent_rounds import AgentRound
+from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError, Void
 from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.sessions import service as sessions_module
 

@@ -17,6 +17,7 @@ from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.runs.body import RoundRequest
 from vllm_rollout.server.runs.live import Begun
 from vllm_rollout.server.sessions import service as sessions_module
+from vllm_rollout.server.sessions.body import FinishRequest
 from vllm_rollout.server.sessions.service import SessionService
 
 from .conftest import http_of, make_app
@@ -139,8 +140,10 @@ async def test_a_short_round_ends_with_the_first_groups_and_stops_the_others(app
     assert round.told[-1]["type"] == "group"
     assert [each["reward"] for each in round.told[-1]["trajectories"]] == [0.0, 1.0]
     await round.finish("q2", 0)
-    await round.finish("q2", 2)
-    assert running.session.ended_by == "cancel"
+    play(round.service, f"{round.groups['q2']}.2")
+    with pytest.raises(StopIteration):  # it waits for nothing
+        round.service.finish(f"{round.groups['q2']}.2", FinishRequest(reward=1.0)).send(None)
+    assert running.session.ended_by == "cancel", "in the call that completes the last group"
     late = turn_from_xargs({}, running.session.id, n=1)
     assert round.service.turn(late, None, [100, 101]) is None, "its later turns are answered at once"
     round.service.end(running, [100, 101], [110] * 5, finish_reason="abort")
@@ -267,7 +270,7 @@ async def test_a_round_whose_harness_is_lost_is_interrupted_and_opens_anew_under
         now[0] += 40
         play(service, f"{groups[0]['group_id']}.0", [100, 101, 110, 110, 110, 0][:2])
         await asyncio.sleep(0.05)
-    assert not asked.done()
+    assert (await look(http))["open_round"]["groups"] == groups
     now[0] += 51
     await asyncio.sleep(0.05)
     now[0] += 51
