@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_rollout.adapter.worker.worker import RolloutWorker as Worker
     from vllm_rollout.client.client import (
         AgentGroup,
+        AgentRound,
         AgentSession,
         AsyncRolloutClient,
         AsyncRun,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _CLIENT = "vllm_rollout.client.client"
 _PLACES = {
     "AgentGroup": (_CLIENT, "AgentGroup"),
+    "AgentRound": (_CLIENT, "AgentRound"),
     "AgentSession": (_CLIENT, "AgentSession"),
     "AsyncRolloutClient": (_CLIENT, "AsyncRolloutClient"),
     "AsyncRun": (_CLIENT, "AsyncRun"),
@@ -51,6 +53,7 @@ _PLACES = {
 __all__ = [
     "LLM",
     "AgentGroup",
+    "AgentRound",
     "AgentSession",
     "AsyncLLM",
     "AsyncRolloutClient",

@@ -33,7 +33,7 @@ class Turns:
         self.service = SessionService(
             self._stop, service.grading, service.learning, Metrics(CollectorRegistry()), decode
         )
-        self.app.state.session_service = self.service
+        self.app.state.session_service = self.app.state.run_service._sessions = self.service
         self.app.add_middleware(ClientNamespaces)
         router = APIRouter(route_class=RolloutRoute)
         router.post("/v1/chat/completions")(self._chat)

@@ -71,7 +71,9 @@ def make_app(
     app.state.rollout_service.viewers.sessions = app.state.session_service.seen
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
-    app.state.run_service = RunService(app.state.rollout_service, engine, store, metrics, num_processes, parallelism)
+    app.state.run_service = RunService(
+        app.state.rollout_service, engine, store, metrics, num_processes, parallelism, app.state.session_service
+    )
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

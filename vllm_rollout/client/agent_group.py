@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from operator import attrgetter
@@ -29,9 +29,10 @@ from vllm_rollout.client.agent_session import (
     cancelled,
 )
 from vllm_rollout.client.calls import Call, typed
-from vllm_rollout.client.connection import POLL_INTERVAL_S, EventData, RolloutError, parse, raise_for_error
+from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
 from vllm_rollout.group.racing.sessions import SessionLimits, SessionState
 from vllm_rollout.group.types import GroupStatus
+from vllm_rollout.server.runs.session_answers import ReturnedEvent
 from vllm_rollout.server.sessions.body import (
     GroupOverEvent,
     SegmentAnswer,
@@ -103,10 +104,11 @@ class Shared:
 class RunningGroup:
     """One prompt's sessions."""
 
-    def __init__(self, its: Shared, position: int, prompt: Any) -> None:
+    def __init__(self, its: Shared, position: int, prompt: Any, id: str | None = None) -> None:
+        """`id`: of one that is declared."""
         self._its, self._client = its, its.client
         self._position, self._prompt = position, prompt
-        self._id = f"agents-{uuid.uuid4().hex}"
+        self._id = id or f"agents-{uuid.uuid4().hex}"
         self._path = f"/v1/groups/{self._id}"
         self._sessions: dict[str, AgentSession] = {}
         self._calls: dict[str, asyncio.Task[None]] = {}
@@ -135,10 +137,30 @@ class RunningGroup:
         finally:
             if listening is not None:
                 await cancelled([listening])
-            if not self._is_over.done() or self._is_over.cancelled() or self._is_over.exception():
-                await cancelled([*self._calls.values(), *self._turns])
+            if await self._left():
                 with suppress(RolloutError):  # there is none, or no server
                     await self._client.send(Call("DELETE", self._path, lambda _: None))
+
+    async def of_round(self, to_begin: Iterable[str]) -> AgentGroup:
+        """Runs one that a round has declared, which says what becomes of it (`hear`, `returned`)."""
+        try:
+            self._begin(to_begin)
+            event: ReturnedEvent = await self._is_over
+            await self._see_out([each.id for each in event.trajectories])
+            return self.made(event, event.trajectories)
+        finally:
+            await self._left()
+
+    def returned(self, event: ReturnedEvent) -> None:
+        if not self._is_over.done():
+            self._is_over.set_result(event)
+
+    async def _left(self) -> bool:
+        """Whether it is not over, and never will be: then its functions have ended."""
+        is_left = not self._is_over.done() or self._is_over.cancelled() or self._is_over.exception() is not None
+        if is_left:
+            await cancelled([*self._calls.values(), *self._turns])
+        return is_left
 
     @property
     def _turns(self) -> list[asyncio.Task[Any]]:
@@ -217,18 +239,11 @@ class RunningGroup:
 
     async def _read_events(self) -> None:
         response = await self._client._open("GET", f"/v1/sessions/events?group={self._id}")
-        try:
-            if response.is_error:
-                await response.aread()
-                raise_for_error(response)
-            reader = EventData()
-            async for chunk in response.aiter_bytes():
-                for data in reader.feed(chunk):
-                    self._hear(parse(_EVENT, data))
-        finally:
-            await response.aclose()
+        async with aclosing(event_data(response)) as events:
+            async for data in events:
+                self.hear(parse(_EVENT, data))
 
-    def _hear(self, event: SessionEvent | GroupOverEvent) -> None:
+    def hear(self, event: SessionEvent | GroupOverEvent) -> None:
         if isinstance(event, GroupOverEvent):
             if not self._is_over.done():
                 self._is_over.set_result(event)
@@ -244,11 +259,16 @@ class RunningGroup:
             cancel(self._calls[id])
 
     async def _returned(self, over: GroupOverEvent) -> AgentGroup:
-        """Once the functions of what it returns have ended, which bring rewards; they may take as long as a session may
-        be silent."""
-        for id in self._calls.keys() - over.selected:
+        await self._see_out(over.selected)
+        answer = await self._client.send(self._read())
+        return self.made(answer, await asyncio.gather(*(self._sessions[id].read() for id in over.selected)))
+
+    async def _see_out(self, selected: Sequence[str]) -> None:
+        """Until the functions of what it returns have ended, which bring rewards; they may take as long as a session
+        may be silent."""
+        for id in self._calls.keys() - selected:
             self._stop(id)
-        lasting = {self._calls[id]: id for id in over.selected} | dict.fromkeys(self._turns, "")
+        lasting = {self._calls[id]: id for id in selected} | dict.fromkeys(self._turns, "")
         if lasting:
             timeout_s = self._its.body.get("idle_timeout_s") or SessionLimits().idle_timeout_s
             _, late = await asyncio.wait(lasting, timeout=timeout_s)
@@ -257,17 +277,21 @@ class RunningGroup:
                     error = TimeoutError(f"its function went on for {timeout_s:g} s when its group was over")
                     self._errors.setdefault(lasting[task], error)
             await cancelled(late)
-        answer = await self._client.send(self._read())
-        read = await asyncio.gather(*(self._sessions[id].read() for id in over.selected))
-        known = {each.id: each for each in answer.sessions}
-        others = [self._told(known.get(id) or _unbegun(id)) for id in self._sessions if id not in over.selected]
+
+    def made(
+        self, answer: SessionGroupAnswer | ReturnedEvent, trajectories: Collection[TrajectoryAnswer]
+    ) -> AgentGroup:
+        """Of one that is over."""
+        known, selected = {each.id: each for each in answer.sessions}, {each.id for each in trajectories}
+        others = [self._told(known.get(id) or _unbegun(id)) for id in {**self._sessions, **known} if id not in selected]
+        assert answer.status != "running"
         return AgentGroup(
             prompt=self._prompt,
             position=self._position,
             group_id=self._id,
-            status=over.status,
+            status=answer.status,
             reason=answer.reason,
-            trajectories=sorted((self._told(each) for each in read), key=attrgetter("number")),
+            trajectories=sorted((self._told(each) for each in trajectories), key=attrgetter("number")),
             others=others,
             generated_tokens=answer.generated_tokens,
             returned_tokens=answer.returned_tokens,
@@ -275,16 +299,16 @@ class RunningGroup:
         )
 
     def _told(self, answer: SessionAnswer) -> AgentResult:
-        session = self._sessions[answer.id]
+        session = self._sessions.get(answer.id)  # None: another process ran it
         trajectory = answer if isinstance(answer, TrajectoryAnswer) else None
         return AgentResult(
             session_id=answer.id,
-            number=session.number,
+            number=int(answer.id.rpartition(".")[2]) if session is None else session.number,
             state=answer.state,
             reward=answer.reward,
             num_turns=answer.num_turns,
             num_tokens=answer.num_tokens,
-            messages=session.messages,
+            messages=None if session is None else session.messages,
             turns=[] if trajectory is None else trajectory.turns,
             segments=None if trajectory is None else trajectory.segments,
             error=self._errors.get(answer.id),

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from vllm_rollout.client import calls, run_calls
 from vllm_rollout.client.agent_group import AgentGroup
+from vllm_rollout.client.agent_rounds import AgentRound
 from vllm_rollout.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.client.agents import agents
 from vllm_rollout.client.blocking import BlockingTransport, blocking, blocking_generator, finished
@@ -43,6 +44,7 @@ from vllm_rollout.server.protocol import Pruning
 
 __all__ = [
     "AgentGroup",
+    "AgentRound",
     "AgentSession",
     "AsyncRolloutClient",
     "AsyncRun",

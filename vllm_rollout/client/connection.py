@@ -6,7 +6,7 @@ Invariant: only what never got an answer is retried, and every failure is a Roll
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Self, Union, get_args
 
@@ -112,6 +112,21 @@ class EventData:
                 found.append(b"\n".join(self._data))
                 self._data = []
         return found
+
+
+async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The data of an answer's events as they come; closes it. Raises: RolloutError for an answer that is an error;
+    httpx.TransportError."""
+    try:
+        if response.is_error:
+            await response.aread()
+            raise_for_error(response)
+        reader = EventData()
+        async for chunk in response.aiter_bytes():
+            for data in reader.feed(chunk):
+                yield data
+    finally:
+        await response.aclose()
 
 
 class EventReader:

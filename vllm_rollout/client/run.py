@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,9 +18,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from typing_extensions import Unpack
 
 from vllm_rollout.client import run_calls
+from vllm_rollout.client.agent_group import RunAgent, Shared
+from vllm_rollout.client.agent_rounds import AgentRound, RunningRound
+from vllm_rollout.client.agent_session import Sender as AgentSender
+from vllm_rollout.client.agents import MAX_CONCURRENT
 from vllm_rollout.client.blocking import blocking, blocking_generator
 from vllm_rollout.client.body import PromptLike, takes_options
-from vllm_rollout.client.calls import Call, EventsCall
+from vllm_rollout.client.calls import EventsCall
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
 from vllm_rollout.group.rounds.rounds import RoundKind
@@ -92,14 +97,10 @@ class RoundFeed:
         return list(islice(self._prompts, count))
 
 
-class Sender(Protocol):
+class Sender(AgentSender, Protocol):
     """As much of an `AsyncRolloutClient` as a run needs."""
 
-    async def send(self, call: Call[T]) -> T: ...
-
     def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]: ...
-
-    async def _sleep(self, seconds: float) -> None: ...
 
 
 def new_key() -> str:
@@ -195,14 +196,56 @@ class AsyncRun:
         """
         if isinstance(prompts, str | dict):
             raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
+        async with aclosing(self._rounds(prompts, epoch, partial(self.round, **options))) as rounds:
+            async for answer in rounds:
+                yield answer
+
+    async def agent_rounds(
+        self,
+        /,
+        prompts: Iterable[PromptLike],
+        *,
+        run: RunAgent,
+        epoch: int | None = None,
+        max_concurrent: int = MAX_CONCURRENT,
+        patience_s: float = PATIENCE_S,
+    ) -> AsyncGenerator[AgentRound, None]:
+        """The same of a run that was made with `sessions`: `run` is called once per session, as by `client.agents`, and
+        cancelled when its session has lost, or its prompt is deferred.
+
+        `session.prompt` is the prompt as it was handed in, with its `id`: a deferred one comes rounds later, also after
+        a restart of this process. max_concurrent: calls of `run` at once; the others wait.
+
+        Leaving the generator early (`contextlib.aclosing`) cancels all calls; the round is interrupted, and comes first
+        the next time. Raises: RolloutError, 504 where no call has done anything for as long as `idle_timeout_s`.
+        """
+
+        async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
+            call = run_calls.agent_round(self.id, prompts, key=key or new_key(), **options)
+            patience = _Patience(patience_s)
+            while True:
+                try:
+                    return await RunningRound(Shared(self._client, run, idle, max_concurrent), call).result()
+                except RolloutError as error:
+                    await self._client._sleep(patience.wait_s(error))
+
+        idle = {"idle_timeout_s": (self.info.sessions or {}).get("idle_timeout_s")}
+        async with aclosing(self._rounds(prompts, epoch, play)) as rounds:
+            async for answer in rounds:
+                yield answer
+
+    async def _rounds(
+        self, prompts: Iterable[PromptLike], epoch: int | None, play: Callable[..., Awaitable[T]]
+    ) -> AsyncGenerator[T, None]:
+        """play: one round, with arguments of `round`."""
         feed = RoundFeed(prompts, self.info.prompts_per_round)
         run = await self.refresh()
         if run.open_round is not None and run.open_round.state == "interrupted":
-            yield await self.round(key=run.open_round.idempotency_key, **options)
+            yield await play(key=run.open_round.idempotency_key)
             run = await self.refresh()
         while (fed := feed.next(run, len(run.queue) + len(run.unstarted))) is not None:
             try:
-                answer = await self.round(fed.prompts, kind=fed.kind, epoch=epoch, **options)
+                answer = await play(fed.prompts, kind=fed.kind, epoch=epoch)
             except RolloutError as error:
                 before, run = run, await self.refresh()
                 if not _is_refused(error) or run.num_rounds == before.num_rounds:

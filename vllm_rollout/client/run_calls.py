@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from typing_extensions import Unpack
@@ -39,6 +39,7 @@ class RunOptions(GroupOptions, total=False):
     prompt_speculation: float
     response_speculation: float
     queue_order: str
+    sessions: Mapping[str, Any] | None
     resume: bool
     filter: str
     model: str
@@ -114,6 +115,12 @@ def stream_round(
     if stream_tokens is not None:
         body["stream_tokens"] = stream_tokens
     return EventsCall(body, timeout, f"/v1/runs/{run_id}/rounds")
+
+
+def agent_round(run_id: str, prompts: Iterable[PromptLike], *, key: str, **options: Unpack[RoundOptions]) -> EventsCall:
+    """One round of a run whose rounds consist of sessions, as events."""
+    body = _round_body(prompts, (), key, options)
+    return EventsCall({**body, "stream": True}, None, f"/v1/runs/{run_id}/rounds")
 
 
 def named(prompt: PromptLike, position: int) -> dict[str, Any]:

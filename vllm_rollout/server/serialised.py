@@ -40,6 +40,7 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_body, explain_internal
+from vllm_rollout.server.runs.session_answers import ReturnedEvent, SessionRoundEvent
 from vllm_rollout.server.slices import unless
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ async def encode(value: BaseModel, num_tokens: int) -> bytes:
 def num_tokens_in(event: BaseModel) -> int:
     """Tokens that an event lists."""
     match event:
+        case ReturnedEvent():
+            return event.generated_tokens
         case TokensEvent():
             return len(event.token_ids)
         case TrajectoryEvent():
@@ -204,7 +207,7 @@ def event_stream_schema(events: Any) -> dict[str, Any]:
         return {key: inlined(item) for key, item in value.items()}
 
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": inlined(schema)}
-    names = [model.model_fields["type"].default for model in get_args(events)]
+    names = list(dict.fromkeys(model.model_fields["type"].default for model in get_args(events)))
     item = {"type": "object", "required": ["event", "data"], "properties": {"event": {"enum": names}, "data": data}}
     return {"itemSchema": item, "example": EVENT_STREAM_EXAMPLE}
 
@@ -260,7 +263,9 @@ class PatientSend:
             await asyncio.sleep(STALLED_S - waited_s)
 
 
-async def server_sent_events(name: str, source: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+async def server_sent_events(
+    name: str, source: AsyncGenerator[Event | SessionRoundEvent, None]
+) -> AsyncGenerator[bytes, None]:
     """The events of `source`; `name` is for the log."""
     try:
         async with aclosing(source) as events:
@@ -273,7 +278,7 @@ async def server_sent_events(name: str, source: AsyncGenerator[Event, None]) -> 
         yield await _sse(ErrorEvent(error=error_body(explain_internal(error))))
 
 
-async def _sse(event: Event) -> bytes:
+async def _sse(event: Event | SessionRoundEvent) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event.type.encode(), await encode(event, num_tokens_in(event)))
 
 

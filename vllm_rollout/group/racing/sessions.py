@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal, NamedTuple
 
 from vllm_rollout.group.plans.plan import GroupPlan
@@ -57,6 +58,8 @@ class Session:
     ended_by: EndedBy | None = None
     reward: float | None = None
     is_void: bool = False
+    is_told: bool = False
+    """Its harness has said that it is over, and will say nothing more of it."""
 
     @property
     def is_open(self) -> bool:
@@ -86,10 +89,12 @@ class SessionRace:
     sessions: dict[str, Session] = field(default_factory=dict)
     is_over: bool = False
     is_cancelled: bool = False
+    is_abandoned: bool = False
+    """It ended because nobody was heard of."""
     _group: Group = field(init=False)
     _num_places: int = field(init=False)
     """Sessions that it may have now."""
-    _active_s: float = field(init=False)
+    active_s: float = field(init=False)
     """When a session was last heard of."""
     _returned: tuple[int, ...] | None = None
     """Indices, where the rewards decide."""
@@ -101,7 +106,7 @@ class SessionRace:
         self._group = Group(terms)
         self._num_places = self.plan.num_candidates
         self.max_sessions = max(self.max_sessions, self._num_places)
-        self._active_s = self.now_s
+        self.active_s = self.now_s
 
     @property
     def num_to_enter(self) -> int:
@@ -127,7 +132,7 @@ class SessionRace:
             )
         session = Session(session_id, self._group.launch(), now_s)
         self.sessions[session_id] = session
-        self._active_s = now_s
+        self.active_s = now_s
         if self.is_over:
             self._group.settle()
             self._lose([session.index])
@@ -154,7 +159,7 @@ class SessionRace:
     def leave_turn(self, session: Session, now_s: float) -> None:
         """The turn came to no end: its client left, or it failed. It may be asked again."""
         session.in_turn, session.since_s = False, now_s
-        self._active_s = now_s
+        self.active_s = now_s
 
     def end_turn(
         self,
@@ -199,15 +204,23 @@ class SessionRace:
         Raises: SessionRefused as `check_finish`.
         """
         self.check_finish(session)
-        self._active_s = now_s
-        session.reward = reward
+        self.active_s = now_s
+        session.is_told, session.reward = True, reward
         if session.is_open:
             self._end(session, "finish", void=void)
         elif void and self._group.state(session.index) == "finished" and not self.is_over:
             self._withdraw(session)  # a limit ended it, and it turns out to be worth nothing
 
-    def expire(self, now_s: float) -> bool:
-        """Ends sessions that have been silent for too long, and a group of which nobody is heard; whether any did."""
+    @property
+    def has_open(self) -> bool:
+        """A session of it has begun and not ended."""
+        return any(session.is_open for session in self.sessions.values())
+
+    def expire(self, now_s: float, heard_s: float = -inf) -> bool:
+        """Ends sessions that have been silent for too long, and a group of which nobody is heard; whether any did.
+
+        heard_s: when whoever serves this group was last heard of elsewhere.
+        """
         timeout_s = self.limits.idle_timeout_s
         silent = [
             session
@@ -216,8 +229,8 @@ class SessionRace:
         ]
         for session in silent:
             self._end(session, "idle", void=True)
-        nobody = not any(session.is_open for session in self.sessions.values())
-        if nobody and not self.is_over and now_s - self._active_s > timeout_s:
+        if not (self.has_open or self.is_over) and now_s - max(self.active_s, heard_s) > timeout_s:
+            self.is_abandoned = True
             self.max_sessions = len(self.sessions)
             self._set_places(self.max_sessions)
             for session in self._usable if self.until is not None else ():

@@ -18,6 +18,13 @@ class OfAttributes(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
 
+class OpenGroupAnswer(BaseModel):
+    """A group of sessions that is to be run."""
+
+    prompt_id: str
+    group_id: str
+
+
 class OpenRoundAnswer(BaseModel):
     """A round that was begun and has no answer yet."""
 
@@ -28,6 +35,8 @@ class OpenRoundAnswer(BaseModel):
     """`interrupted`: repeat its key, or DELETE it to put its prompts back."""
     prompt_ids: list[str]
     reserve: list[str]
+    groups: list[OpenGroupAnswer] = []
+    """Of a round that runs and consists of sessions: those that are not over."""
 
 
 class RoundRecordAnswer(OfAttributes):
@@ -108,6 +117,8 @@ class RunAnswer(BaseModel):
     queue_order: QueueOrder
     resume: bool
     filter: str | None
+    sessions: dict[str, Any] | None = None
+    """What its groups of sessions have in common; null where the server generates the answers."""
     defaults: dict[str, Any]
     """Rollout fields that its rounds need not say."""
     is_durable: bool

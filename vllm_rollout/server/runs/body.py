@@ -15,6 +15,7 @@ from vllm_rollout.group.rounds.rounds import RoundKind, RunTerms
 from vllm_rollout.server.body import MAX_INT, of_table
 from vllm_rollout.server.learning.body import Filter
 from vllm_rollout.server.protocol import Prompt, RolloutFields, StreamFields
+from vllm_rollout.server.sessions.body import SessionOptions
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
@@ -40,6 +41,12 @@ def _of_rollout(body: type[B]) -> type[B]:
     return body
 
 
+ALLOW_FEWER = (
+    "{}: cannot be true in a run: a round is over when enough groups have group_size trajectories, and it allows "
+    "groups that have fewer. Leave it out."
+)
+
+
 class SaidFields(RolloutFields):
     """Fields of a rollout that somebody said. What is None is the run's, or the default of /v1/rollouts."""
 
@@ -50,10 +57,7 @@ class SaidFields(RolloutFields):
     @model_validator(mode="after")
     def _groups_are_whole(self) -> Self:
         if self.pruning is not None and self.pruning.allow_fewer:
-            raise ValueError(
-                "pruning.allow_fewer: cannot be true in a run: a round is over when enough groups have group_size "
-                "trajectories, and it allows groups that have fewer. Leave it out."
-            )
+            raise ValueError(ALLOW_FEWER.format("pruning.allow_fewer"))
         return self
 
 
@@ -89,13 +93,53 @@ class RunRequest(SaidFields, RunFields):
         "reserve in their place (DAPO). Its rounds need stream.",
     )
 
+    sessions: SessionOptions | None = Field(
+        default=None,
+        description="The candidates of its rounds are sessions, which a harness runs: what their groups have in "
+        "common, as of POST /v1/groups. {} for what is said there by default.",
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> RunRequest:
         if self.redundancy is not None and self.response_speculation is not None:
             raise ValueError(
                 "response_speculation: redundancy says how many candidates a prompt has, got both. Leave one out."
             )
+        if self.sessions is not None:
+            self._check_sessions(self.sessions)
         return self
+
+    def _check_sessions(self, sessions: SessionOptions) -> None:
+        """Raises: ValueError for what sessions do not have, or say of themselves."""
+        for name in self.rollout_fields():
+            if name != "redundancy":
+                raise ValueError(
+                    f"{name}: cannot be said of a run whose rounds consist of sessions: each turn says how it samples, "
+                    f"and sessions takes {', '.join(type(sessions).model_fields)}. Leave {name} out here."
+                )
+        if self.redundancy is not None and not isinstance(self.redundancy, int):
+            raise ValueError(
+                f"redundancy: must be an integer for sessions, got {self.redundancy!r}: their lengths are not learned. "
+                "Say how many spare ones a prompt has in short rounds."
+            )
+        if self.resume:
+            raise ValueError(
+                "resume: must be false for sessions, got true: a deferred prompt's conversations begin anew, since "
+                "their tools do not go on with them. Leave it out."
+            )
+        if self.queue_order != "first_in":
+            raise ValueError(
+                f"queue_order: must be first_in for sessions, got {self.queue_order!r}: their lengths are not learned. "
+                "Leave it out."
+            )
+        if sessions.pruning is not None and sessions.pruning.allow_fewer:
+            raise ValueError(ALLOW_FEWER.format("sessions.pruning.allow_fewer"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a run of the same name has to say, too, as JSON."""
+        unsaid = {"sessions"} if self.sessions is None else set()  # as runs that were kept before there were any
+        return self.model_dump(mode="json", by_alias=True, exclude={"id", "model", *unsaid})
 
     @property
     def terms(self) -> RunTerms:

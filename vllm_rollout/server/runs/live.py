@@ -3,50 +3,79 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from vllm_rollout.group.lengths.receipt import Receipt
+from vllm_rollout.group.rounds.round_progress import RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
-from vllm_rollout.server.answers import (
-    DeferredEvent,
-    Event,
-    FilteredEvent,
-    GroupAnswer,
-    RebuildAnswer,
-    RoundAnswer,
-    RoundDoneEvent,
-    RoundEvent,
-    RoundSummary,
-)
-from vllm_rollout.server.rollout import Rollout
-from vllm_rollout.server.runs.course import RoundCourse
-from vllm_rollout.server.runs.ended_groups import EndedGroups, events_of
-from vllm_rollout.server.serialised import GroupsInJson
+from vllm_rollout.server.answers import Event, RebuildAnswer, RoundDoneEvent, RoundEvent, RoundSummary
+from vllm_rollout.server.runs.answers import OpenGroupAnswer
+from vllm_rollout.server.runs.session_answers import SessionRoundDoneEvent, SessionRoundEvent
+
+LiveEvent = Event | SessionRoundEvent
+LastEvent = RoundDoneEvent | SessionRoundDoneEvent
+Keep = Callable[[], Awaitable[LastEvent]]
+"""Writes what came of a round that is over; returns its last event. Raises: RequestError."""
 
 
-@dataclass(slots=True)
-class LiveRound:
-    """A round that this process runs."""
+class Spent(NamedTuple):
+    """What the store is told of a round that is over, beside what became of its prompts."""
+
+    latency_s: float
+    generated_tokens: int
+    returned_tokens: int
+    receipt: Receipt | None = None
+    kept: Mapping[int, bytes] = {}
+    """What deferred prompts have generated, by number."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveRound(ABC):
+    """A round that this process runs, whoever its candidates are."""
 
     run_id: str
     opened: OpenRound
-    rollout: Rollout
-    course: RoundCourse
     owner: str = ""
     """What the store calls this process's hold on it, once it has been taken."""
-    groups: GroupsInJson = field(default_factory=GroupsInJson)
-    ended: EndedGroups | None = None
-    """None: what has ended of it before its end is kept nowhere."""
-    before: Mapping[int, GroupAnswer] = field(default_factory=dict)
-    """By position: groups that were complete when it was interrupted."""
     is_kept: bool = False
     """What came of it is on disk."""
     answer: bytes = b""
-    """A RoundAnswer as JSON, once it is kept."""
+    """Its answer as JSON, once it is kept."""
     rebuilt: RebuildAnswer | None = None
     """What became of the engine before it."""
-    keeping: asyncio.Task[RoundDoneEvent] | None = None
+    keeping: asyncio.Task[LastEvent] | None = field(default=None)
     """Writes it, whoever waits for it."""
+
+    @property
+    @abstractmethod
+    def id(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def progress(self) -> RoundProgress: ...
+
+    @abstractmethod
+    def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
+        """Runs it; all events behind the first. Raises: RequestError."""
+
+    @abstractmethod
+    def spent(self) -> Spent:
+        """Of one that is over."""
+
+    @abstractmethod
+    def parts(self, told: RoundSummary) -> list[bytes]:
+        """Its answer as JSON, once."""
+
+    @abstractmethod
+    def done(self, told: RoundSummary) -> LastEvent: ...
+
+    @property
+    def groups_to_run(self) -> list[OpenGroupAnswer]:
+        """Groups that somebody else is to run."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +83,36 @@ class Begun:
     """A round's events, of which the first has been made: so it ends even if nobody reads it."""
 
     live: LiveRound
-    events: AsyncGenerator[Event, None]
+    events: AsyncGenerator[LiveEvent, None]
 
 
 def made_answer(live: LiveRound, run: Run) -> bytes:
     """Once: a second attempt to write it has the same bytes."""
     if not live.answer:
-        rollout, fates = live.rollout, live.course.progress.fates
-        envelope = RoundAnswer(**summary(live, run).model_dump(), **rollout.envelope(), groups=[])
-        ids = [e.prompt_id for i, e in enumerate(live.opened.all_entries) if fates.get(i) == "returned"]
-        live.answer = b"".join(live.groups.answer(envelope, ids))
+        live.answer = b"".join(live.parts(summary(live, run)))
     return live.answer
+
+
+def first_event(live: LiveRound) -> RoundEvent:
+    opened = live.opened
+    return RoundEvent(
+        id=live.id,
+        run=live.run_id,
+        round=opened.number,
+        kind=opened.kind,
+        idempotency_key=opened.key,
+        num_wanted=opened.num_wanted,
+        prompt_ids=[entry.prompt_id for entry in opened.entries],
+        reserve=[entry.prompt_id for entry in opened.reserve],
+        rebuilt=live.rebuilt,
+    )
 
 
 def summary(live: LiveRound, run: Run) -> RoundSummary:
     """`run`: after the round."""
     by_fate: dict[str, list[str]] = {"deferred": [], "filtered": [], "unstarted": []}
     for position, entry in enumerate(live.opened.all_entries):
-        by_fate.setdefault(live.course.progress.fates.get(position, "unstarted"), []).append(entry.prompt_id)
+        by_fate.setdefault(live.progress.fates.get(position, "unstarted"), []).append(entry.prompt_id)
     return RoundSummary(
         run=live.run_id,
         round=live.opened.number,
@@ -85,28 +126,3 @@ def summary(live: LiveRound, run: Run) -> RoundSummary:
         num_waiting=run.num_waiting,
         rebuilt=live.rebuilt,
     )
-
-
-async def replayed(answer: bytes) -> AsyncGenerator[Event, None]:
-    """The events that a stream would have sent, of a RoundAnswer in JSON; no `tokens`: they are in the trajectories."""
-    round = await asyncio.to_thread(RoundAnswer.model_validate_json, answer)
-    returned = [group.prompt_id for group in round.groups]
-    yield RoundEvent(
-        id=round.id,
-        run=round.run,
-        round=round.round,
-        kind=round.kind,
-        idempotency_key=round.idempotency_key,
-        num_wanted=len(returned),
-        prompt_ids=[*returned, *round.deferred, *round.filtered],
-        reserve=round.unstarted,
-    )
-    for group in round.groups:
-        for event in events_of(group):
-            yield event
-    for prompt_id in round.deferred:
-        yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")
-    for prompt_id in round.filtered:
-        yield FilteredEvent(prompt_id=prompt_id)
-    fields = {name: value for name, value in vars(round).items() if name not in ("groups", "object")}
-    yield RoundDoneEvent(**fields)

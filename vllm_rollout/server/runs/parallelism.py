@@ -26,7 +26,7 @@ from vllm_rollout.server.answers import RebuildAnswer
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.answers import ForecastAnswer, ParallelismAnswer
 from vllm_rollout.server.runs.body import RunRequest
-from vllm_rollout.server.runs.live import LiveRound
+from vllm_rollout.server.runs.rollout_round import RolloutRound
 
 HISTORY_ROUNDS = 4096
 """Rounds that the planner remembers."""
@@ -116,7 +116,7 @@ class Parallelism:
         rebuilt, self._rebuilt = self._rebuilt, None
         return rebuilt
 
-    def round_over(self, live: LiveRound, num_places: int) -> None:
+    def round_over(self, live: RolloutRound, num_places: int) -> None:
         """Decide, unless the round ran at another size than was decided: then that is still to be done.
 
         `num_places`: candidates that run at once.
@@ -158,7 +158,7 @@ class Parallelism:
         if self._is_due and not self.has_live_round():
             await self._acted(0.0)
 
-    def _seconds_at(self, live: LiveRound) -> Callable[[int], float] | None:
+    def _seconds_at(self, live: RolloutRound) -> Callable[[int], float] | None:
         """What a round that is over would have taken at a size."""
         if not self._profiled:
             return None
@@ -248,7 +248,7 @@ def expected_of_run(settings: RunRequest, seen: LengthMoments | None, max_model_
     )
 
 
-def expected_again(live: LiveRound) -> ExpectedRound:
+def expected_again(live: RolloutRound) -> ExpectedRound:
     """A round that is over, as if it were to come."""
     lengths = [num_tokens for of_prompt in live.course.lengths.values() for num_tokens in of_prompt]
     num_prompts = max(1, len(live.course.lengths))
@@ -256,7 +256,7 @@ def expected_again(live: LiveRound) -> ExpectedRound:
     return ExpectedRound(lengths, len(lengths), prompt_tokens // num_prompts, max(1, len(lengths) // num_prompts))
 
 
-def pressure_of(live: LiveRound, size: int, num_places: int) -> RoundPressure | None:
+def pressure_of(live: RolloutRound, size: int, num_places: int) -> RoundPressure | None:
     """What a round that is over asked of the KV cache; None when nothing of it ran.
 
     Args:

@@ -24,6 +24,7 @@ from vllm_rollout.server.learning.body import (
 )
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.runs.live import LiveRound
+from vllm_rollout.server.runs.rollout_round import RolloutRound
 
 
 class RunRewards:
@@ -39,8 +40,8 @@ class RunRewards:
 
         Raises: RequestError, 404 when the rollout is not known, 409 for a filter that it does not have.
         """
-        live = self._live.get(rollout_id)
-        if live is None or not live.course.progress.filters:
+        live = self._filtering(rollout_id)
+        if live is None:
             if request.filter is not None:
                 raise RequestError(
                     f"filter: {rollout_id!r} is no round on its way that filters, got {request.filter!r}. Say filter "
@@ -80,21 +81,27 @@ class RunRewards:
         counts = RewardCounts.of(result.status for result in results)
         return answer.model_copy(update={"results": results, "counts": counts})
 
+    def _filtering(self, rollout_id: str) -> RolloutRound | None:
+        """The round on its way that has this rollout, and filters. Sessions bring their rewards with their finish."""
+        live = self._live.get(rollout_id)
+        return live if isinstance(live, RolloutRound) and live.progress.filters else None
+
     async def _tell_rounds(self, entries: Sequence[NamedRewardEntry]) -> dict[int, RewardStatus]:
         """Rewards of groups of rounds that filter; the statuses, by position, of those that nothing else learns of."""
         by_rollout: dict[str, dict[int, tuple[str, int, float]]] = defaultdict(dict)
         for position, entry in enumerate(entries):
             group_id = entry.group_id or ""
             rollout_id = group_id.rpartition("-")[0]
-            live = self._live.get(rollout_id)
-            if live is None or not live.course.progress.filters:
+            live = self._filtering(rollout_id)
+            if live is None:
                 continue
             if (prompt := live.rollout.prompt_of(group_id)) is not None:
                 by_rollout[rollout_id][position] = prompt.id, entry.index, entry.reward
         told: dict[int, RewardStatus] = {}
         for rollout_id, rewards in by_rollout.items():
-            live = self._live[rollout_id]
-            statuses, _ = await live.course.reward(list(rewards.values()))
-            if live.rollout.scoring is None:
+            filtering = self._live[rollout_id]
+            assert isinstance(filtering, RolloutRound)
+            statuses, _ = await filtering.course.reward(list(rewards.values()))
+            if filtering.rollout.scoring is None:
                 told.update(zip(rewards, statuses, strict=True))
         return told

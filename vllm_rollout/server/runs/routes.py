@@ -11,8 +11,9 @@ from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
-from vllm_rollout.server.runs.live import replayed
+from vllm_rollout.server.runs.replay import replayed
 from vllm_rollout.server.runs.service import RunService
+from vllm_rollout.server.runs.session_answers import SessionRoundAnswer, SessionRoundEvent
 from vllm_rollout.server.serialised import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
@@ -82,13 +83,14 @@ async def delete_run(run_id: str, request: Request) -> Response:
 @router.post(
     "/v1/runs/{run_id}/rounds",
     summary="One round of a run",
-    response_model=RoundAnswer,
+    response_model=RoundAnswer | SessionRoundAnswer,
     responses={
         **RUN_ERRORS,
         int(HTTPStatus.GONE): {"model": ErrorAnswer},
+        int(HTTPStatus.GATEWAY_TIMEOUT): {"model": ErrorAnswer},
         200: {
             "description": "The groups that the round returns; with `stream`, server-sent events.",
-            "content": {"text/event-stream": event_stream_schema(RoundStreamEvent)},
+            "content": {"text/event-stream": event_stream_schema(RoundStreamEvent | SessionRoundEvent)},
         },
     },
 )
@@ -99,6 +101,9 @@ async def create_round(run_id: str, body: RoundRequest, request: Request) -> Res
     the same answer, or the round anew if it was interrupted: no prompt is returned twice, none is lost. With `stream`
     the events are those of a rollout, `round` first, and `deferred` for a prompt that waits for a long round: what was
     sent of its group counts for nothing.
+
+    Of a run whose rounds consist of sessions, `declared` names those that are to be run, and the round is over when a
+    harness has run enough of them.
     """
     service = _runs(request)
     begun = await service.begin(run_id, body)
@@ -107,7 +112,7 @@ async def create_round(run_id: str, body: RoundRequest, request: Request) -> Res
             return EventStream(server_sent_events(f"a round of run {run_id}", replayed(begun)))
         return PartsResponse([begun])
     if body.stream:
-        return EventStream(server_sent_events(f"round {begun.live.rollout.id}", begun.events))
+        return EventStream(server_sent_events(f"round {begun.live.id}", begun.events))
     answer = await unless_disconnected(request.receive, service.answer(begun))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else PartsResponse([answer])
 

@@ -76,7 +76,7 @@ def _checked(saved: Any) -> Mapping[str, Any]:
             raise ValueError(f"memo of a round of run {shown(id)} is none: {error}") from error
     try:
         settings = RunRequest.model_validate({**saved["settings"], "id": id})
-        said = settings.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
+        said = settings.settings
     except (ValueError, TypeError) as error:
         raise ValueError(f"settings of run {shown(id)} are not those of a run: {error}") from error
     run = run_from_state(saved["state"])

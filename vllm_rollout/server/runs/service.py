@@ -15,25 +15,18 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.server.answers import (
-    DeferredEvent,
-    DoneEvent,
-    Event,
-    FilteredEvent,
-    GroupEvent,
-    RoundDoneEvent,
-    RoundEvent,
-)
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.resumed import Resumption
+from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.runs import session_rounds
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
-from vllm_rollout.server.runs.ended_groups import EndedGroups, ended_before, events_of
+from vllm_rollout.server.runs.ended_groups import EndedGroups, ended_before
 from vllm_rollout.server.runs.faults import PASSING
-from vllm_rollout.server.runs.live import Begun, LiveRound, made_answer, summary
+from vllm_rollout.server.runs.live import Begun, LastEvent, LiveEvent, LiveRound, first_event, made_answer, summary
 from vllm_rollout.server.runs.parallelism import Parallelism, expected_of_run
 from vllm_rollout.server.runs.request import (
     as_before,
@@ -50,10 +43,12 @@ from vllm_rollout.server.runs.request import (
     without_speculation,
 )
 from vllm_rollout.server.runs.rewards import RunRewards
+from vllm_rollout.server.runs.rollout_round import RolloutRound
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
 from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.server.service import RolloutService
+from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
 
 T = TypeVar("T")
@@ -75,9 +70,12 @@ class RunService:
         metrics: Metrics,
         num_processes: int = 1,
         parallelism: Parallelism | None = None,
+        sessions: SessionService | None = None,
     ) -> None:
-        """`num_processes`: API processes of this server, any of which may get a request."""
+        """`num_processes`: API processes of this server, any of which may get a request. `sessions`: None where there
+        are none."""
         self._rollouts = rollouts
+        self._sessions = sessions
         self._engine = engine
         self._store = store
         self._metrics = metrics
@@ -85,7 +83,7 @@ class RunService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """One: transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
-        """By rollout id."""
+        """By the id of the round's rollout, or of its sessions."""
         self.rewards = RunRewards(self._live, rollouts.learning)
         self._parallelism = parallelism
         if parallelism is not None:
@@ -106,19 +104,29 @@ class RunService:
         if request.filter is not None and request.reward is None:
             self._check_can_filter()
         id = request.id or f"run-{uuid.uuid4().hex[:12]}"
-        settings = request.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
         terms = request.terms
         try:
             terms.check(request.num_candidates(self._engine.max_num_seqs))
         except RoundError as error:
             raise RequestError(str(error), param=error.field) from error
-        check = {**request.rollout_fields(), "prompts": [CHECK], "model": request.model}
-        checked = await self._rollouts.prepare(rollout_request(check, terms.group_size, terms.num_candidates))
-        if request.resume:
-            check_resumable(checked)
-        stored, is_new = await self._stored(self._store.create, id, checked.model, settings, terms)
+        checked = await self._checked(request)
+        stored, is_new = await self._stored(self._store.create, id, checked.model, request.settings, terms)
         await self._choose_start(stored)
         return self._answer_of(stored), is_new
+
+    async def _checked(self, request: RunRequest) -> Rollout:
+        """A rollout of a prompt as a short round has them, which checks its fields. Raises: RequestError."""
+        size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
+        if request.sessions is not None:
+            if self._sessions is None:
+                raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
+            session_rounds.check(self._sessions, request)
+            size, num_candidates, fields = 1, 1, {}
+        check = {**fields, "prompts": [CHECK], "model": request.model}
+        checked = await self._rollouts.prepare(rollout_request(check, size, num_candidates))
+        if request.resume:
+            check_resumable(checked)
+        return checked
 
     async def read(self, id: str) -> RunAnswer:
         """Raises: RequestError (404)."""
@@ -157,7 +165,7 @@ class RunService:
             live = await self._take_again(id, request, key)
         else:
             live = await self._take(looked.stored, request, key)
-        self._live[live.rollout.id] = live
+        self._live[live.id] = live
         if self._parallelism is not None:
             live.rebuilt = self._parallelism.take_rebuilt()
         events = self._events(live)
@@ -187,7 +195,7 @@ class RunService:
 
     async def _choose_start(self, stored: StoredRun) -> None:
         """Before the first round of all, if a profile says how large an engine it wants."""
-        if self._parallelism is None or not self._parallelism.wants_start:
+        if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
         seen = (await self._engine.shaping.length_history([])).dataset
         await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
@@ -226,7 +234,7 @@ class RunService:
         assert planned.stored.memo is not None  # a round is open
         live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
         live.owner = await self._owned(id, self._store.claim, id, planned.opened)
-        if live.ended is not None:
+        if isinstance(live, RolloutRound) and live.ended is not None:
             live.before = await asyncio.to_thread(ended_before, planned, live.ended.version)
         return live
 
@@ -267,6 +275,10 @@ class RunService:
         """Check everything before anything is taken. `fresh`: bodies of its prompts, by id. Raises: RequestError."""
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
+        if defaults.sessions is not None:
+            assert self._sessions is not None  # else there is no such run
+            prompts = await asyncio.to_thread(bodies_of, planned, fresh)
+            return session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
         if defaults.resume:
             check_unchanged(request, defaults)
         if filters and request.reward is None and defaults.reward is None:
@@ -308,64 +320,31 @@ class RunService:
             self._engine, rollout.id, opened, filters=filters, rewards_decide=rollout.rewards_decide
         )
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
-        live = LiveRound(stored.id, opened, rollout, course)
+        live = RolloutRound(run_id=stored.id, opened=opened, rollout=rollout, course=course, run=self._rollouts.events)
         if keeps_ended:
             live.ended = EndedGroups(partial(self._keep_ended, live), version)
         return live
 
-    async def _keep_ended(self, live: LiveRound, groups: Mapping[int, EndedGroup]) -> None:
+    async def _keep_ended(self, live: RolloutRound, groups: Mapping[int, EndedGroup]) -> None:
         await self._stored(self._store.keep_ended, live.run_id, live.owner, groups)
 
-    async def _events(self, live: LiveRound) -> AsyncGenerator[Event, None]:
-        opened, rollout, course = live.opened, live.rollout, live.course
-        filtered: list[str] = []
-
-        def filter_out(prompt_id: str) -> None:
-            filtered.append(prompt_id)
-            rollout.seen.filtered(prompt_id)
-
-        course.on_filtered = filter_out
+    async def _events(self, live: LiveRound) -> AsyncGenerator[LiveEvent, None]:
         try:
-            yield RoundEvent(
-                id=rollout.id,
-                run=live.run_id,
-                round=opened.number,
-                kind=opened.kind,
-                idempotency_key=opened.key,
-                num_wanted=opened.num_wanted,
-                prompt_ids=[entry.prompt_id for entry in opened.entries],
-                reserve=[entry.prompt_id for entry in opened.reserve],
-                rebuilt=live.rebuilt,
-            )
-            for position, group in live.before.items():
-                rollout.outcome.ended_before(group)
-                for event in events_of(group):
-                    await live.groups.add(event)
-                    yield event
-                course.ended_before(position, group)
-            for position in course.progress.lost_before() if live.before else ():
-                yield DeferredEvent(prompt_id=opened.all_entries[position].prompt_id, group_id="", reason="cut")
-            async with aclosing(self._rollouts.events(rollout)) as events:
+            yield first_event(live)
+            async with aclosing(live.events(partial(self._keep, live))) as events:
                 async for event in events:
-                    while filtered:
-                        yield FilteredEvent(prompt_id=filtered.pop(0))
-                    if isinstance(event, DoneEvent):
-                        yield await self._keep(live)
-                    else:
-                        await live.groups.add(event)
-                        if isinstance(event, GroupEvent) and event.status == "complete" and live.ended is not None:
-                            live.ended.add(course.number_of(event.prompt_id), live.groups.of(event.prompt_id))
-                        yield event
+                    yield event
         finally:
             # Nothing is awaited here: whoever cancels this must not leave the round in the hands of nobody.
-            del self._live[rollout.id]
+            del self._live[live.id]
             if self._parallelism is not None:
                 self._parallelism.round_left()
             if not live.is_kept and self._unkept.get(live.run_id) is not live:
                 self._release(live.run_id, live.owner)
-            self._forget(course.race_id)
+            if isinstance(live, RolloutRound):
+                self._forget(live.course.race_id)
 
-    async def _keep(self, live: LiveRound) -> RoundDoneEvent:
+    async def _keep(self, live: LiveRound) -> LastEvent:
         """Write what came of a round, once, however many wait for it and whoever of them leaves.
 
         Raises: RequestError; then the round can be asked for again.
@@ -375,13 +354,8 @@ class RunService:
             live.keeping = asyncio.create_task(self._write(live))
         return await asyncio.shield(live.keeping)
 
-    async def _write(self, live: LiveRound) -> RoundDoneEvent:
-        rollout, course = live.rollout, live.course
-        rollout.outcome.usage.returned_tokens -= course.filtered_tokens
-        rollout.outcome.usage.wasted_tokens += course.filtered_tokens
-        course.filtered_tokens = 0
-        outcomes = course.progress.outcomes()
-        kept = {} if rollout.resumption is None else rollout.resumption.kept
+    async def _write(self, live: LiveRound) -> LastEvent:
+        outcomes, spent = live.progress.outcomes(), live.spent()
         try:
             run = await self._stored(
                 self._store.close,
@@ -389,11 +363,7 @@ class RunService:
                 live.owner,
                 outcomes,
                 partial(made_answer, live),
-                kept={live.opened.all_entries[position].number: blob for position, blob in kept.items()},
-                latency_s=rollout.outcome.timing.latency_s,
-                generated_tokens=rollout.outcome.usage.generated_tokens,
-                returned_tokens=rollout.outcome.usage.returned_tokens,
-                receipt=rollout.receipt,
+                **spent._asdict(),
             )
         except BaseException as error:
             live.keeping = None
@@ -405,12 +375,12 @@ class RunService:
         del self._unkept[live.run_id]
         live.is_kept = True
         fates = [outcome.fate for outcome in outcomes.values()]
-        self._metrics.round_over(live.opened.kind, fates, rollout.outcome.timing.latency_s)
-        if self._parallelism is not None:
+        self._metrics.round_over(live.opened.kind, fates, spent.latency_s)
+        if self._parallelism is not None and isinstance(live, RolloutRound):
             self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
         told = summary(live, run)
         self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
-        return RoundDoneEvent(**told.model_dump(), **rollout.envelope())
+        return live.done(told)
 
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
@@ -423,8 +393,13 @@ class RunService:
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
         parallelism = None if self._parallelism is None else self._parallelism.answer()
+        groups = [group for live in self._live.values() if live.run_id == stored.id for group in live.groups_to_run]
         return run_answer(
-            stored, is_live=self._store.is_live(stored), is_durable=self._store.is_durable, parallelism=parallelism
+            stored,
+            is_live=self._store.is_live(stored),
+            is_durable=self._store.is_durable,
+            parallelism=parallelism,
+            groups=groups,
         )
 
     async def _owned(self, id: str, call: Callable[..., str], *args: Any) -> str:
@@ -462,7 +437,7 @@ def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
     return FreshPrompt(prompt.id, epoch, digest_of_prompt(prompt))
 
 
-async def _chained(first: Event, rest: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+async def _chained(first: LiveEvent, rest: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[LiveEvent, None]:
     async with aclosing(rest):
         yield first
         async for event in rest:

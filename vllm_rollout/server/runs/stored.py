@@ -16,6 +16,7 @@ from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.group.rounds.rounds_state import run_from_state
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.answers import (
+    OpenGroupAnswer,
     OpenRoundAnswer,
     ParallelismAnswer,
     RoundRecordAnswer,
@@ -123,7 +124,12 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
 
 
 def run_answer(
-    stored: StoredRun, *, is_live: bool, is_durable: bool, parallelism: ParallelismAnswer | None
+    stored: StoredRun,
+    *,
+    is_live: bool,
+    is_durable: bool,
+    parallelism: ParallelismAnswer | None,
+    groups: Sequence[OpenGroupAnswer] = (),
 ) -> RunAnswer:
     """What a client hears of a run; nothing is decided here."""
     run, request = stored.run, stored.request
@@ -136,6 +142,7 @@ def run_answer(
         **terms,
         resume=request.resume,
         filter=request.filter,
+        sessions=None if request.sessions is None else request.sessions.model_dump(mode="json"),
         defaults=request.rollout_fields(),
         is_durable=is_durable,
         next_round=run.next_kind,
@@ -151,6 +158,7 @@ def run_answer(
             state="running" if is_live else "interrupted",
             prompt_ids=[entry.prompt_id for entry in opened.entries],
             reserve=[entry.prompt_id for entry in opened.reserve],
+            groups=list(groups),
         ),
         history=[RoundRecordAnswer.model_validate(record) for record in run.history],
         totals=RunTotals.model_validate(run),

@@ -21,14 +21,9 @@ SessionSelection = Literal["first", "shortest"]
 
 
 @of_table
-class SessionGroupRequest(Body, SessionFields):
-    """A group that is declared before its sessions begin."""
+class SessionOptions(Body, SessionFields):
+    """What a group of sessions says of itself, and a run of all its groups."""
 
-    id: Name | None = Field(default=None, description="The group's name. Default: one is made.")
-    group_size: Size = Field(description=ROWS["group_size"].help)
-    redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
-        default=0, description="Spare sessions beyond group_size."
-    )
     early_stop: StrictBool = Field(
         default=True, description="Stop a group's other sessions when group_size of them have finished."
     )
@@ -47,11 +42,22 @@ class SessionGroupRequest(Body, SessionFields):
     pruning_turn: Annotated[StrictInt, Field(ge=1, le=MAX_TURNS)] = Field(
         default=1, description="The turn in which detection_length counts tokens."
     )
-    audit_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Chance that nobody of this group is stopped. Default: the server's, with pruning."
-    )
     reward: RewardField | None = Field(
         default=None, description="Grades a finished session whose finish brings no reward (docs/rewards.md)."
+    )
+
+
+@of_table
+class SessionGroupRequest(SessionOptions):
+    """A group that is declared before its sessions begin."""
+
+    id: Name | None = Field(default=None, description="The group's name. Default: one is made.")
+    group_size: Size = Field(description=ROWS["group_size"].help)
+    redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
+        default=0, description="Spare sessions beyond group_size."
+    )
+    audit_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Chance that nobody of this group is stopped. Default: the server's, with pruning."
     )
     data: Any = Field(default=None, description="Handed to the reward function, such as the solution.")
 

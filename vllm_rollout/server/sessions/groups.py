@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_rollout.group.plans.fields import SelectionRule, Until
 from vllm_rollout.group.plans.plan import GroupPlan
@@ -41,6 +41,24 @@ Key = tuple[str, str]
 """Namespace of a client, and a name that it chose."""
 Event = SessionEvent | GroupOverEvent
 Status = GroupStatus | Literal["running"]
+
+
+class Watcher(Protocol):
+    """Who declares groups and waits for them, such as a round of a run. Nobody else may cancel them."""
+
+    def heard_s(self, now_s: float) -> float:
+        """When their harness was last heard of, in any of its groups."""
+
+    def told(self, event: Event) -> None:
+        """Of a group of its own."""
+
+    def over(self, group: OpenGroup) -> None: ...
+
+    def finished(self, group: OpenGroup) -> None:
+        """Its harness has said of a session that it is over."""
+
+    def counted(self) -> None:
+        """Of a group that is over the last turn has ended."""
 
 
 class Terms(NamedTuple):
@@ -124,6 +142,7 @@ class OpenGroup:
     """Of what chance decides in pruning."""
     seconds: float | None = None
     """That it took; None while it runs."""
+    watcher: Watcher | None = None
     is_counted: bool = False
     """It is over, and nothing of it runs any more."""
     ended_s: dict[str, float] = field(default_factory=dict)
@@ -149,6 +168,11 @@ class OpenGroup:
             return []
         wanted = set(self.race.result.selected)
         return [session.id for session in self.race.sessions.values() if session.index in wanted]
+
+    @property
+    def awaits_finish(self) -> bool:
+        """Its harness is still to say of a session that it returns that it is over, with its reward."""
+        return any(not self.race.sessions[id].is_told for id in self.selected)
 
     @property
     def num_held_tokens(self) -> int:
@@ -270,6 +294,8 @@ class OpenGroup:
         return GroupOverEvent(group_id=self.id, status=status, selected=self.selected)
 
     def _tell(self, event: Event) -> None:
+        if self.watcher is not None:
+            self.watcher.told(event)
         for queue in self._readers:
             _put(queue, event)
 

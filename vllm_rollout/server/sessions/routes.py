@@ -71,9 +71,10 @@ async def get_group(group_id: Id, request: Request) -> Response:
     summary="Stop a group's sessions, and forget it",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
-    responses=ERRORS,
+    responses=SESSION_ERRORS,
 )
 async def delete_group(group_id: Id, request: Request) -> Response:
+    """409 for one of a round that runs, which ends it."""
     _sessions(request).cancel(group_id)
     return Response(status_code=HTTPStatus.NO_CONTENT)
 

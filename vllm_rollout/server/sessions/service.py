@@ -15,6 +15,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from math import inf
 from typing import Any
 
 from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSION_HISTORY, REWARD_THRESHOLD
@@ -28,7 +29,7 @@ from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Trajectory
 from vllm_rollout.server.clients import client_namespace, client_session
 from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.grading.body import options_of
+from vllm_rollout.server.grading.body import RewardOptions, options_of
 from vllm_rollout.server.grading.service import GradingService
 from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
@@ -41,7 +42,7 @@ from vllm_rollout.server.sessions.body import (
     SessionGroupRequest,
     TrajectoryAnswer,
 )
-from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, limits_of
+from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, Watcher, limits_of
 from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
 
@@ -102,11 +103,18 @@ class SessionService:
         self._more_to_stop = asyncio.Event()
         self._stopper: asyncio.Task[None] | None = None
 
+    def now_s(self) -> float:
+        """By its clock."""
+        return self._clock()
+
     # What requests say.
 
     def create(self, request: SessionGroupRequest) -> SessionGroupAnswer:
         """A group is declared; its sessions get ids. Raises: RequestError."""
-        namespace = client_namespace()
+        return self.declare(request, client_namespace()).answer(self._clock())
+
+    def declare(self, request: SessionGroupRequest, namespace: str, watcher: Watcher | None = None) -> OpenGroup:
+        """The same, of that client, for somebody who waits for it. Raises: RequestError."""
         key = (namespace, request.id or f"group-{uuid.uuid4().hex}")
         if key in self._groups:
             raise RequestError(
@@ -114,24 +122,24 @@ class SessionService:
                 status=HTTPStatus.CONFLICT,
                 param="id",
             )
-        terms = Terms(
-            request.group_size,
-            request.group_size + request.redundancy,
-            limits_of(request.model_dump(include=set(rows(SessionFields)))),
-            request.early_stop,
-            request.selection,
-            request.history == "rewritable",
-            request.until,
-            request.max_sessions,
-            *self._pruned(request),
-        )
-        reward = None if request.reward is None else options_of(request.reward)
-        if reward is not None:
-            self._grading.check(reward, terms.num_candidates)
+        terms, reward = self._asked(request)
         group = self._open(key, terms)
-        group.reward, group.data, group.declared = reward, request.data, []
+        group.reward, group.data, group.declared, group.watcher = reward, request.data, [], watcher
         self._declare(group, group.race.num_to_enter)
-        return group.answer(self._clock())
+        return group
+
+    def check(self, request: SessionGroupRequest) -> int:
+        """The most sessions that such a group may have. Raises: RequestError for what no group can be."""
+        self._check_alone()
+        terms, _ = self._asked(request)
+        _, most = _until_of(terms)
+        return most
+
+    def check_room(self, num_sessions: int) -> None:
+        """Raises: RequestError (503) where groups that may have so many sessions are too much."""
+        if (num_open := self._num_open_sessions) + num_sessions > MAX_OPEN_SESSIONS:
+            most = f"at most {MAX_OPEN_SESSIONS} with {num_sessions} more"
+            raise _too_much(f"open groups may have {num_open} sessions, {most}")
 
     def names_session(self, xargs: Mapping[str, object]) -> bool:
         """Whether a request with these fields is a turn of a session."""
@@ -269,6 +277,8 @@ class SessionService:
         num_wanted = self._settle(group)
         if self._recorder is not None and group.is_counted:
             self._recorder.session_rewarded(group, session)
+        if group.watcher is not None:
+            group.watcher.finished(group)
         await self._learn(group, session)
         return FinishAnswer(
             **group.told(session),
@@ -283,15 +293,22 @@ class SessionService:
         return self._group(group_id).answer(self._clock())
 
     def cancel(self, group_id: str) -> None:
-        """Stops its sessions and forgets it."""
+        """Stops its sessions and forgets it. Raises: RequestError (409) for one of a round that runs."""
         group = self._group(group_id)
-        if not group.race.is_over:
-            settled = group.race.cancel()
-            group.tell_ends(self._clock())
-            self._stop_turns_of(group, settled.lost)
-            self._over(group)
-            self.seen.changed(group)
+        if group.watcher is not None and not group.race.is_over:
+            raise _conflict(f"group {group_id!r} belongs to a round of a run, which ends it: leave that.")
+        self.defer(group)
         self._forget(group)
+
+    def defer(self, group: OpenGroup) -> None:
+        """Nobody wants the rest of it: its sessions stop, and are remembered as those of a group that is over."""
+        if group.race.is_over:
+            return
+        settled = group.race.cancel()
+        group.tell_ends(self._clock())
+        self._stop_turns_of(group, settled.lost)
+        self._over(group)
+        self.seen.changed(group)
 
     def read(self, session_id: str) -> TrajectoryAnswer:
         group, session = self._session(session_id)
@@ -342,12 +359,16 @@ class SessionService:
         group.over(self._clock())
         self._num_open_sessions -= group.max_sessions
         self._account(group)
+        if group.watcher is not None:
+            group.watcher.over(group)
 
     def _account(self, group: OpenGroup) -> None:
         """Once, when it is over and the last of its turns has stopped."""
         if group.seconds is None or group.running or group.is_counted:
             return
         group.is_counted = True
+        if group.watcher is not None:
+            group.watcher.counted()
         self._metrics.group_over(group.race.result, group.seconds)
         if self._recorder is not None:
             self._recorder.sessions_over(group)
@@ -385,8 +406,9 @@ class SessionService:
         """While a group is open: sessions of which nobody hears end."""
         while open_groups := [group for group in self._groups.values() if not group.race.is_over]:
             await asyncio.sleep(TICK_S)
+            now_s = self._clock()
             for group in open_groups:
-                if group.race.expire(self._clock()):
+                if group.race.expire(now_s, -inf if group.watcher is None else group.watcher.heard_s(now_s)):
                     self._settle(group)
         self._ticker = None
 
@@ -406,6 +428,24 @@ class SessionService:
         with suppress(RequestError):  # forgotten, or the engine is dead, which says so elsewhere
             request = RewardsRequest(rewards=rewards, threshold=threshold)
             await self._learning.post_rewards(group.engine_id, request, by_server=True)
+
+    def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
+        """Raises: RequestError."""
+        terms = Terms(
+            request.group_size,
+            request.group_size + request.redundancy,
+            limits_of(request.model_dump(include=set(rows(SessionFields)))),
+            request.early_stop,
+            request.selection,
+            request.history == "rewritable",
+            request.until,
+            request.max_sessions,
+            *self._pruned(request),
+        )
+        reward = None if request.reward is None else options_of(request.reward)
+        if reward is not None:
+            self._grading.check(reward, terms.num_candidates)
+        return terms, reward
 
     def _pruned(self, request: SessionGroupRequest) -> tuple[PruningPlan | None, int, bool]:
         """The plan, the turn, and whether it is an audit group. Raises: RequestError."""
@@ -505,24 +545,10 @@ class SessionService:
     def _open(self, key: Key, terms: Terms) -> OpenGroup:
         """Raises: RequestError where too many are open, and for what cannot be."""
         self._check_alone()
-        plan = terms.plan
-        until = None
-        most = terms.max_sessions or 2 * terms.num_candidates
-        if terms.until == "variance" and not terms.is_audit:
-            try:
-                until = UntilTerms.of(terms.group_size, terms.num_candidates, terms.max_sessions)
-            except ValueError as error:
-                raise RequestError(f"until: {error}", param="until") from error
-            most = until.max_candidates
-        if most < terms.num_candidates:
-            raise RequestError(
-                f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
-                param="max_sessions",
-            )
-        if (num_open := self._num_open_sessions) + most > MAX_OPEN_SESSIONS:
-            raise _too_much(f"open groups may have {num_open} sessions, at most {MAX_OPEN_SESSIONS} with {most} more")
+        until, most = _until_of(terms)
+        self.check_room(most)
         now_s = self._clock()
-        group = OpenGroup(key, terms, SessionRace(plan, terms.limits, until, most, now_s), now_s, most)
+        group = OpenGroup(key, terms, SessionRace(terms.plan, terms.limits, until, most, now_s), now_s, most)
         self._groups[key] = group
         self.seen.begun(group)
         self._num_open_sessions += most
@@ -586,6 +612,23 @@ class SessionService:
             why = "has not begun" if group is not None else "is not one of yours"
             raise RequestError(f"session {session_id!r:.80} {why}: it begins with a turn.", status=HTTPStatus.NOT_FOUND)
         return group, session
+
+
+def _until_of(terms: Terms) -> tuple[UntilTerms | None, int]:
+    """How its rewards end it, if they do, and how many sessions it may ever have. Raises: RequestError."""
+    until, most = None, terms.max_sessions or 2 * terms.num_candidates
+    if terms.until == "variance" and not terms.is_audit:
+        try:
+            until = UntilTerms.of(terms.group_size, terms.num_candidates, terms.max_sessions)
+        except ValueError as error:
+            raise RequestError(f"until: {error}", param="until") from error
+        most = until.max_candidates
+    if most < terms.num_candidates:
+        raise RequestError(
+            f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
+            param="max_sessions",
+        )
+    return until, most
 
 
 _GRADED = frozenset({"between_turns", "finished", "truncated"})

@@ -86,5 +86,5 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     client.sessions = state.session_service = sessions
     service.viewers.sessions = sessions.seen
     parallelism = parallelism_of(settings, client, engine)
-    state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism)
+    state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism, sessions)
     return engine

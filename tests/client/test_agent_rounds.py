@@ -1,0 +1,167 @@
+"""Rounds of agents: every prompt comes back once, and what a round does not want any more is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tests.client.test_agents import FAST, LONG, USER, within
+from tests.client.turns import Turns
+from tests.server.conftest import serving
+from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError, Void
+from vllm_rollout.server.runs import session_round
+from vllm_rollout.server.sessions import service as sessions_module
+
+TERMS: dict[str, Any] = {"prompt_speculation": 1.5, "response_speculation": 1.5, "sessions": {}}
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns()
+
+
+@pytest.fixture
+def url(turns: Turns) -> Iterator[str]:
+    with serving(turns.app) as url:
+        yield url
+
+
+def data(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"q{i}", "prompt": f"question {i}", "data": i} for i in range(count)]
+
+
+def rounds_of(url: str, count: int, run: Any, options: dict[str, Any], **terms: Any) -> list[AgentRound]:
+    async def collect() -> list[AgentRound]:
+        async with AsyncRolloutClient(url, **FAST) as client:
+            its: AsyncRun = await client.run(2, 2, id="a", **{**TERMS, **terms})
+            found = [each async for each in its.agent_rounds(data(count), run=run, **options)]
+        assert len(asyncio.all_tasks()) == 1, "nothing goes on"
+        return found
+
+    return within(collect())
+
+
+async def one_turn(session: AgentSession) -> float:
+    await session.chat([USER])
+    return float(session.number % 2)
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 4, 512])
+def test_every_prompt_comes_back_once_with_what_trainers_need(url, turns, max_concurrent):
+    slow = Counter()
+
+    async def run(session: AgentSession) -> float:
+        slow[session.prompt["id"]] += 1
+        if session.prompt["data"] in (0, 3) and slow[session.prompt["id"]] <= 3:  # its first round
+            await session.chat([LONG])
+        return await one_turn(session)
+
+    if max_concurrent == 1:  # who runs alone would run for ever
+        run = one_turn
+    rounds = rounds_of(url, 7, run, {"max_concurrent": max_concurrent})
+    back = Counter(group.prompt["id"] for round in rounds for group in round.groups)
+    assert back == {f"q{i}": 1 for i in range(7)}
+    for round in rounds:
+        assert round.summary.generated_tokens >= round.summary.returned_tokens
+        for group in round.groups:
+            assert (group.status, len(group.trajectories), group.prompt["prompt"][:8]) == ("complete", 2, "question")
+            assert all(each.segments and each.messages and each.reward is not None for each in group.trajectories)
+    assert {round.summary.kind for round in rounds} == {"short", "long"}
+    assert turns.service._num_open_sessions == 0
+    if max_concurrent > 1:
+        assert any(round.summary.deferred for round in rounds)
+
+
+def test_void_sessions_are_called_again_and_errors_are_told(url):
+    calls = Counter()
+
+    async def run(session: AgentSession) -> float:
+        calls[session.prompt["id"]] += 1
+        if calls[session.prompt["id"]] <= 2:
+            raise Void
+        return await one_turn(session)
+
+    (round,) = rounds_of(url, 2, run, {}, prompt_speculation=1.0, response_speculation=1.0)
+    for group in round.groups:
+        assert [type(each.error) for each in group.others] == [Void, Void]
+        assert [each.number for each in group.trajectories] == [2, 3]
+
+
+def test_groups_that_teach_nothing_are_left_out(url):
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        return float(session.number if session.prompt["data"] else 1)
+
+    rounds = rounds_of(url, 2, run, {}, prompt_speculation=1.0, response_speculation=1.0, filter="zero_variance")
+    assert [[group.prompt["id"] for group in round.groups] for round in rounds] == [["q1"]]
+    assert rounds[0].summary.filtered == ["q0"]
+
+
+def test_who_leaves_finds_the_round_again_with_its_prompts(url, turns):
+    closed = []
+
+    async def hangs(session: AgentSession) -> float:
+        try:
+            await session.chat([USER])
+            await asyncio.Event().wait()
+        finally:
+            closed.append(session.id)
+
+    async def leave() -> None:
+        async with AsyncRolloutClient(url, **FAST) as client:
+            its = await client.run(2, 2, id="a", **TERMS)
+            async with aclosing(its.agent_rounds(data(3), run=hangs)) as rounds:
+                first = asyncio.ensure_future(anext(rounds))
+                while len(turns.bodies) < 9:
+                    await asyncio.sleep(0.01)
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            assert len(closed) == 9
+            while (await its.refresh()).open_round.state != "interrupted":
+                await asyncio.sleep(0.01)
+
+    within(leave())
+    rounds = rounds_of(url, 0, one_turn, {})
+    assert sorted(group.prompt["id"] for round in rounds for group in round.groups) == ["q0", "q1", "q2"]
+
+
+def test_a_round_that_was_over_comes_with_what_it_had(url):
+    async def ask_twice() -> None:
+        async with AsyncRolloutClient(url, **FAST) as client:
+            its = await client.run(2, 2, id="a", **TERMS)
+            first = [each async for each in its.agent_rounds(data(3), run=one_turn)]
+            key = first[0].summary.idempotency_key
+            stored = await client._http.post("/v1/runs/a/rounds", json={"idempotency_key": key})
+            assert [group["group_id"] for group in stored.json()["groups"]] == [
+                group.group_id for group in sorted(first[0].groups, key=lambda group: group.position)
+            ]
+
+    within(ask_twice())
+
+
+def test_functions_that_fail_give_their_prompts_up_after_a_long_round(url):
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        raise KeyError("x")
+
+    rounds = rounds_of(url, 3, run, {})
+    assert [(round.summary.kind, len(round.groups)) for round in rounds] == [("short", 0), ("long", 2), ("long", 1)]
+    for group in (group for round in rounds for group in round.groups):
+        assert (group.status, group.trajectories) == ("incomplete", [])
+        assert {type(each.error) for each in group.others} == {KeyError}
+
+
+def test_a_harness_that_is_stuck_hears_of_it(url, monkeypatch):
+    for module in (session_round, sessions_module):
+        monkeypatch.setattr(module, "TICK_S", 0.01)
+
+    async def run(session: AgentSession) -> float:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RolloutError, match=r"nobody has run a session of it for 0\.1 s"):
+        rounds_of(url, 3, run, {}, sessions={"idle_timeout_s": 0.1})

@@ -1,0 +1,100 @@
+"""A round whose candidates are answers of the engine. Invariant: as of `live.py`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from vllm_rollout.group.rounds.round_progress import RoundProgress
+from vllm_rollout.server.answers import (
+    DeferredEvent,
+    DoneEvent,
+    Event,
+    FilteredEvent,
+    GroupAnswer,
+    GroupEvent,
+    RoundAnswer,
+    RoundDoneEvent,
+    RoundSummary,
+)
+from vllm_rollout.server.rollout import Rollout
+from vllm_rollout.server.runs.course import RoundCourse
+from vllm_rollout.server.runs.ended_groups import EndedGroups, events_of
+from vllm_rollout.server.runs.live import Keep, LiveEvent, LiveRound, Spent
+from vllm_rollout.server.serialised import GroupsInJson
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RolloutRound(LiveRound):
+    """A round that is a rollout."""
+
+    rollout: Rollout
+    course: RoundCourse
+    run: Callable[[Rollout], AsyncGenerator[Event, None]]
+    """Runs the rollout."""
+    groups: GroupsInJson = field(default_factory=GroupsInJson)
+    ended: EndedGroups | None = None
+    """None: what has ended of it before its end is kept nowhere."""
+    before: Mapping[int, GroupAnswer] = field(default_factory=dict)
+    """By position: groups that were complete when it was interrupted."""
+
+    @property
+    def id(self) -> str:
+        return self.rollout.id
+
+    @property
+    def progress(self) -> RoundProgress:
+        return self.course.progress
+
+    async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
+        rollout, course = self.rollout, self.course
+        filtered: list[str] = []
+
+        def filter_out(prompt_id: str) -> None:
+            filtered.append(prompt_id)
+            rollout.seen.filtered(prompt_id)
+
+        course.on_filtered = filter_out
+        for position, group in self.before.items():
+            rollout.outcome.ended_before(group)
+            for event in events_of(group):
+                await self.groups.add(event)
+                yield event
+            course.ended_before(position, group)
+        for position in course.progress.lost_before() if self.before else ():
+            yield DeferredEvent(prompt_id=self.opened.all_entries[position].prompt_id, group_id="", reason="cut")
+        async with aclosing(self.run(rollout)) as events:
+            async for event in events:
+                while filtered:
+                    yield FilteredEvent(prompt_id=filtered.pop(0))
+                if isinstance(event, DoneEvent):
+                    yield await keep()
+                else:
+                    await self.groups.add(event)
+                    if isinstance(event, GroupEvent) and event.status == "complete" and self.ended is not None:
+                        self.ended.add(course.number_of(event.prompt_id), self.groups.of(event.prompt_id))
+                    yield event
+
+    def spent(self) -> Spent:
+        outcome, course, resumption = self.rollout.outcome, self.course, self.rollout.resumption
+        outcome.usage.returned_tokens -= course.filtered_tokens
+        outcome.usage.wasted_tokens += course.filtered_tokens
+        course.filtered_tokens = 0
+        kept = {} if resumption is None else resumption.kept
+        return Spent(
+            outcome.timing.latency_s,
+            outcome.usage.generated_tokens,
+            outcome.usage.returned_tokens,
+            self.rollout.receipt,
+            {self.opened.all_entries[position].number: blob for position, blob in kept.items()},
+        )
+
+    def parts(self, told: RoundSummary) -> list[bytes]:
+        envelope = RoundAnswer(**told.model_dump(), **self.rollout.envelope(), groups=[])
+        fates = self.progress.fates
+        ids = [e.prompt_id for i, e in enumerate(self.opened.all_entries) if fates.get(i) == "returned"]
+        return self.groups.answer(envelope, ids)
+
+    def done(self, told: RoundSummary) -> RoundDoneEvent:
+        return RoundDoneEvent(**told.model_dump(), **self.rollout.envelope())

@@ -1,0 +1,290 @@
+"""A round whose candidates are sessions: a group for each of its prompts, which a harness runs.
+
+Invariant: what becomes of a prompt is `RoundProgress`'s, told by groups in the call in which they end: when enough are
+complete, the others have stopped before anything else happens to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.server.answers import DeferredEvent, FilteredEvent, RoundSummary
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.runs.answers import OpenGroupAnswer
+from vllm_rollout.server.runs.live import Keep, LiveEvent, LiveRound, Spent
+from vllm_rollout.server.runs.session_answers import (
+    DeclaredEvent,
+    ReturnedEvent,
+    SessionRoundAnswer,
+    SessionRoundDoneEvent,
+    SessionRoundEvent,
+    SessionRoundGroup,
+    UnstartedEvent,
+)
+from vllm_rollout.server.serialised import encode, filled
+from vllm_rollout.server.sessions.body import SessionEvent, SessionGroupRequest, SessionOptions
+from vllm_rollout.server.sessions.groups import Event, OpenGroup
+from vllm_rollout.server.sessions.service import TICK_S, SessionService
+
+SEE_OUT_S = 10.0
+"""How long turns of sessions that have lost may take to stop before the round is over without their tokens."""
+
+
+class SessionTerms(NamedTuple):
+    """What all groups of a round have in common."""
+
+    options: SessionOptions
+    group_size: int
+    redundancy: int
+
+    def request(self, id: str, data: Any = None) -> SessionGroupRequest:
+        """A round audits no group: who audits wants none of its sessions stopped, and a round stops whole groups."""
+        said = self.options.model_dump(exclude_unset=True, by_alias=True)
+        size = {"group_size": self.group_size, "redundancy": self.redundancy, "audit_ratio": 0.0}
+        return SessionGroupRequest.model_validate({**said, **size, "id": id, "data": data})
+
+
+class Declared(NamedTuple):
+    """A group, and the position of its prompt."""
+
+    position: int
+    group: OpenGroup
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SessionRound(LiveRound):
+    """Declares its groups, and watches them."""
+
+    name: str
+    created: int
+    model: str
+    namespace: str
+    """Of the client whose sessions these are."""
+    terms: SessionTerms
+    prompts: Sequence[dict[str, Any]]
+    """By position."""
+    course: RoundProgress
+    sessions: SessionService
+    _declared: list[Declared] = field(default_factory=list)
+    _running: dict[str, Declared] = field(default_factory=dict)
+    """By group."""
+    _awaited: dict[str, Declared] = field(default_factory=dict)
+    """Returned ones, of whose sessions the harness has not said everything."""
+    _told: deque[SessionRoundEvent | Declared] = field(default_factory=deque)
+    """What is to be told; of a group that is returned, all of it."""
+    _answers: dict[int, bytes] = field(default_factory=dict)
+    """JSON of returned groups, by position."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _heard: tuple[float, float] | None = None
+    """When somebody asked last when the harness was heard of, and what the answer was."""
+    _seconds: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.name
+
+    @property
+    def progress(self) -> RoundProgress:
+        return self.course
+
+    @property
+    def groups_to_run(self) -> list[OpenGroupAnswer]:
+        return [
+            OpenGroupAnswer(prompt_id=self._prompt_id(position), group_id=id)
+            for id, (position, _) in self._running.items()
+        ]
+
+    async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
+        began_s = over_s = self.sessions.now_s()
+        try:
+            while True:
+                self._changed.clear()
+                self._declare()
+                while self._told:
+                    told = self._told.popleft()
+                    yield await self._returned(told) if isinstance(told, Declared) else told
+                if not (self.course.is_over and not self._awaited):
+                    over_s = self.sessions.now_s()
+                elif not self._told and (self._is_counted or self.sessions.now_s() - over_s > SEE_OUT_S):
+                    break
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), TICK_S)
+                self._stop_awaiting()
+            self._seconds = over_s - began_s
+            self._check_served()
+            yield await keep()
+        finally:
+            self._leave()
+
+    # What its groups tell.
+
+    def heard_s(self, now_s: float) -> float:
+        """A harness that runs a few groups at a time lets the others wait."""
+        if self._heard is None or self._heard[0] != now_s:
+            races = [group.race for _, group in self._declared]
+            heard_s = now_s if any(race.has_open for race in races) else max(race.active_s for race in races)
+            self._heard = now_s, heard_s
+        return self._heard[1]
+
+    def told(self, event: Event) -> None:
+        if isinstance(event, SessionEvent):  # what becomes of the group is for the round to say
+            self._told.append(event)
+            self._changed.set()
+
+    def over(self, group: OpenGroup) -> None:
+        declared = self._running.pop(group.id, None)
+        if declared is None:  # the round stops it
+            return
+        lengths = {session.index: session.num_tokens for session in group.race.sessions.values()}
+        result = group.race.result
+        longest = max((lengths[index] for index in result.selected), default=0)
+        position = declared.position
+        if self.course.group_over(position, GroupEnd(result.status == "complete", False, longest)) == "deferred":
+            reason = self.course.reasons[position]
+            self._tell(DeferredEvent(prompt_id=self._prompt_id(position), group_id=group.id, reason=reason))
+        else:
+            self._awaited[group.id] = declared
+        self.finished(group)
+
+    def finished(self, group: OpenGroup) -> None:
+        if group.id in self._awaited and not group.awaits_finish:
+            self._settle(group)
+        self._cut()
+
+    def counted(self) -> None:
+        self._changed.set()
+
+    # What follows.
+
+    def _declare(self) -> None:
+        """What is to start now. Raises: RequestError (503) where too many sessions are open."""
+        while (position := self.course.start()) is not None:
+            prompt = self.prompts[position]
+            request = self.terms.request(f"{self.name}-{len(self._declared)}", prompt.get("data"))
+            group = self.sessions.declare(request, self.namespace, self)
+            self._running[group.id] = Declared(position, group)
+            self._declared.append(self._running[group.id])
+            self._tell(
+                DeclaredEvent(
+                    prompt_id=self._prompt_id(position), group_id=group.id, to_begin=group.to_begin, prompt=prompt
+                )
+            )
+
+    def _settle(self, group: OpenGroup) -> None:
+        """Its rewards are those that it has now."""
+        declared = self._awaited.pop(group.id)
+        rewards = {group.race.sessions[id].reward for id in group.selected} - {None}
+        if self.course.rewarded(declared.position, has_variance=len(rewards) > 1):
+            self._tell(FilteredEvent(prompt_id=self._prompt_id(declared.position)))
+        else:
+            self._tell(declared)
+
+    def _cut(self) -> None:
+        """When enough are complete, nobody wants the others now."""
+        if self.course.is_cut:
+            for declared in list(self._running.values()):
+                self._stop(declared)
+        self._changed.set()
+
+    def _stop(self, declared: Declared) -> None:
+        position, group = declared
+        del self._running[group.id]
+        has_begun = bool(group.race.sessions)
+        self.sessions.defer(group)
+        if has_begun:
+            self.course.group_over(position, GroupEnd(False, True, 0))
+            reason = self.course.reasons[position]
+            self._tell(DeferredEvent(prompt_id=self._prompt_id(position), group_id=group.id, reason=reason))
+        else:
+            self.course.withdraw(position)
+            self._tell(UnstartedEvent(prompt_id=self._prompt_id(position), group_id=group.id))
+
+    def _stop_awaiting(self) -> None:
+        """A harness that says nothing more of a session for as long as one may be silent has no reward for it."""
+        for _, group in list(self._awaited.values()):
+            limit_s = group.race.active_s + self.terms.options.idle_timeout_s
+            if self.sessions.now_s() > limit_s:
+                self._settle(group)
+        self._cut()
+
+    @property
+    def _is_counted(self) -> bool:
+        """All turns have ended."""
+        return all(group.is_counted for _, group in self._declared)
+
+    def _check_served(self) -> None:
+        """Raises: RequestError (504); the round is interrupted then."""
+        groups = [group for _, group in self._declared]
+        if any(group.status == "complete" for group in groups) or not all(g.race.is_abandoned for g in groups):
+            return
+        number, idle_s = self.opened.number, self.terms.options.idle_timeout_s
+        raise RequestError(
+            f"no group of round {number} of run {self.run_id!r} is complete, and nobody has run a session of it for "
+            f"{idle_s:g} s (idle_timeout_s): it is interrupted, and its prompts stay in it. Repeat its key, "
+            f"{self.opened.key!r}, when the harness runs, or DELETE /v1/runs/{self.run_id}/rounds/{number} to put them "
+            "back.",
+            status=HTTPStatus.GATEWAY_TIMEOUT,
+        )
+
+    def _leave(self) -> None:
+        """Nobody waits for it any more."""
+        self._running.clear()
+        for _, group in self._declared:
+            self.sessions.defer(group)
+            group.watcher = None
+
+    def _tell(self, event: SessionRoundEvent | Declared) -> None:
+        self._told.append(event)
+
+    def _prompt_id(self, position: int) -> str:
+        return self.opened.all_entries[position].prompt_id
+
+    # What it answers.
+
+    async def _returned(self, declared: Declared) -> ReturnedEvent:
+        position, group = declared
+        answer, selected = group.answer(self.sessions.now_s()), set(group.selected)
+        event = ReturnedEvent(
+            prompt_id=self._prompt_id(position),
+            group_id=group.id,
+            status=group.race.result.status,
+            reason=answer.reason,
+            trajectories=[group.trajectory(each) for each in group.race.sessions.values() if each.id in selected],
+            sessions=[session for session in answer.sessions if session.id not in selected],
+            generated_tokens=answer.generated_tokens,
+            returned_tokens=answer.returned_tokens,
+            seconds=answer.seconds,
+        )
+        told = SessionRoundGroup(**{name: getattr(event, name) for name in SessionRoundGroup.model_fields})
+        self._answers[position] = await encode(told, event.generated_tokens)
+        return event
+
+    def spent(self) -> Spent:
+        generated = sum(session.num_tokens for _, group in self._declared for session in group.race.sessions.values())
+        returned = sum(g.race.result.returned_tokens for position, g in self._declared if position in self._answers)
+        return Spent(self._seconds, generated, returned)
+
+    def parts(self, told: RoundSummary) -> list[bytes]:
+        envelope = SessionRoundAnswer(**told.model_dump(), **self._envelope(), groups=[])
+        return filled(envelope, "groups", [self._answers[position] for position in sorted(self._answers)])
+
+    def done(self, told: RoundSummary) -> SessionRoundDoneEvent:
+        return SessionRoundDoneEvent(**told.model_dump(), **self._envelope())
+
+    def _envelope(self) -> dict[str, Any]:
+        spent = self.spent()
+        return {
+            "id": self.name,
+            "created": self.created,
+            "model": self.model,
+            "generated_tokens": spent.generated_tokens,
+            "returned_tokens": spent.returned_tokens,
+            "seconds": spent.latency_s,
+        }
