@@ -57,7 +57,7 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
     assert not is_done(tmp_path / "none", 4)
     runs = list(read(tmp_path))
     assert [(run.arm, run.seed) for run in runs] == [("plain", 1), ("plain", 2), ("plain", 3), ("race", 1)]
-    rows = [report.row_of(arm, [run for run in runs if run.arm == arm], 0) for arm in ("plain", "race")]
+    rows = report.styles_of({"one": tmp_path}, {}, 0)["one"]
     plain, race = (row["to_0.6"] for row in rows)
     assert plain["steps"] == pytest.approx(3.2)
     assert plain["gpu_seconds"] > race["gpu_seconds"]
@@ -65,6 +65,19 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
     assert race["gpu_seconds_interval"] is None
     assert rows[0]["to_0.8"]["num"] == 0
     assert rows[0]["to_0.8"]["steps"] is None
+    slow = [dict(run, points=[dict(point, success=0.2) for point in run["points"]]) for run in rows[0]["runs"]]
+    for num_slow, expected in ((1, (2, 3.2, [3.2, None])), (2, (1, None, [3.2, None]))):
+        told = report.row_of("plain", slow[:num_slow] + rows[0]["runs"][num_slow:], 0)["to_0.6"]
+        assert (told["num"], told["steps"], told["steps_interval"]) == expected
+    assert report.styles_of({}, {"one": rows}, 0) == {"one": rows}
+    old = [{**rows[0], "runs": [{**run, "seed": run["seed"] + 2, "p99": 9.5} for run in rows[0]["runs"]]}]
+    (more, same), two = report.styles_of({"one": tmp_path}, {"one": old, "two": old}, 0).values()
+    assert (more["seeds"], [run["p99"] for run in more["runs"]], same) == (
+        [1, 2, 3, 4, 5],
+        [0.5] * 3 + [9.5] * 2,
+        rows[1],
+    )
+    assert [row["seeds"] for row in two] == [[3, 4, 5]]
     record = {"styles": {"one": rows, "two": rows[:1]}}
     assert "| race, 8 of 16 | 1 of 1 | 3.2 |" in report.tables(record)
     draw(record, tmp_path / "it.png")
@@ -157,7 +170,7 @@ def test_a_training_by_trl_has_the_record_of_any_other(tmp_path, monkeypatch):
     assert first["gradient_norm"] == pytest.approx(0.5 * 600 / 20)
     assert gpu_seconds(first) == pytest.approx(gpu_seconds({**step(0, [9, 1, 5, 5]), "other_lengths": [40]}))
     assert [(p.steps, p.tokens, p.seconds) for p in run.points] == [(0, 0, 0), (2, 60 + 100, 20)]
-    row = report.row_of("trl_race", [run], 0)
+    row = report.row_of("trl_race", [report.summary(run)], 0)
     assert (row["title"], row["start"], row["difference_max"]) == (RIVALS["trl_race"], 0, 1e-5)
 
 

@@ -1,6 +1,7 @@
 """Success against steps, tokens and seconds of trainings that `benchmarks.time_to_reward.run` and `.trl` have left.
 
     python -m benchmarks.time_to_reward.report careful=runs/careful long_is_right=runs/thorough
+    python -m benchmarks.time_to_reward.report careful=runs/more --with benchmarks/results/time_to_reward.json
 
 Seconds are those of this machine, and those of a GPU: the lengths that were sampled, ten times as long, on a device
 whose step takes 5.2 ms and 0.012 ms more for each candidate that runs; 7,000 tokens trained in a second, and 1 s to
@@ -13,11 +14,12 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks.common import ROOT, arguments_of, percentile, publish, record_of_run
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent, picture
 from benchmarks.time_to_reward.arms import ARMS, RIVALS
 from benchmarks.time_to_reward.run import whole_lines
@@ -29,6 +31,9 @@ HALF, RANDOMLY_PRUNED, PRUNED_AT = "half16", "random", 24
 """The second is no training: it is the first, had the others been stopped where pruning judges. Chance chose both."""
 PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race")
 TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
+ENDS = ("length", "p99", "easy", "hard")
+"""Of the last evaluation."""
+GRADIENTS = ("gradient_norm", "gradient_spread")
 UNITS = {
     "steps": "steps",
     "tokens": "thousand tokens",
@@ -94,13 +99,19 @@ def reached(points: Sequence[Point], goal: float) -> Point | None:
     return None
 
 
-def interval(values: Sequence[float], seed: int, of: Callable[[Iterable[float]], float] = median) -> list[float] | None:
-    """A 90 % bootstrap interval over seeds; None for fewer than three."""
+def interval(
+    values: Sequence[float], seed: int, of: Callable[[Iterable[float]], float] = median
+) -> list[float | None] | None:
+    """A 90 % bootstrap interval over seeds, None for an end that is infinite; None for fewer than three seeds."""
     if len(values) < 3:
         return None
     chance = random.Random(seed)
-    drawn = [of(chance.choices(values, k=len(values))) for _ in range(2000)]
-    return [percentile(drawn, 5), percentile(drawn, 95)]
+    drawn = sorted(of(chance.choices(values, k=len(values))) for _ in range(2000))
+    return [finite(drawn[100]), finite(drawn[-101])]
+
+
+def finite(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def randomly_pruned(run: Finished) -> Finished:
@@ -119,35 +130,45 @@ def randomly_pruned(run: Finished) -> Finished:
     return run._replace(arm=RANDOMLY_PRUNED, steps=steps, points=points)
 
 
-def row_of(arm: str, runs: Sequence[Finished], seed: int) -> dict[str, Any]:
+def summary(run: Finished) -> dict[str, Any]:
+    """What the record keeps of a training, so that a later report can add seeds to it."""
+    norms = [step["gradient_norm"] for step in run.steps if step["gradient_norm"]]
+    last = run.evaluations[-1]
+    return {
+        "seed": run.seed,
+        "points": [point._asdict() for point in run.points],
+        **{name: last[name] for name in ENDS},
+        "teaching": fmean(step["teaching"] / max(1, step["groups"]) for step in run.steps),
+        "tokens_per_step": fmean(step["usage"]["generated_tokens"] for step in run.steps),
+        "rollout_s": median(step["seconds"]["rollout"] for step in run.steps),
+        "training_s": median(step["seconds"]["training"] for step in run.steps),
+        "gradient_norm": fmean(norms),
+        "gradient_spread": pstdev(norms) / fmean(norms),
+        "difference_max": max(step["difference_max"] for step in run.steps),
+    }
+
+
+def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
     """What the trainings of one arm came to."""
-    last = [fmean(point.success for point in run.points[-2:]) for run in runs]
-    row: dict[str, Any] = {"arm": arm, "title": TITLES[arm], "seeds": [run.seed for run in runs]}
-    row["start"], row["end"] = median(run.points[0].success for run in runs), median(last)
+    runs = sorted(runs, key=lambda run: run["seed"])
+    curves = [[Point(**point) for point in run["points"]] for run in runs]
+    last = [fmean(point.success for point in points[-2:]) for points in curves]
+    row: dict[str, Any] = {"arm": arm, "title": TITLES[arm], "seeds": [run["seed"] for run in runs]}
+    row["start"], row["end"] = median(points[0].success for points in curves), median(last)
     row["end_interval"] = interval(last, seed)
     measured = [unit for unit in UNITS if (arm, unit) != (RANDOMLY_PRUNED, "seconds")]
     for goal in GOALS:
-        found = [point for run in runs if (point := reached(run.points, goal)) is not None]
+        found = [reached(points, goal) for points in curves]
         row[f"to_{goal}"] = {
-            "num": len(found),
+            "num": len(found) - found.count(None),
             **dict.fromkeys((*UNITS, "seconds_interval", "gpu_seconds_interval")),
         }
-        for unit in measured if len(found) == len(runs) else ():
-            values = [getattr(point, unit) for point in found]
-            row[f"to_{goal}"] |= {unit: median(values), f"{unit}_interval": interval(values, seed)}
-    ends = [run.evaluations[-1] for run in runs]
-    for name in ("length", "p99", "easy", "hard"):
-        row[name] = median(end[name] for end in ends)
-    steps = [step for run in runs for step in run.steps]
-    row["teaching"] = fmean(step["teaching"] / max(1, step["groups"]) for step in steps)
-    row["tokens_per_step"] = fmean(step["usage"]["generated_tokens"] for step in steps)
-    row["rollout_s"] = median(step["seconds"]["rollout"] for step in steps)
-    row["training_s"] = median(step["seconds"]["training"] for step in steps)
-    norms = [step["gradient_norm"] for step in steps if step["gradient_norm"]]
-    row["gradient_norm"], row["gradient_spread"] = fmean(norms), pstdev(norms) / fmean(norms)
-    row["difference_max"] = max(step["difference_max"] for step in steps)
-    row["curves"] = [{"seed": run.seed, "points": [point._asdict() for point in run.points]} for run in runs]
-    return row
+        for unit in measured:  # who never got there was later than all others
+            values = [inf if point is None else getattr(point, unit) for point in found]
+            row[f"to_{goal}"] |= {unit: finite(median(values)), f"{unit}_interval": interval(values, seed)}
+    row |= {name: median(run[name] for run in runs) for name in (*ENDS, "rollout_s", "training_s")}
+    row |= {name: fmean(run[name] for run in runs) for name in ("teaching", "tokens_per_step", *GRADIENTS)}
+    return {**row, "difference_max": max(run["difference_max"] for run in runs), "runs": runs}
 
 
 def tables(record: Mapping[str, Any]) -> str:
@@ -156,9 +177,12 @@ def tables(record: Mapping[str, Any]) -> str:
     )
 
 
-def _ranged(value: float | None, ends: Sequence[float] | None, digits: int = 0) -> str:
+def _ranged(value: float | None, ends: Sequence[float | None] | None, digits: int = 0) -> str:
     text = number(value, digits)
-    return text if value is None or ends is None else f"{text} ({number(ends[0], digits)} to {number(ends[1], digits)})"
+    if value is None or ends is None:
+        return text
+    low, high = ("never" if end is None else number(end, digits) for end in ends)
+    return f"{text} ({low} to {high})"
 
 
 def _to_goal(style: str, rows: Sequence[Row], goal: float = GOALS[0]) -> str:
@@ -191,7 +215,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     with picture(path, figsize=(7 * len(styles), 4.8), width_ratios=(1,) * len(styles), w_pad=2) as panels:
         for axes, (style, rows) in zip(panels, styles.items(), strict=True):
             for row in [row for row in rows if row["arm"] in PICTURED]:
-                curves = [curve["points"] for curve in row["curves"]]
+                curves = [run["points"] for run in row["runs"]]
                 places = zip(*curves, strict=True)
                 means = [(fmean(p["gpu_seconds"] for p in at), fmean(p["success"] for p in at)) for at in places]
                 axes.plot(
@@ -203,22 +227,32 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
             axes.legend(frameon=False, fontsize=8)
 
 
+def styles_of(folders: Mapping[str, Path], earlier: Mapping[str, Sequence[Row]], seed: int) -> dict[str, list[Row]]:
+    """A row for each arm, of the runs in the folders, and of those of an earlier record that are in none."""
+    styles = {}
+    for style in dict.fromkeys((*earlier, *folders)):
+        found = {(row["arm"], run["seed"]): run for row in earlier.get(style, ()) for run in row["runs"]}
+        runs = list(read(folders[style])) if style in folders else []
+        runs += [randomly_pruned(run) for run in runs if run.arm == HALF]
+        found |= {(run.arm, run.seed): summary(run) for run in runs}
+        by_arm = {name: [run for (arm, _), run in found.items() if arm == name] for name in TITLES}
+        styles[style] = [row_of(arm, of, seed) for arm, of in by_arm.items() if of]
+    return styles
+
+
 def main() -> None:
     arguments = arguments_of(__doc__, "time_to_reward.report", plot=True)
     arguments.add_argument("folders", nargs="+", metavar="STYLE=FOLDER", help="what `run` has left, by a name")
+    arguments.add_argument("--with", dest="earlier", type=Path, help="a record whose runs count, too")
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/time_to_reward.png"
     )
     arguments = arguments.parse_args()
     folders = {style: Path(folder) for style, _, folder in (word.partition("=") for word in arguments.folders)}
     record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
-    record["styles"], record["about"] = {}, {}
-    for style, folder in folders.items():
-        runs = list(read(folder))
-        record["about"][style] = json.loads((folder / "about.json").read_text())
-        runs += [randomly_pruned(run) for run in runs if run.arm == HALF]
-        by_arm = {arm: [run for run in runs if run.arm == arm] for arm in TITLES}
-        record["styles"][style] = [row_of(arm, of, arguments.seed) for arm, of in by_arm.items() if of]
+    earlier = {"styles": {}, "about": {}} if arguments.earlier is None else json.loads(arguments.earlier.read_text())
+    abouts = {style: json.loads((folder / "about.json").read_text()) for style, folder in folders.items()}
+    record |= {"styles": styles_of(folders, earlier["styles"], arguments.seed), "about": {**earlier["about"], **abouts}}
     publish(arguments, record, tables, draw)
 
 
