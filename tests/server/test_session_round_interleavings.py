@@ -5,6 +5,7 @@ back once, a short round returns complete groups, and nothing stays open.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -33,8 +34,8 @@ MAX_ACTIONS = 40
 class Harness:
     """Of one run."""
 
-    def __init__(self, draw: Any, **fields: Any) -> None:
-        self.draw = draw
+    def __init__(self, chance: random.Random, **fields: Any) -> None:
+        self.chance = chance
         self.app = make_app(FakeEngine())
         self.service, self.runs = self.app.state.session_service, self.app.state.run_service
         self.now_s = 0.0
@@ -69,11 +70,11 @@ class Harness:
         assert self.back == {f"q{i}": 1 for i in range(handed_in)}
         assert (self.groups(), self.service._num_open_sessions) == ([], 0)
 
-    async def play(self, body: dict[str, Any]) -> None:
+    async def play(self, body: dict[str, Any], num_actions: int = MAX_ACTIONS) -> None:
         round = await Round.begin(self.app, **body)
         opened = (await self.runs.read("a")).open_round
         taken = [] if opened is None else [*opened.prompt_ids, *opened.reserve]
-        for _ in range(MAX_ACTIONS):
+        for _ in range(num_actions):
             if round._reading.done():
                 break
             round = await self.act(round, body["idempotency_key"], taken)
@@ -84,7 +85,8 @@ class Harness:
             await round.rest()
         if isinstance(error := round._reading.exception(), RequestError):
             assert error.status == 504
-            await self.play({"idempotency_key": body["idempotency_key"]})
+            assert num_actions, "the harness does what it should"
+            await self.play({"idempotency_key": body["idempotency_key"]}, num_actions // 2)
             return
         done, groups = round.told[-1], [each for each in round.told if each["type"] == "group"]
         returned = [group["prompt_id"] for group in groups]
@@ -116,7 +118,7 @@ class Harness:
         finished.add_done_callback(lambda done: done.exception())
 
     async def act(self, round: Round, key: str, taken: list[str]) -> Round:
-        action = self.draw(st.sampled_from(ACTIONS))
+        action = self.chance.choice(ACTIONS)
         groups = [group for group in self.service._groups.values() if group.declared]
         if action == "leave":
             await round.leave()
@@ -125,10 +127,10 @@ class Harness:
                 round = await Round.begin(self.app, idempotency_key=key)
                 assert round.types()[0] == "round"
         elif action == "wait":
-            self.now_s += self.draw(st.sampled_from([1.0, IDLE_S, 2 * IDLE_S]))
+            self.now_s += self.chance.choice([1.0, IDLE_S, 2 * IDLE_S])
         elif groups:
-            group = self.draw(st.sampled_from(groups[-6:]))
-            name = self.draw(st.sampled_from(group.declared))
+            group = self.chance.choice(groups[-6:])
+            name = self.chance.choice(group.declared)
             running = group.running.get(name)
             if action in ("end", "cut") and running is not None:
                 self.service.end(running, [100], [110], finish_reason="length" if action == "cut" else "stop")
@@ -136,7 +138,7 @@ class Harness:
                 with suppress(RequestError):  # its group has given it up
                     begin(self.service, name, [100])
             elif action in ("finish", "void"):
-                reward = None if action == "void" else self.draw(st.sampled_from([0.0, 1.0, None]))
+                reward = None if action == "void" else self.chance.choice([0.0, 1.0, None])
                 self.finish(name, reward, void=action == "void")
         await round.rest()
         return round
@@ -149,21 +151,21 @@ class _New:
 @pytest.mark.thorough
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    data=st.data(),
+    seed=st.integers(0, 2**32),  # of all choices: how many there are depends on a thread, the store's
     num_prompts=st.integers(1, 8),
     filters=st.booleans(),
     speculation=st.sampled_from([1.0, 1.5, 2.0]),
     prompts_per_round=st.integers(1, 3),
 )
 def test_every_prompt_comes_back_once_whatever_its_sessions_do(
-    data, num_prompts, filters, speculation, prompts_per_round
+    seed, num_prompts, filters, speculation, prompts_per_round
 ):
     with pytest.MonkeyPatch.context() as patch:
         for module in (session_round, sessions_module):
             patch.setattr(module, "TICK_S", 0)
         patch.setattr(session_round, "SEE_OUT_S", 0.5)
         harness = Harness(
-            data.draw,
+            random.Random(seed),
             group_size=2,
             prompts_per_round=prompts_per_round,
             prompt_speculation=speculation,
@@ -172,7 +174,7 @@ def test_every_prompt_comes_back_once_whatever_its_sessions_do(
         )
 
         async def bounded() -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):  # it hangs
                 await harness.run(num_prompts, int(filters))
             for task in harness.service._tasks:
                 task.cancel()
