@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -75,6 +76,14 @@ def _shares_the_server(item: pytest.Item) -> bool:
 
 
 process.STOP_TIMEOUT_S = 120.0  # a server killed while it stops would not save its state
+
+
+def lives(process: psutil.Process) -> bool:
+    """A zombie waits for somebody who looks at its exit status."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Server:

@@ -10,9 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.engine.conftest import Server, emulating, said_in, serve_command
+from tests.engine.conftest import Server, emulating, lives, said_in, serve_command
 from tests.engine.run_rounds import assert_nothing_left
 from vllm_rollout.emulation.fate import Fate, Fates
 from vllm_rollout.emulation.settings import Settings
@@ -260,6 +261,7 @@ def test_scores_have_the_stated_auc_and_rewards_teach_a_head_which_then_prunes(e
 
 @pytest.mark.versions
 def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server_stops(emulated, tiny_model, tmp_path):
+    """Of the server's own process alone: its engine core ends with it, so that the address is free."""
     teach(emulated, 9)
     run = {"id": "put", "group_size": 2, "prompts_per_round": 2}
     emulated.http.post("/v1/runs", json=run).raise_for_status()
@@ -269,7 +271,10 @@ def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server
         (tmp_path / name).mkdir()
     with Emulated(tiny_model, tmp_path / "first", *flags) as server:
         server.http.put("/v1/rollouts/state", content=state).raise_for_status()
-        os.killpg(server._process.pid, signal.SIGKILL)
+        engines = psutil.Process(server._process.pid).children(recursive=True)
+        assert any("EngineCore" in engine.name() for engine in engines)
+        os.kill(server._process.pid, signal.SIGKILL)
+        server.wait_until(lambda: not any(lives(engine) for engine in engines))
     with Emulated(tiny_model, tmp_path / "second", *flags, "--rollout-drafts", "on") as server:
         assert server.http.get("/v1/rollouts/state").content == state
         assert server.http.get("/v1/runs/put").json()["is_durable"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.engine.conftest import TIMEOUT_S, Server, serve_command
+from tests.engine.conftest import TIMEOUT_S, Server, lives, serve_command
 from vllm_rollout.rewards import Grade, Trajectory
 from vllm_rollout.rewards.judge import ENGINE_MODEL, ENGINE_VARIABLE, Judge, JudgeEngine
 
@@ -35,14 +35,6 @@ def likeliest(engine: JudgeEngine) -> list[str]:
     ).json()
     found = answer["choices"][0]["logprobs"]["top_logprobs"][0]
     return list(dict.fromkeys(token.strip().casefold() for token in sorted(found, key=found.__getitem__, reverse=True)))
-
-
-def lives(process: psutil.Process) -> bool:
-    """A zombie waits for somebody who looks at its exit status."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_judge_beside_a_server(tiny_model, tmp_path, monkeypatch) -> None:

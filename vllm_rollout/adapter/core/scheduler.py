@@ -26,6 +26,7 @@ from vllm_rollout.adapter.core.candidate import END_REASONS, EngineCandidate, co
 from vllm_rollout.adapter.core.held_outputs import keep_first
 from vllm_rollout.adapter.core.joining import Joining, JoinRefused
 from vllm_rollout.adapter.core.moving import GroupMoves
+from vllm_rollout.adapter.core.parent import end_with_parent
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.slots import answer_for_room
 from vllm_rollout.adapter.core.step_times import StepTimes
@@ -55,6 +56,7 @@ class GroupSchedulerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        end_with_parent()
         answer_for_room(self.kv_cache_manager)
         self.judge = Judge()
         self.readings = Readings()
