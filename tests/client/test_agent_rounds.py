@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -12,23 +11,11 @@ import pytest
 
 from tests.client.test_agents import FAST, LONG, USER, within
 from tests.client.turns import Turns
-from tests.server.conftest import serving
 from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError, Void
 from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.sessions import service as sessions_module
 
 TERMS: dict[str, Any] = {"prompt_speculation": 1.5, "response_speculation": 1.5, "sessions": {}}
-
-
-@pytest.fixture
-def turns() -> Turns:
-    return Turns()
-
-
-@pytest.fixture
-def url(turns: Turns) -> Iterator[str]:
-    with serving(turns.app) as url:
-        yield url
 
 
 def data(count: int) -> list[dict[str, Any]]:
