@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.client.test_agents import FAST, LONG, USER, within
-from tests.client.turns import Turns
 from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError, Void
 from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.sessions import service as sessions_module
