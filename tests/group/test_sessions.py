@@ -184,6 +184,8 @@ def test_silent_sessions_are_void_and_a_group_of_which_nobody_is_heard_ends():
     race.expire(16.1)
     race.settle()
     assert (race.is_over, race.result.status, race.result.selected) == (True, "incomplete", (1,))
+    with pytest.raises(SessionRefused, match=r"nobody ran a session of it for 5 s \(idle_timeout_s\)"):
+        race.enter("late", 17.0)
 
 
 def test_without_early_stop_all_run_to_their_end_and_the_shortest_are_returned():

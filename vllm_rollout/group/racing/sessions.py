@@ -124,8 +124,16 @@ class SessionRace:
         return "truncated" if session.ended_by in TRUNCATED_BY else "finished"
 
     def enter(self, session_id: str, now_s: float) -> Session:
-        """A session begins; when the group is over it has lost. Raises: SessionRefused when all places are taken."""
+        """A session begins; when the group is over it has lost.
+
+        Raises: SessionRefused when all places are taken, or the group was given up.
+        """
         if (self.max_sessions - len(self.sessions) if self.is_over else self.num_to_enter) <= 0:
+            if self.is_abandoned:
+                raise SessionRefused(
+                    f"this group is over: nobody ran a session of it for {self.limits.idle_timeout_s:g} s "
+                    "(idle_timeout_s). Name another group."
+                )
             raise SessionRefused(
                 f"this group has its {len(self.sessions)} sessions. Ask for more by rollout_num_candidates "
                 "(redundancy), or name another group."
