@@ -151,3 +151,17 @@ def test_a_harness_that_is_stuck_hears_of_it(url, monkeypatch):
 
     with pytest.raises(RolloutError, match=r"nobody has run a session of it for 0\.1 s"):
         rounds_of(url, 3, run, {}, sessions={"idle_timeout_s": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error"), [("q", {}, TypeError), ([], {"max_concurrent": 0}, ValueError)]
+)
+def test_what_no_round_could_run_is_refused_before_one_begins(url, turns, prompts, options, error):
+    async def ask() -> None:
+        async with AsyncRolloutClient(url, **FAST) as client:
+            its = await client.run(2, 2, id="a", **TERMS)
+            with pytest.raises(error, match=r"prompts must be|max_concurrent must be"):
+                _ = [each async for each in its.agent_rounds(prompts or data(3), run=None, **options)]
+            assert (await its.refresh()).open_round is None
+
+    within(ask())

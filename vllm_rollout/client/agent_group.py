@@ -95,6 +95,8 @@ class Shared:
     """What the groups of one call of `agents` have together."""
 
     def __init__(self, client: Sender, run: RunAgent, body: Mapping[str, Any], max_concurrent: int) -> None:
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be 1 or more, got {max_concurrent}.")
         self.client, self.run, self.body = client, run, body
         self.places = asyncio.Semaphore(max_concurrent)
         self.calls: set[asyncio.Task[None]] = set()

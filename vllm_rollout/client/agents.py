@@ -107,7 +107,5 @@ def agents(
     """
     if isinstance(prompts, str | Mapping):
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")
-    if max_concurrent < 1:
-        raise ValueError(f"max_concurrent must be 1 or more, got {max_concurrent}.")
     body = {"group_size": group_size, "redundancy": redundancy, **option_fields(options, AgentOptions)}
     return Agents(Shared(client, run, body, max_concurrent)).groups(prompts)

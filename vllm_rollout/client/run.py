@@ -149,10 +149,14 @@ class AsyncRun:
         Raises: RolloutError.
         """
         call = run_calls.round(self.id, prompts, key=key or new_key(), reserve=reserve, timeout=timeout, **options)
+        return await self._patiently(partial(self._client.send, call), patience_s)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
+        """Its answer, asked for again while the server does not answer. Raises: RolloutError."""
         patience = _Patience(patience_s)
         while True:
             try:
-                return await self._client.send(call)
+                return await ask()
             except RolloutError as error:
                 await self._client._sleep(patience.wait_s(error))
 
@@ -194,8 +198,6 @@ class AsyncRun:
         or trainer, comes first. Several trainers may do this with one run: each gets rounds of all that was handed in.
         Options: as of `round`.
         """
-        if isinstance(prompts, str | dict):
-            raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
         async with aclosing(self._rounds(prompts, epoch, partial(self.round, **options))) as rounds:
             async for answer in rounds:
                 yield answer
@@ -222,12 +224,9 @@ class AsyncRun:
 
         async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
             call = run_calls.agent_round(self.id, prompts, key=key or new_key(), **options)
-            patience = _Patience(patience_s)
-            while True:
-                try:
-                    return await RunningRound(Shared(self._client, run, idle, max_concurrent), call).result()
-                except RolloutError as error:
-                    await self._client._sleep(patience.wait_s(error))
+            return await self._patiently(
+                lambda: RunningRound(Shared(self._client, run, idle, max_concurrent), call).result(), patience_s
+            )
 
         idle = {"idle_timeout_s": (self.info.sessions or {}).get("idle_timeout_s")}
         async with aclosing(self._rounds(prompts, epoch, play)) as rounds:
@@ -238,6 +237,8 @@ class AsyncRun:
         self, prompts: Iterable[PromptLike], epoch: int | None, play: Callable[..., Awaitable[T]]
     ) -> AsyncGenerator[T, None]:
         """play: one round, with arguments of `round`."""
+        if isinstance(prompts, str | dict):
+            raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
         feed = RoundFeed(prompts, self.info.prompts_per_round)
         run = await self.refresh()
         if run.open_round is not None and run.open_round.state == "interrupted":

@@ -63,5 +63,4 @@ def _terms(request: RunRequest, *, is_long: bool) -> SessionTerms:
     """A long round has nobody to spare."""
     assert request.sessions is not None
     size = request.group_size
-    spare = request.redundancy if isinstance(request.redundancy, int) else request.terms.num_candidates - size
-    return SessionTerms(request.sessions, size, 0 if is_long else spare)
+    return SessionTerms(request.sessions, size, 0 if is_long else request.num_candidates(size) - size)
