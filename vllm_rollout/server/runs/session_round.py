@@ -147,8 +147,7 @@ class SessionRound(LiveRound):
         longest = max((lengths[index] for index in result.selected), default=0)
         position = declared.position
         if self.course.group_over(position, GroupEnd(result.status == "complete", False, longest)) == "deferred":
-            reason = self.course.reasons[position]
-            self._tell(DeferredEvent(prompt_id=self._prompt_id(position), group_id=group.id, reason=reason))
+            self._tell_deferred(declared)
         else:
             self._awaited[group.id] = declared
         self.finished(group)
@@ -200,8 +199,7 @@ class SessionRound(LiveRound):
         self.sessions.defer(group)
         if has_begun:
             self.course.group_over(position, GroupEnd(False, True, 0))
-            reason = self.course.reasons[position]
-            self._tell(DeferredEvent(prompt_id=self._prompt_id(position), group_id=group.id, reason=reason))
+            self._tell_deferred(declared)
         else:
             self.course.withdraw(position)
             self._tell(UnstartedEvent(prompt_id=self._prompt_id(position), group_id=group.id))
@@ -239,6 +237,11 @@ class SessionRound(LiveRound):
         for _, group in self._declared:
             self.sessions.defer(group)
             group.watcher = None
+
+    def _tell_deferred(self, declared: Declared) -> None:
+        position, group = declared
+        reason = self.course.reasons[position]
+        self._tell(DeferredEvent(prompt_id=self._prompt_id(position), group_id=group.id, reason=reason))
 
     def _tell(self, event: SessionRoundEvent | Declared) -> None:
         self._told.append(event)
