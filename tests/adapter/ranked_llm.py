@@ -28,6 +28,7 @@ from vllm_rollout.adapter.api.calls.deaths import Death
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.lost_weights import LostWeights
 from vllm_rollout.adapter.api.client.outputs import CandidateFailed
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.core.calls import rollout_call
@@ -133,6 +134,7 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.output_processor = OutputProcessor(None, log_stats=False)
         self.log_requests = False
         self.door = Door()
+        self.lost_weights = LostWeights()
         self._candidates = WeakKeyDictionary()
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)

@@ -19,6 +19,7 @@ from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.lost_weights import LostWeights
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.core.calls import rollout_call
 from vllm_rollout.adapter.wire import CandidateTag
@@ -67,6 +68,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.log_requests = False
         self.num_aborted = 0
         self.door = Door()
+        self.lost_weights = LostWeights()
         self.num_inside: list[int] = []
         """Of the door, whenever a request was added."""
         self._candidates = WeakKeyDictionary()

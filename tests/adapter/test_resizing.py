@@ -8,12 +8,14 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.time_limit import end_within
+from vllm_rollout.adapter.api.client import lost_weights
 from vllm_rollout.adapter.api.client.door import Door
-from vllm_rollout.adapter.api.engine import lost_weights, rebuilding
-from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
+from vllm_rollout.adapter.api.client.lost_weights import LostWeights
+from vllm_rollout.adapter.api.engine import rebuilding
 from vllm_rollout.adapter.api.engine.rebuilding import ClosedEngine, Resizer
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.server.engine import RequestError
@@ -75,6 +77,7 @@ class Client:
 
     def __init__(self) -> None:
         self.door = Door()
+        self.lost_weights = LostWeights()
         self.engine_core = Core(1)
         self.engine_core.learned = b"much"
         self.vllm_config = config_of(None, 1)
@@ -129,7 +132,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
     shaping = EngineShaping(client, Calls(None))
-    engine = SimpleNamespace(is_busy=False, lost_weights=LostWeights(), calls=Calls(None), shaping=shaping)
+    engine = SimpleNamespace(is_busy=False, calls=Calls(None), shaping=shaping)
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, emulate=None))
 
 
@@ -139,7 +142,7 @@ async def turns(num: int = 50) -> None:
 
 
 async def test_what_was_learned_is_in_the_new_engine_and_the_old_one_is_gone(started):
-    client, engine, resizer = make()
+    client, _, resizer = make()
     before = client.engine_core
     resized = await resizer.resize(2, 0.0)
     assert (resized.outcome, resized.size, resizer.tensor_parallel_size) == ("rebuilt", 2, 2)
@@ -147,14 +150,14 @@ async def test_what_was_learned_is_in_the_new_engine_and_the_old_one_is_gone(sta
     assert before.resources.engine_dead
     assert (client.engine_core.size, client.engine_core.learned) == (2, b"much")
     assert client.output_handler == "reads the new one"
-    assert engine.lost_weights.version is None
+    assert client.lost_weights.version is None
 
 
 async def test_weights_that_were_sent_are_missed(started):
-    client, engine, resizer = make()
+    client, _, resizer = make()
     client.engine_core.weight_version = "step-7"
     await resizer.resize(2, 0.0)
-    assert engine.lost_weights.version == "step-7"
+    assert client.lost_weights.version == "step-7"
 
 
 @pytest.mark.parametrize("reason", ["pauses", "is_asleep", "num_unfinished", "is_busy", "inside"])
@@ -321,18 +324,18 @@ async def test_who_fails_or_leaves_inside_the_door_is_not_counted_any_more() -> 
 # -- weights that a trainer had sent
 
 
-def versions(*said: str | None):
+def versions(*said: str):
     """Answers these, one after the other; the last one for ever."""
     left = list(said)
 
-    async def current_version() -> str | None:
+    async def current_version() -> str:
         return left.pop(0) if len(left) > 1 else left[0]
 
     return current_version
 
 
 async def test_where_none_were_lost_nothing_is_asked():
-    async def ask() -> str | None:
+    async def ask() -> str:
         raise AssertionError("asked")
 
     await LostWeights().found(ask)
@@ -342,7 +345,7 @@ async def test_a_rollout_waits_for_weights_and_the_next_one_does_not(monkeypatch
     monkeypatch.setattr(lost_weights, "LOOK_S", 0.0)
     lost = LostWeights()
     lost.version = "step-7"
-    await lost.found(versions(None, None, "step-8"))
+    await lost.found(versions("default", "default", "step-8"))
     assert lost.version is None
 
 
@@ -350,7 +353,30 @@ async def test_without_them_it_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(lost_weights, "PATIENCE_S", 0.0)
     lost = LostWeights()
     lost.version = "step-7"
-    with pytest.raises(RequestError, match="in place of version 'step-7'") as error:
-        await lost.found(versions(None))
-    assert error.value.status == 409
+    with pytest.raises(GracefulHTTPError, match="in place of version 'step-7'") as error:
+        await lost.found(versions("default"))
+    assert error.value.http_status == 409
     assert lost.version == "step-7"
+
+
+async def test_a_group_that_waits_for_the_next_engine_waits_for_its_weights_too(new_cluster, monkeypatch):
+    monkeypatch.setattr(lost_weights, "LOOK_S", 0.0)
+    cluster = new_cluster()
+    llm, said = cluster.llm, ["default"]
+
+    async def get_weight_version() -> str:
+        return said[0]
+
+    llm.get_weight_version = get_weight_version
+    llm.door.shut()
+    cluster.start("g", [5, 5], 2)
+    await cluster.turn()
+    llm.lost_weights.version = "step-7"  # the engine behind the door is another one
+    llm.door.open()
+    for _ in range(3):
+        await cluster.turn()
+    assert not cluster.cores_of("g")
+    assert llm.door.num_inside == 2  # so that no other engine comes in between
+    said[0] = "step-8"
+    await cluster.done(*cluster.readers.values())
+    assert cluster.ends == {("g", 0): ["finished"], ("g", 1): ["finished"]}

@@ -51,6 +51,13 @@ def dead_ranks(server: Server) -> set[int]:
     return {engine["rank"] for engine in server.engines if engine["state"] == "dead"}
 
 
+def carries_groups(server: Server, rank: int) -> bool:
+    """And another one is held, so that it goes on to: the mover holds one at a time."""
+    states = {engine["rank"]: engine for engine in server.engines}
+    is_other_held = any(engine["state"] in ("draining", "drained") for at, engine in states.items() if at != rank)
+    return is_other_held and states[rank]["state"] == "active" and states[rank]["num_running"] > 0
+
+
 def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: Server) -> None:
     chance = random.Random(3)
     ranks = rank_processes(server._process.pid)
@@ -68,6 +75,7 @@ def test_ranks_that_are_killed_while_groups_move_take_nothing_with_them(server: 
             before = server.counter("vllm_rollout:moves_total")
             if len(dead) < NUM_RANKS - 1:
                 server.wait_until(lambda before=before: server.counter("vllm_rollout:moves_total") >= before + 3)
+                server.wait_until(lambda rank=rank: carries_groups(server, rank))
             os.kill(ranks[rank].pid, signal.SIGKILL)
             dead.add(rank)
             if len(dead) < NUM_RANKS:

@@ -18,8 +18,10 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.adapter.api.client.lost_weights import LostWeights
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -141,6 +143,7 @@ class SteppedClient(GroupClient, EngineRequests):
         self.renderer, self.input_processor = engine.renderer, engine.input_processor
         self.engine_core = SteppedCore(engine.engine_core)
         self.begin_groups(GroupRoutes(Placement(1)), Metrics(CollectorRegistry()))
+        self.door, self.lost_weights = Door(), LostWeights()  # no engine is rebuilt here
         self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
 
     @property

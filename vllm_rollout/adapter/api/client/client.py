@@ -6,8 +6,8 @@ Invariant: a request without our fields takes the base class's path untouched.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from vllm_rollout.adapter.api.client.emulate import fork_emulated_engines
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
+from vllm_rollout.adapter.api.client.lost_weights import LostWeights
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.ranks.placement import Placement
@@ -42,6 +43,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.before_weights: Callable[[], Awaitable[None]] | None = None
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
         self.door = Door()
+        self.lost_weights = LostWeights()
         fork_emulated_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
@@ -113,7 +115,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     ) -> RequestOutputCollector:
         tag = CandidateTag.of(params.extra_args) if isinstance(params, SamplingParams) else None
         route = None if tag is None else self.routes.find(tag.group_id)  # a profiler's candidates have none
-        async with self.door.passing(), nullcontext() if route is None else route.launching() as rank:
+        async with self._passing(tag), nullcontext() if route is None else route.launching() as rank:
             self.life.watch()
             if route is None and self.routes.held:  # vLLM balances these, but does not know of ranks that are held
                 pinned_rank = kwargs.get("data_parallel_rank")
@@ -129,6 +131,13 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         if tag is not None:
             self._candidates[collector] = tag.group_id
         return collector
+
+    @asynccontextmanager
+    async def _passing(self, tag: CandidateTag | None) -> AsyncIterator[None]:
+        async with self.door.passing():
+            if tag is not None:  # asked inside: whoever has not passed can still find another engine there
+                await self.lost_weights.found(self.get_weight_version)
+            yield
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         await self._weights_come()

@@ -18,9 +18,6 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_rollout.server.engine import RequestError
 
-UNNAMED_WEIGHTS = "default"
-"""vLLM's weight version until somebody says one."""
-
 READS_OUTPUT_TOKENS = {
     "presence_penalty": "counts tokens of the answer",
     "frequency_penalty": "counts tokens of the answer",

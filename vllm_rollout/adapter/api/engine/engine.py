@@ -26,11 +26,11 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls, engine_stop
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.api.calls.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
+from vllm_rollout.adapter.api.client.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput, ending_of
-from vllm_rollout.adapter.api.client.resuming import UNNAMED_WEIGHTS, resume_refusal, text_of
+from vllm_rollout.adapter.api.client.resuming import resume_refusal, text_of
 from vllm_rollout.adapter.api.client.sampling import sampling_field, sampling_params
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
-from vllm_rollout.adapter.api.engine.lost_weights import LostWeights
 from vllm_rollout.adapter.api.engine.migration import MigrationWatch
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
@@ -78,7 +78,6 @@ class VLLMEngine:
         self._models = state.openai_serving_models
         self._renderer = state.online_renderer
         self._default_sampling = client.model_config.get_diff_sampling_param()
-        self.lost_weights = LostWeights()
 
     @property
     def max_num_seqs(self) -> int:
@@ -106,7 +105,13 @@ class VLLMEngine:
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
-        await self.lost_weights.found(self.current_weight_version)
+        await self._client.door.opened()  # an engine that is being rebuilt will have lost its weights
+        try:
+            await self._client.lost_weights.found(self._client.get_weight_version)
+        except GracefulHTTPError as error:
+            raise RequestError(str(error), status=error.http_status) from error
+        except EngineDeadError as error:
+            raise engine_stopped() from error
         lora = self._adapter_of(model)
         params = sampling_params(sampling, self._default_sampling, want_logprobs=want_logprobs, want_text=want_text)
         prepared, slices = [], Slices()

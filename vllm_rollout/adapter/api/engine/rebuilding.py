@@ -25,7 +25,7 @@ from vllm.v1.executor.abstract import Executor
 
 from vllm_rollout.adapter.api.calls.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.client.resuming import UNNAMED_WEIGHTS
+from vllm_rollout.adapter.api.client.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.options import ServeOptions
@@ -153,7 +153,7 @@ class Resizer:
             learned = await EngineLearning(calls, self._options).learning_state()
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
-                self._engine.lost_weights.version = version
+                client.lost_weights.version = version
         except BaseException:
             client.engine_core = core
             closed.give_way(core)

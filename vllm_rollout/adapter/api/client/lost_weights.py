@@ -10,8 +10,10 @@ import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from vllm_rollout.server.engine import RequestError
+from vllm.exceptions import GracefulHTTPError
 
+UNNAMED_WEIGHTS = "default"
+"""vLLM's weight version until somebody says one."""
 PATIENCE_S = 30.0
 """A rollout waits this long for a trainer to send them again."""
 LOOK_S = 0.1
@@ -23,22 +25,22 @@ class LostWeights:
     version: str | None = None
     """None: nothing is missing."""
 
-    async def found(self, current_version: Callable[[], Awaitable[str | None]]) -> None:
+    async def found(self, current_version: Callable[[], Awaitable[str]]) -> None:
         """Return when weights of any version are there again; at once when none were lost.
 
-        `current_version` is None while the engine has the model's own. Raises: RequestError (409) after `PATIENCE_S`.
+        Raises: GracefulHTTPError (409) after `PATIENCE_S`.
         """
         deadline = None
         while self.version is not None:
             version = await current_version()  # it waits for an engine that is being rebuilt
             deadline = deadline or time.monotonic() + PATIENCE_S
-            if version is not None:
+            if version != UNNAMED_WEIGHTS:
                 self.version = None
             elif time.monotonic() >= deadline:
-                raise RequestError(
+                raise GracefulHTTPError(
                     "the engine was rebuilt at another tensor-parallel size, and has the model's own weights in place "
                     f"of version {self.version!r}. Send the weights again with a version, then repeat.",
-                    status=HTTPStatus.CONFLICT,
+                    HTTPStatus.CONFLICT,
                 )
             else:
                 await asyncio.sleep(LOOK_S)
