@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model's name or folder, in place of emulated devices")
     arguments = parser.parse_args()
     if arguments.repeats < 2:
-        parser.error(f"--repeats: {arguments.repeats}; the first epoch knows no lengths, so that at least 2 are needed.")
+        parser.error(f"--repeats: {arguments.repeats}; at least 2, since the first epoch knows no lengths.")
     exit_on_sigterm()
     workload = {
         "conditions": __doc__, "step": STEP, "places": PLACES, "prompts": PROMPTS, "group_size": GROUP_SIZE,

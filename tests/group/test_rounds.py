@@ -223,6 +223,18 @@ def start_all(round: RoundProgress) -> list[int]:
 COMPLETE, STOPPED, LOST = GroupEnd(True, False, 10), GroupEnd(False, True, 0), GroupEnd(False, False, 3)
 
 
+def test_a_round_starts_in_the_order_that_is_said_and_reserves_afterwards() -> None:
+    round = progress("long", reserve=2, filters=True)
+    assert round.opened.wants_all
+    round.start_in([3, 5, 0, 2, 4, 1])
+    assert start_all(round) == [3, 0, 2, 1]
+    for position in range(4):
+        round.group_over(position, COMPLETE)
+    round.rewarded(2, has_variance=False)
+    assert start_all(round) == [4]
+    assert not progress().opened.wants_all
+
+
 def test_a_short_round_returns_as_many_as_are_wanted() -> None:
     round = progress()
     assert start_all(round) == [0, 1, 2, 3, 4, 5]
@@ -321,6 +333,7 @@ def play(run: Run, draw: object) -> list[str]:
     """A round in which everything happens in any order; returns the ids that left the run."""
     opened = run.open
     round = RoundProgress(opened, filters=draw(st.booleans()))
+    round.start_in(draw(st.permutations(range(len(opened.all_entries)))))
     running: list[int] = []
     unrewarded: list[int] = []
     while not round.is_over:

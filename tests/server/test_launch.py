@@ -16,11 +16,10 @@ from vllm_rollout.server.engine import GroupOrder, RequestError
 from vllm_rollout.server.launch import Launcher
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.runs.request import rollout_request
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.shaping import history_key
 
-from .conftest import DEADLINE_S
+from .conftest import DEADLINE_S, http_of, make_app
 from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -77,13 +76,19 @@ async def test_no_more_candidates_start_than_there_are_places_and_prompts_keep_t
     assert engine.started == [f"p{i}" for i in range(40)]
 
 
+async def engine_that_knows() -> WatchedEngine:
+    """Of six prompts how long they were, the last one longest; two groups have places."""
+    engine = WatchedEngine(max_num_seqs=8, num_launch_places=16)
+    for i in range(6):
+        lengths = [ObservedLength(100 * (i + 1) + j, False) for j in range(4)]
+        await engine.shaping.observe_lengths(history_key(f"p{i}", ()), lengths)
+    return engine
+
+
 @pytest.mark.parametrize("fields", [{}, {"redundancy": "auto"}])
 async def test_prompts_whose_answers_were_long_start_first_unless_the_request_says_no(fields):
     async def started(**more: Any) -> tuple[list[str], Timing]:
-        engine = WatchedEngine(max_num_seqs=8, num_launch_places=16)
-        for i in range(6):
-            lengths = [ObservedLength(100 * (i + 1) + j, False) for j in range(4)]
-            await engine.shaping.observe_lengths(history_key(f"p{i}", ()), lengths)
+        engine = await engine_that_knows()
         service = service_of(engine)
         rollout = await service.prepare(request("p", 6, **fields, **more))
         async with aclosing(service.events(rollout)) as events:
@@ -108,9 +113,20 @@ async def test_where_all_can_run_at_once_nobody_asks_how_long_prompts_are(monkey
     await service_of(engine).prepare(request("p", 7, order="prompts"))
 
 
-def test_rounds_start_their_prompts_as_they_come_from_the_queue():
-    body = {"prompts": [{"id": "p", "prompt": "?"}]}
-    assert rollout_request(body, 4, 6).order == "prompts"
+@pytest.mark.parametrize("num_wanted", [6, 4])
+async def test_a_round_that_waits_for_all_its_prompts_starts_the_longest_first_and_another_one_does_not(num_wanted):
+    engine = await engine_that_knows()
+    prompts = [{"id": f"p{i}", "prompt": f"prompt {i}"} for i in range(6)]
+    run = {"id": "a", "group_size": 4, "prompts_per_round": num_wanted, "response_speculation": 1.0}
+    async with http_of(make_app(engine)) as http:
+        made = await http.post("/v1/runs", json={**run, "prompt_speculation": 6 / num_wanted})
+        assert made.status_code == 201, made.text
+        answer = (await http.post("/v1/runs/a/rounds", json={"prompts": prompts})).json()
+        if num_wanted == 6:
+            assert engine.started == ["p5", "p4", "p3", "p2", "p1", "p0"]
+            assert len(answer["groups"]) == 6
+        else:
+            assert engine.started == sorted(engine.started)
 
 
 async def test_a_small_rollout_does_not_wait_behind_a_huge_one():

@@ -10,6 +10,7 @@ from math import inf
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.lengths.history import LengthHistory, observed_lengths
 from vllm_rollout.group.lengths.moments import expected_remaining
+from vllm_rollout.group.plans.launch_order import launch_order, waiting_groups
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.racing.selection import conclude
@@ -122,9 +123,10 @@ class StepEngine:
         return ended + len(verdicts.stop), over, left
 
 
-def round_by_step(opened, plans, futures, prompt_tokens, cost, num_ranks, slots, message_s, turn, lengths):
+def round_by_step(opened, plans, futures, prompt_tokens, cost, num_ranks, slots, message_s, turn, lengths, order):
     """One round: (seconds, fates by position, results by position, whose turn it is to get a group)."""
     progress = RoundProgress(opened)
+    progress.start_in(order)
     engines = [StepEngine(cost, inf if slots is None else slots) for _ in range(num_ranks)]
     places = inf if slots is None else 2 * slots * num_ranks
     taken, work, results = 0, [{} for _ in range(num_ranks)], {}
@@ -207,8 +209,12 @@ def run_by_step(data, setting, cost, *, epochs, seed, num_ranks, slots, message_
         ]
         prompt_tokens = [prompts[e.prompt_id].prompt_tokens for e in entries]
         lengths = [history.of(e.prompt_id) or history.dataset() for e in entries]
+        plans, order = [plan] * len(entries), range(len(entries))
+        if opened.wants_all and slots is not None:
+            known = history.statistics(e.prompt_id for e in entries)
+            order = launch_order(waiting_groups(plans, known, [None] * len(entries)), slots * num_ranks).positions
         seconds, progress, results, turn = round_by_step(
-            opened, [plan] * len(entries), futures, prompt_tokens, cost, num_ranks, slots, message_s, turn, lengths
+            opened, plans, futures, prompt_tokens, cost, num_ranks, slots, message_s, turn, lengths, order
         )
         for position, result in results.items():
             history.observe(entries[position].prompt_id, observed_lengths(result.endings))

@@ -5,6 +5,7 @@ Invariant: at most `num_wanted` prompts are returned, and each entry gets exactl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,6 +48,10 @@ class RoundProgress:
         num = len(self.opened.entries)
         self._to_start = list(range(num))[::-1]
         self._spare = list(range(num, num + len(self.opened.reserve)))[::-1]
+
+    def start_in(self, positions: Iterable[int]) -> None:
+        """Before any prompt starts: they start in this order. Reserves, which it may name, follow in their own."""
+        self._to_start = [position for position in positions if position < len(self.opened.entries)][::-1]
 
     @property
     def num_complete(self) -> int:

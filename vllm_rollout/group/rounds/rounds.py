@@ -148,6 +148,11 @@ class OpenRound:
     """Complete groups that end it."""
 
     @property
+    def wants_all(self) -> bool:
+        """It ends with the last of its prompts, so that it counts which of them begin first."""
+        return self.num_wanted == len(self.entries)
+
+    @property
     def all_entries(self) -> tuple[Entry, ...]:
         return self.entries + self.reserve
 

@@ -18,10 +18,8 @@ from vllm_rollout.server.runs.stored import Looked, PlannedRound
 
 
 def rollout_request(fields: Mapping[str, Any], group_size: int, num_candidates: int) -> RolloutRequest:
-    own = {"group_size": group_size, "order": "prompts"}  # a round starts its prompts as they come from the queue
-    return RolloutRequest.model_validate(
-        {"redundancy": num_candidates - group_size, "audit_ratio": 0.0, **fields, **own}
-    )
+    usual = {"redundancy": num_candidates - group_size, "audit_ratio": 0.0, "order": "prompts"}
+    return RolloutRequest.model_validate({**usual, **fields, "group_size": group_size})
 
 
 def round_request(

@@ -301,6 +301,8 @@ class RunService:
         num_candidates = stored.run.terms.num_candidates
         if opened.kind == "long":
             fields, num_candidates = without_speculation(fields), stored.run.terms.group_size
+        if opened.wants_all:  # else it starts its prompts as they come from the queue
+            fields["order"] = "auto"
         body = await asyncio.to_thread(round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
         rollout = await self._rollouts.prepare(body)
         rollout.seed_names = [entry.prompt.seed_name for entry in opened.all_entries]
@@ -316,9 +318,9 @@ class RunService:
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        rollout.course = course = RoundCourse(
-            self._engine, rollout.id, opened, filters=filters, rewards_decide=rollout.rewards_decide
-        )
+        course = RoundCourse(self._engine, rollout.id, opened, filters=filters, rewards_decide=rollout.rewards_decide)
+        course.progress.start_in([position async for position in rollout.course.positions()])
+        rollout.course = course
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
         live = RolloutRound(run_id=stored.id, opened=opened, rollout=rollout, course=course, run=self._rollouts.events)
         if keeps_ended:

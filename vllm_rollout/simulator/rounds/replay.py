@@ -11,13 +11,12 @@ from functools import partial
 
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.lengths.history import observed_lengths
-from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.rounds.rounds import Entry, OpenRound, Run
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.simulator.fleet import reward
-from vllm_rollout.simulator.planner import Planner
+from vllm_rollout.simulator.planner import PlannedRollout, Planner
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rounds.data import HandIn, RunConditions, Trainer
+from vllm_rollout.simulator.rounds.data import DataPrompt, HandIn, RunConditions, Trainer
 from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RoundSweep, RunOutcome
 from vllm_rollout.simulator.rounds.race import RoundRace
 from vllm_rollout.simulator.rounds.settings import RoundSetting
@@ -66,28 +65,31 @@ class _RunReplay:
         self._run.begin(opened)
         for entry in opened.all_entries:
             self._handed_in.setdefault(entry.number, opened.number)
-        races = self._races(opened)
+        prompts = [self._prompts[entry.prompt_id] for entry in opened.all_entries]
+        planned = self._planned(opened, prompts)
+        races = [self._race(opened, *each) for each in zip(opened.all_entries, planned, strict=True)]
         race = RoundRace(self._its.machine, self._judges, self._placement, opened, races, self._its.message_s)
+        if opened.wants_all:
+            race.progress.start_in(self._planner.launch_order(prompts, planned))
         seconds = race.run()
         self._learn(key, races, race)
         for position, result in race.results.items():
             self._planner.has_run(races[position].prompt_id, result.endings)
         return self._close(opened, hand_in, race, seconds)
 
-    def _races(self, opened: OpenRound) -> list[Race]:
-        prompts = [self._prompts[entry.prompt_id] for entry in opened.all_entries]
-        plans = [self._setting.long_plan] * len(prompts)
+    def _planned(self, opened: OpenRound, prompts: Sequence[DataPrompt]) -> list[PlannedRollout]:
         if opened.kind == "short":
-            plans = [planned.plan for planned in self._planner.plans(prompts)]
-        return [self._race(opened, entry, plan) for entry, plan in zip(opened.all_entries, plans, strict=True)]
+            return self._planner.plans(prompts)
+        return [PlannedRollout(self._setting.long_plan)] * len(prompts)
 
-    def _race(self, opened: OpenRound, entry: Entry, plan: GroupPlan) -> Race:
-        prompt = self._prompts[entry.prompt_id]
+    def _race(self, opened: OpenRound, entry: Entry, planned: PlannedRollout) -> Race:
+        prompt, plan = self._prompts[entry.prompt_id], planned.plan
         pool = self._its.data.candidates(prompt, entry.prompt.epoch, entry.num_deferred, plan.num_candidates)
         return self._planner.race(prompt, plan, pool, opened.key, self._its.seed)
 
     def _learn(self, key: str, races: Sequence[Race], race: RoundRace) -> None:
-        if self._setting.asks_history or self._its.machine.num_ranks > 1:
+        machine = self._its.machine
+        if self._setting.asks_history or machine.num_ranks > 1 or machine.num_slots is not None:
             for position, result in race.results.items():
                 self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
         if self._setting.group.pruning is None:
