@@ -8,6 +8,8 @@ without  no drafts
 drafts   chosen by what steps take here, as a server on this machine would
 gpu      chosen as where a step takes what examples/emulate_7b.json says, which does not wait for drafts; the tokens are
          this model's, verified here
+ngram    vLLM's own, --speculative-config as in its documentation: five tokens that followed the last four before in
+         the prompt or the candidate's own text; the engine and its scheduler are ours
 
 CPU seconds are the engine process' own, since other programs take the clock's. Tokens of each, and drafts of each, are
 those of one candidate in one step. How long answers are is luck, and so is how many candidates run at once: "times as
@@ -42,7 +44,8 @@ from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
 from vllm_rollout.group.lengths.cost import CostModel
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 
-WAYS = ("without", "drafts", "gpu")
+NGRAM_CONFIG = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+WAYS = ("without", "drafts", "gpu", "ngram")
 SIZES = (16, 4, 1)
 EPOCHS = ("new", "again")
 NUM_PROMPTS = 2
@@ -53,7 +56,7 @@ CONTEXT_TOKENS = 128
 """Of a candidate, on average, for the device's seconds."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "",
-    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 
 
@@ -63,7 +66,7 @@ class Counting(DraftingRule):
     def __init__(self, device: CostModel | None) -> None:
         super().__init__()
         self._device = device
-        self.drafted, self.accepted, self.estimated = 0, 0, 0.0
+        self.estimated = 0.0
 
     def took(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         priced = seconds if self._device is None else self._device.ptl(num_rows + num_drafts, CONTEXT_TOKENS)
@@ -71,8 +74,6 @@ class Counting(DraftingRule):
 
     def verified(self, num_drafts: Any, num_accepted: Any) -> None:
         super().verified(num_drafts, num_accepted)
-        self.drafted += sum(num_drafts)
-        self.accepted += sum(num_accepted)
         self.estimated += sum(num * (bin + 0.5) / NUM_BINS for bin, num in enumerate(num_drafts))
 
 
@@ -80,6 +81,7 @@ def main() -> None:
     parser = arguments_of(__doc__, "drafts", seed=1, repeats=3)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a model's name or folder (default %(default)s)")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds of one run at most (default %(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which of them (default: all)")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way is not None:
@@ -91,7 +93,7 @@ def main() -> None:
     }  # fmt: skip
     record = record_of_run(seed=args.seed, workload=workload) | {"runs": []}
     console = Console(stderr=True, width=120)
-    for repeat, way in product(range(args.repeats), WAYS):
+    for repeat, way in product(range(args.repeats), args.ways):
         cells, fault = in_a_process(way, args.model, args.seed + repeat, args.limit)
         record["runs"].append({"way": way, "repeat": repeat, "fault": fault, "cells": cells})
         write_json(args.output, record)
@@ -128,9 +130,9 @@ def measure(way: str, model: str, seed: int) -> None:
     llm = LLM(
         model, max_model_len=1024, max_num_seqs=32, enforce_eager=True, block_size=32, disable_log_stats=True,
         seed=seed, scheduler_cls="vllm_rollout.Scheduler", worker_cls="vllm_rollout.Worker",
-        speculative_config=None if way == "without" else dict(DRAFTS_CONFIG),
+        speculative_config={"without": None, "ngram": NGRAM_CONFIG}.get(way, dict(DRAFTS_CONFIG)),
     )  # fmt: skip
-    if way != "without":
+    if way in ("drafts", "gpu"):
         llm.llm_engine.collective_rpc(place_rule)
     answer(llm, "What is the capital of France?", 16, "warm-up", rule, device)
     for epoch, size in product(EPOCHS, SIZES):
@@ -152,19 +154,21 @@ def answer(llm: Any, prompt: str, size: int, group_id: str, rule: Counting, devi
     )
     engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
     began, began_cpu = time.perf_counter(), time.process_time()
-    before = {name: getattr(rule, name) for name in ("drafted", "accepted", "estimated")}
-    found = {"tokens": 0, "rows": 0, "steps": 0, "device_s": 0.0}
+    estimated = rule.estimated
+    found = {"tokens": 0, "rows": 0, "steps": 0, "drafted": 0, "device_s": 0.0}
     for index in range(size):
         tag = CandidateTag(group_id, index, GroupTerms(size, size), 16)
         params = SamplingParams(temperature=1, max_tokens=MAX_TOKENS, extra_args=tag.to_extra_args())
         engine.add_request(f"{group_id}-{index}", text, params)
     while engine.has_unfinished_requests():
-        drafted, num_rows = rule.drafted, len(scheduler.running) or size  # nobody runs before the first step
+        num_rows = len(scheduler.running) or size  # nobody runs before the first step
+        drafted = sum(len(request.spec_token_ids) for request in scheduler.running)
         found["tokens"] += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
         found["rows"] += num_rows
         found["steps"] += 1
-        found["device_s"] += device.ptl(num_rows + rule.drafted - drafted, CONTEXT_TOKENS)
-    found |= {name: getattr(rule, name) - value for name, value in before.items()}
+        found["drafted"] += drafted
+        found["device_s"] += device.ptl(num_rows + drafted, CONTEXT_TOKENS)
+    found |= {"accepted": found["tokens"] - found["rows"], "estimated": rule.estimated - estimated}
     return found | {"cpu_s": time.process_time() - began_cpu, "wall_s": time.perf_counter() - began}
 
 
@@ -230,6 +234,11 @@ def tables(result: dict[str, Any]) -> str:
             "estimated": lambda row: percent((row["gpu"] or {}).get("estimated")),
             "times as fast, that device": of("gpu", "faster_by_device"),
             "CPU": of("gpu", "faster_by_cpu"),
+            "ngram: drafts of each": of("ngram", "drafts_per_row"),
+            "tokens of each  ": of("ngram", "tokens_per_row"),
+            "accepted ": lambda row: percent((row["ngram"] or {}).get("accepted")),
+            "times as fast, CPU ": of("ngram", "faster_by_cpu"),
+            "that device": of("ngram", "faster_by_device"),
         },
     )
     faults = [f"{run['way']}, repeat {run['repeat']}: {run['fault']}." for run in result["runs"] if run["fault"]]
