@@ -33,7 +33,7 @@ MODEL_PLACES, MODEL_MAX_TOKENS = 16, 512
 class Cell(NamedTuple):
     """A server, and what it is asked in each epoch."""
 
-    name: str
+    named: dict[str, Any]
     model: str
     places: int
     flags: tuple[str, ...]
@@ -58,7 +58,7 @@ def main() -> None:
             cells = [emulated(sigmas, arguments.seed, folder) for sigmas in SIGMAS]
         else:
             cells = [real(arguments.model)]
-        measured = [{"cell": cell.name, "epochs": measure(cell, arguments, folder)} for cell in cells]
+        measured = [{**cell.named, "epochs": measure(cell, arguments, folder)} for cell in cells]
     publish(arguments, {**begun, "cells": measured}, tables)
 
 
@@ -68,13 +68,12 @@ def emulated(sigmas: tuple[float, float], seed: int, folder: Path) -> Cell:
     device = folder / f"device_{between}_{within}.json"
     device.write_text(json.dumps({"step": STEP, "lengths": lengths, "seed": seed}))
     prompts = [{"id": f"p{i}", "prompt_token_ids": [100, 200 + i, 300]} for i in range(PROMPTS)]
-    name = f"sigma {between} between, {within} within prompts"
-    return Cell(name, DEFAULT_MODEL, PLACES, ("--emulate", str(device)), prompts, MAX_TOKENS)
+    return Cell({"sigmas": sigmas}, DEFAULT_MODEL, PLACES, ("--emulate", str(device)), prompts, MAX_TOKENS)
 
 
 def real(model: str) -> Cell:
     prompts = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in REAL_PROMPTS]
-    return Cell(f"{model}, {MODEL_PLACES} places", model, MODEL_PLACES, (), prompts, MODEL_MAX_TOKENS)
+    return Cell({"cell": f"{model}, {MODEL_PLACES} places"}, model, MODEL_PLACES, (), prompts, MODEL_MAX_TOKENS)
 
 
 def measure(cell: Cell, arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
@@ -85,7 +84,7 @@ def measure(cell: Cell, arguments: argparse.Namespace, folder: Path) -> list[dic
         with RolloutClient(server.url) as client:
             for epoch in range(arguments.repeats):
                 epochs.append({order: seconds_of(client, cell, epoch, order) for order in ("auto", "prompts")})
-                said = f"{cell.name}: {epoch + 1} of {arguments.repeats}"
+                said = f"{name_of(cell.named)}: {epoch + 1} of {arguments.repeats}"
                 Console(stderr=True).print(said, highlight=False)
     return epochs
 
@@ -93,6 +92,10 @@ def measure(cell: Cell, arguments: argparse.Namespace, folder: Path) -> list[dic
 def seconds_of(client: RolloutClient, cell: Cell, epoch: int, order: str) -> float:
     sampling = {"max_tokens": cell.max_tokens, "seed": epoch, "temperature": 1.0}
     return client.rollout(cell.prompts, GROUP_SIZE, order=order, sampling=sampling).timing.latency_s
+
+
+def name_of(cell: dict[str, Any]) -> str:
+    return cell["cell"] if "cell" in cell else "{}, {}".format(*cell["sigmas"])
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -103,7 +106,7 @@ def tables(result: dict[str, Any]) -> str:
         return lambda cell: number(median(epoch[order] for epoch in cell["epochs"][1:]), 2)
 
     cells = {
-        "lengths": lambda cell: cell["cell"],
+        "sigma between, within prompts": name_of,
         "as chosen, s": seconds("auto"),
         "order of prompts, s": seconds("prompts"),
         "ratio": lambda cell: number(ratio(cell), 2),
