@@ -27,6 +27,8 @@ from benchmarks.rewards.variance_rounds import (
     PROMPT_TOKENS,
     RATES,
     SEATS,
+    SLOW_GRADING_S,
+    SLOW_WAYS,
     WAYS,
     rounds,
 )
@@ -63,12 +65,16 @@ def directions(seed: int) -> list[dict[str, Any]]:
 def tables(record: Row) -> str:
     shown = [("seconds", 2), ("tokens", 0), ("prompts", 2)]
     parts = [_rounds(record["rounds"], key, digits) for key, digits in shown]
+    slow = f", graders that take {SLOW_GRADING_S:g} s"
+    parts += [_rounds(record["slow"], key, digits, slow) for key, digits in shown]
     return "\n\n".join([*parts, _weights(record["weights"]), _directions(record["directions"])])
 
 
-def _rounds(rows: Sequence[Row], key: str, digits: int) -> str:
-    sizes = f"{SEATS} groups of {GROUP_SIZE}, at most {MAX_CANDIDATES} candidates"
-    by_way = {name: {row["rate"]: row[key] for row in rows if row["way"] == name} for name in WAYS}
+def _rounds(rows: Sequence[Row], key: str, digits: int, graders: str = "") -> str:
+    sizes = f"{SEATS} groups of {GROUP_SIZE}, at most {MAX_CANDIDATES} candidates{graders}"
+    by_way: dict[str, dict[float | None, float]] = {}
+    for row in rows:
+        by_way.setdefault(row["way"], {})[row["rate"]] = row[key]
     header = ["way", *(percent(rate) for rate in RATES), "mixed"]
     cells = [
         [WAYS[name].title, *(number(value, digits) for value in values.values())] for name, values in by_way.items()
@@ -162,12 +168,14 @@ def main() -> None:
         "engine": f"{model} on one GPU as benchmarks/rollpacker.py has it, {PROMPT_TOKENS} prompt tokens",
         "lengths": f"log-normal, mean {tail['mean']:.0f} tokens, {tail['sigma']:.2f} within and "
         f"{tail['prompt_sigma']:.2f} between prompts, at most 8,192; independent of the reward",
-        "grading": f"log-normal, median {GRADING_MEDIAN_S:g} s, {GRADING_SIGMA}",
+        "grading": f"log-normal, median {GRADING_MEDIAN_S:g} s (slow: {SLOW_GRADING_S:g} s), {GRADING_SIGMA}",
         "mixed": f"success rates drawn from beta{MIXED}, of each prompt its own",
         "directions": f"{GROUPS * BATCHES} groups of each row",
     }
     record = record_of_run(seed=arguments.seed, workload=workload)
-    record["rounds"] = rounds(range(arguments.seed, arguments.seed + arguments.repeats))
+    seeds = range(arguments.seed, arguments.seed + arguments.repeats)
+    record["rounds"] = rounds(seeds)
+    record["slow"] = rounds(seeds, SLOW_WAYS, SLOW_GRADING_S)
     record["weights"] = all_weights()
     record["directions"] = directions(arguments.seed)
     publish(arguments, record, tables, draw)

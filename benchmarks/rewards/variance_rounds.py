@@ -6,7 +6,7 @@ of their own: `MIXED`), whatever the answer's length; lengths are log-normal wit
 with as many graders as are asked for. A group that ended without variance gives its seat to the next prompt.
 
 - ours, by its launches: `decide` itself (as many under way as make an even chance of variance), other chances, the
-  prompt's rate known from 16 earlier answers, `decide` in the order of grading; waves (as many, but only when nothing
+  prompt's rate known from 16 earlier answers, what a quality head says of answers that await their grade, `decide` in the order of grading; waves (as many, but only when nothing
   is under way: never a spare while a reward is awaited), one at a time, all of `max_candidates` from the start;
 - filter: plain groups of `GROUP_SIZE`, without variance gone, the next prompt at once (rounds with `filter`);
 - filter in batches: `SEATS` groups, wait for all, then as many again (DAPO's dynamic sampling);
@@ -48,6 +48,8 @@ MIXED = (0.5, 0.5)
 MODEL = "7B/8k"
 PROMPT_TOKENS = 200
 GRADING_MEDIAN_S, GRADING_SIGMA = 1.0, 0.6
+SLOW_GRADING_S = 10.0
+SLOW_WAYS = ("ours", "ours_head", "ours_known", "waves", "all")
 HISTORY = 16
 """Earlier answers of a prompt, whose share of right ones is its rate."""
 COST = MODELS[MODEL].cost
@@ -63,6 +65,9 @@ class Way(NamedTuple):
     chance: float = EVEN_CHANCE
     knows_rate: bool = False
     in_batches: bool = False
+    head: float | None = None
+    """A quality head says how likely each ended answer is right: its scores of right and wrong ones are so many
+    deviations apart (1: an AUC of 0.76, 2: 0.92), calibrated as if half of all answers were right. None: no head."""
 
 
 WAYS = {
@@ -71,6 +76,7 @@ WAYS = {
     "ours_30": Way("ours, a chance of 0.3", "#99f6e4", chance=0.3),
     "ours_80": Way("ours, a chance of 0.8", "#115e59", chance=0.8),
     "ours_grading": Way("ours, by grading", "#84cc16", order="grading"),
+    "ours_head": Way("ours, a head's word", "#0891b2", head=1.0),
     "waves": Way("ours, in waves", "#5eead4", launches="waves"),
     "one": Way("ours, one at a time", "#7c3aed", launches="one"),
     "all": Way("ours, all at once", "#2563eb", launches="all"),
@@ -91,6 +97,8 @@ class Running:
     """The engine's step at its launch."""
     stage: CandidateStage = "running"
     place: int = 0
+    chance: float | None = None
+    """What the head says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +120,8 @@ def step_s(batch_size: int, context: int) -> float:
 class Round:
     """One round of one way, event by event: an answer ends, or a grade comes."""
 
-    def __init__(self, way: Way, rate: float | None, seed: int) -> None:
-        self.way, self.rate = way, rate
+    def __init__(self, way: Way, rate: float | None, seed: int, grading_s: float = GRADING_MEDIAN_S) -> None:
+        self.way, self.rate, self.grading_s = way, rate, grading_s
         self.rng = np.random.default_rng(seed)
         tail = TAILS[MODEL].described()
         self.within, self.between = tail["sigma"], tail["prompt_sigma"]
@@ -179,9 +187,12 @@ class Round:
     def launch(self, group: Group) -> None:
         rng = self.rng
         length = min(math.exp(self.log_median + group.scale + self.within * rng.standard_normal()), 8192)
-        grading_s = GRADING_MEDIAN_S * math.exp(GRADING_SIGMA * rng.standard_normal())
+        grading_s = self.grading_s * math.exp(GRADING_SIGMA * rng.standard_normal())
         reward = float(rng.random() < group.rate)
         candidate = Running(group, len(group.candidates), reward, max(1, round(length)), grading_s, self.steps)
+        if (apart := self.way.head) is not None:
+            score = rng.standard_normal() + apart * (reward - 0.5)
+            candidate.chance = 1 / (1 + math.exp(-apart * score))
         group.candidates.append(candidate)
         heappush(self.ends, (self.steps + candidate.length, self.num_launched, candidate))
         self.starts += self.steps
@@ -190,7 +201,13 @@ class Round:
 
     def act(self, group: Group) -> None:
         known = [
-            CandidateReward(each.index, each.stage, each.reward if each.stage == "graded" else None, each.place)
+            CandidateReward(
+                each.index,
+                each.stage,
+                each.reward if each.stage == "graded" else None,
+                each.place,
+                each.chance if each.stage == "awaited" else None,
+            )
             for each in group.candidates
         ]
         decision = decide(self.terms, known, group.prior, self.way.chance)
@@ -229,12 +246,14 @@ class Round:
         return min(left, wave[self.way.launches])
 
 
-def rounds(seeds: Sequence[int]) -> list[dict[str, Any]]:
+def rounds(
+    seeds: Sequence[int], ways: Sequence[str] = tuple(WAYS), grading_s: float = GRADING_MEDIAN_S
+) -> list[dict[str, Any]]:
     """Medians over seeds, by way and rate; a rate of None stands for MIXED."""
     rows = []
     for rate in (*RATES, None):
-        for name, way in WAYS.items():
-            runs = [Round(way, rate, seed).run() for seed in seeds]
+        for name in ways:
+            runs = [Round(WAYS[name], rate, seed, grading_s).run() for seed in seeds]
             medians = {key: round(median(run[key] for run in runs), 3) for key in runs[0]}
             rows.append({"rate": rate, "way": name, **medians})
     return rows

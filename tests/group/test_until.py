@@ -65,7 +65,7 @@ def play(terms, outcomes, seed, prior=UNIFORM):
             return decision, candidates
         index = rng.choice([each.index for each in candidates if each.stage in ("running", "awaited")])
         if candidates[index].stage == "running":
-            candidates[index] = CandidateReward(index, "awaited")
+            candidates[index] = CandidateReward(index, "awaited", chance=rng.choice([None, rng.random()]))
         elif outcomes[index] is VOID:
             candidates[index] = CandidateReward(index, "gone")
         else:
@@ -173,6 +173,34 @@ def test_as_many_are_needed_as_make_the_chance_and_spares_are_those_beyond_the_g
     assert spares_wanted(terms, prior, rewards, most, chance) == max(
         0, num_needed(prior, rewards, most + short, chance) - short
     )
+
+
+@given(PRIORS, st.lists(st.floats(0, 1), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 20))
+def test_what_the_head_says_of_awaited_rewards_stands_for_them(prior, awaited, num, most):
+    rewards = [0.0] * num
+    need = num_needed(prior, rewards, most, awaited=awaited)
+
+    def all_same(more):
+        fail = math.prod(1 - each for each in awaited) * math.prod(
+            (prior.failures + num + drawn) / (sum(prior) + num + drawn) for drawn in range(more)
+        )
+        succeed = math.prod(awaited) * math.prod(
+            (prior.successes + drawn) / (sum(prior) + drawn) for drawn in range(more)
+        )
+        return fail + (0 if num else succeed)
+
+    assert need == next((more for more in range(most) if all_same(more) <= 0.5 + 1e-9), most)
+    assert num_needed(prior, [0.0, 1.0], most, awaited=awaited) == 0
+
+
+@pytest.mark.parametrize(("chance", "num_launched"), [(0.02, 1), (0.98, 1), (0.5, 0), (None, 0)])
+def test_a_group_whose_head_expects_no_difference_goes_on_before_its_rewards_are_there(chance, num_launched):
+    awaited = [CandidateReward(index, "awaited", chance=chance) for index in range(4)]
+    assert decide(UntilTerms(4, 16), awaited).launch == num_launched
+    running = [*awaited, CandidateReward(4, "running")]
+    assert decide(UntilTerms(4, 16), running).launch == 0
+    half = [*awaited[:2], *(CandidateReward(index, "running") for index in (2, 3))]
+    assert decide(UntilTerms(4, 16), half).launch == 0
 
 
 def test_a_prior_counts_no_more_of_the_past_than_sixteen_rewards():

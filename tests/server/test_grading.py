@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.group.types import Assessment, Confidence
 from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.grading import service
@@ -361,6 +363,15 @@ async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_sp
     assert (group.rewards.success, group.rewards.num_graded) == (0.5, 2)
 
 
+async def calm(engine: FakeEngine, num_launched: int = 1) -> None:
+    """So many have been launched, nothing runs, and nothing is being launched."""
+    num_turns = 0
+    while num_turns < 200:  # of the loop
+        await asyncio.sleep(0)
+        is_calm = not engine.num_running and engine.num_launched >= num_launched
+        num_turns = num_turns + 1 if is_calm else 0
+
+
 async def test_a_prompt_that_hardly_ever_succeeded_begins_with_more_candidates(http, engine, graders):
     graders.function = lambda trajectory: Grade("ok", 0.0)
     most = []
@@ -369,15 +380,33 @@ async def test_a_prompt_that_hardly_ever_succeeded_begins_with_more_candidates(h
         before = engine.num_launched
         prompts = [{"id": id, "prompt": "?"}]
         rollout = asyncio.create_task(roll(http, prompts=prompts, group_size=2, redundancy=0, until="variance"))
-        num_calm_turns = 0
-        while num_calm_turns < 200:  # of the loop: nothing runs, and nothing is being launched
-            await asyncio.sleep(0)
-            calm = not engine.num_running and engine.num_launched >= before + 2
-            num_calm_turns = num_calm_turns + 1 if calm else 0
+        await calm(engine, before + 2)
         most.append(engine.num_launched - before)  # nothing is graded yet
         graders.may_end.set()
         await rollout
     assert most[0] == most[2] < most[1]
+
+
+@pytest.mark.parametrize(("final", "scored", "num_launched"), [
+    (0.02, None, 16), (None, 0.02, 16), (0.5, 0.02, 4), (None, None, 4),
+])  # fmt: skip
+async def test_the_head_decides_whether_spares_run_while_rewards_are_awaited(
+    http, engine, graders, monkeypatch, final, scored, num_launched
+):
+    def said(chance: float | None) -> Assessment:
+        return Assessment("head", 0.0, chance, 1.0, True, 1, Confidence(1.0, 1.0, 1.0))
+
+    end_of = FakeEngine._end
+    monkeypatch.setattr(
+        FakeEngine, "_end", lambda *of: replace(end_of(*of), final=said(final), assessment=said(scored))
+    )
+    graders.function = lambda trajectory: Grade("ok", 0.0)
+    graders.may_end.clear()
+    rolling = asyncio.create_task(roll(http, group_size=4, redundancy=0, until="variance", prompts=PROMPTS[:1]))
+    await calm(engine)
+    assert engine.num_launched == num_launched
+    graders.may_end.set()
+    await rolling
 
 
 async def test_until_variance_gives_up_at_max_candidates(http, engine, graders):

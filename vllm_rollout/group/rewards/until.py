@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -71,6 +72,8 @@ class CandidateReward:
     """Of a graded one, else None."""
     place: int = 0
     """Of a graded one: how many of its group were graded before it. Read by the order `grading` only."""
+    chance: float | None = None
+    """Of an awaited one: how likely its reward is above 0, as the quality head says; None: it says nothing."""
 
 
 class Prior(NamedTuple):
@@ -138,24 +141,45 @@ def _run(same: float, total: float, length: int) -> float:
     return chance
 
 
-def num_needed(prior: Prior, rewards: Sequence[float], most: int, chance: float = EVEN_CHANCE) -> int:
+def num_needed(
+    prior: Prior, rewards: Sequence[float], most: int, chance: float = EVEN_CHANCE, awaited: Sequence[float] = ()
+) -> int:
     """The fewest further rewards of which one differs with this probability; at most `most`, 0 if they differ.
 
-    Under the prior (1, 1) an even chance takes one more than there are: a group doubles.
+    Under the prior (1, 1) an even chance takes one more than there are: a group doubles. `awaited`: rewards that come
+    anyway and are not counted here, each by the probability that it is above 0.
     """
     enough = 1 - chance + ROUNDING
-    return next((more for more in range(most) if chance_of_same(prior, rewards, more) <= enough), most)
+    return next((more for more in range(most) if _chance_of_same(prior, rewards, more, awaited) <= enough), most)
+
+
+def _chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int, awaited: Sequence[float]) -> float:
+    """The same as `chance_of_same` of the awaited rewards as well."""
+    if not awaited:
+        return chance_of_same(prior, rewards, num_more)
+    successes, failures = prod(awaited), prod(1 - each for each in awaited)
+    if rewards:
+        return chance_of_same(prior, rewards, num_more) * (successes if rewards[0] > 0 else failures)
+    total = sum(prior)
+    return successes * _run(prior.successes, total, num_more) + failures * _run(prior.failures, total, num_more)
 
 
 def spares_wanted(
-    terms: UntilTerms, prior: Prior, rewards: Sequence[float], num_launches_left: int, chance: float = EVEN_CHANCE
+    terms: UntilTerms,
+    prior: Prior,
+    rewards: Sequence[float],
+    num_launches_left: int,
+    chance: float = EVEN_CHANCE,
+    awaited: Sequence[float] = (),
 ) -> int:
     """How many candidates shall be under way beyond those that complete the group anyway.
 
-    Rewards: all that are known, in any order. It grows while they are the same and falls to 0 when they differ.
+    Args:
+        rewards: all that are known, in any order. It grows while they are the same and falls to 0 when they differ.
+        awaited: probabilities of success of those that have ended, as far as the quality head says them.
     """
-    short = max(0, terms.group_size - len(rewards))
-    return max(0, num_needed(prior, rewards, short + num_launches_left, chance) - short)
+    short = max(0, terms.group_size - len(rewards) - len(awaited))
+    return max(0, num_needed(prior, rewards, short + num_launches_left, chance, awaited) - short)
 
 
 def num_to_refill(group_size: int, max_candidates: int, num_launched: int, num_alive: int) -> int:
@@ -206,8 +230,10 @@ def decide(
         kind: Kind = "complete" if len(counted) >= terms.group_size else "incomplete"
         return _over(terms, kind, counted[: terms.group_size], rewards, ())
     known = [_reward(each) for each in alive if each.stage == "graded"]
-    wanted = max(0, terms.group_size - len(known)) + spares_wanted(terms, prior, known, launches_left, chance)
-    launch = max(0, min(launches_left, wanted - len(under_way)))
+    awaited = [each.chance for each in alive if each.stage == "awaited" and each.chance is not None]
+    short = max(0, terms.group_size - len(known) - len(awaited))
+    wanted = short + spares_wanted(terms, prior, known, launches_left, chance, awaited)
+    launch = max(0, min(launches_left, wanted - (len(under_way) - len(awaited))))
     return Decision(launch=launch, stop=_unneeded(terms, alive, launches_left))
 
 

@@ -192,7 +192,10 @@ class TeachingGroup(GradedGroup):
             return CandidateReward(index, "gone" if grade.reward is None else "graded", grade.reward)
         if index in self._stopped or (end is not None and end.ending.state != "finished"):
             return CandidateReward(index, "gone")
-        return CandidateReward(index, "running" if end is None else "awaited")
+        if end is None:
+            return CandidateReward(index, "running")
+        said = [each.success_probability for each in (end.final, end.assessment) if each is not None]
+        return CandidateReward(index, "awaited", chance=next((each for each in said if each is not None), None))
 
 
 async def _nothing() -> None:
