@@ -6,8 +6,9 @@ of their own: `MIXED`), whatever the answer's length; lengths are log-normal wit
 with as many graders as are asked for. A group that ended without variance gives its seat to the next prompt.
 
 - ours, by its launches: `decide` itself (as many under way as make an even chance of variance), other chances, the
-  prompt's rate known from 16 earlier answers, what a quality head says of answers that await their grade, `decide` in the order of grading; waves (as many, but only when nothing
-  is under way: never a spare while a reward is awaited), one at a time, all of `max_candidates` from the start;
+  prompt's rate known from 16 earlier answers, what a quality head says of answers that await their grade, `decide` in
+  the order of grading; waves (as many, but only when nothing is under way: never a spare while a reward is awaited),
+  one at a time, all of `max_candidates` from the start;
 - filter: plain groups of `GROUP_SIZE`, without variance gone, the next prompt at once (rounds with `filter`);
 - filter in batches: `SEATS` groups, wait for all, then as many again (DAPO's dynamic sampling);
 - resample: the client sees a whole group, and if it does not teach asks for as many of the same prompt again.
