@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 import uuid
 from collections import OrderedDict, defaultdict
@@ -19,12 +18,8 @@ from math import inf
 from typing import Any
 
 from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSION_HISTORY, REWARD_THRESHOLD
-from vllm_rollout.group.plans.fields import SessionFields
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.rows import PlanError, rows
 from vllm_rollout.group.plans.xargs import NAMES, TurnSaid
 from vllm_rollout.group.racing.sessions import Session, SessionRace, SessionRefused
-from vllm_rollout.group.rewards.until import UntilTerms
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Trajectory
 from vllm_rollout.server.clients import client_namespace, client_session
@@ -35,6 +30,7 @@ from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.server.sessions.asked import asked_terms, check_same, said_terms, until_of
 from vllm_rollout.server.sessions.body import (
     FinishAnswer,
     FinishRequest,
@@ -42,7 +38,7 @@ from vllm_rollout.server.sessions.body import (
     SessionGroupRequest,
     TrajectoryAnswer,
 )
-from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, Watcher, limits_of
+from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, Watcher
 from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
 
@@ -132,7 +128,7 @@ class SessionService:
         """The most sessions that such a group may have. Raises: RequestError for what no group can be."""
         self._check_alone()
         terms, _ = self._asked(request)
-        _, most = _until_of(terms)
+        _, most = until_of(terms)
         return most
 
     def check_room(self, num_sessions: int) -> None:
@@ -161,7 +157,7 @@ class SessionService:
         if group is None:
             group = self._joined(key, said)
         elif said.group:
-            self._check_same(group, said)
+            check_same(group, said)
         if group.model is None:
             group.model = model
         elif model != group.model:
@@ -431,39 +427,12 @@ class SessionService:
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
         """Raises: RequestError."""
-        terms = Terms(
-            request.group_size,
-            request.group_size + request.redundancy,
-            limits_of(request.model_dump(include=set(rows(SessionFields)))),
-            request.early_stop,
-            request.selection,
-            request.history == "rewritable",
-            request.until,
-            request.max_sessions,
-            *self._pruned(request),
-        )
+        refusal = None if request.pruning is None else self._learning.pruning_refusal
+        terms = asked_terms(request, refusal, self._audit_ratio)
         reward = None if request.reward is None else options_of(request.reward)
         if reward is not None:
             self._grading.check(reward, terms.num_candidates)
         return terms, reward
-
-    def _pruned(self, request: SessionGroupRequest) -> tuple[PruningPlan | None, int, bool]:
-        """The plan, the turn, and whether it is an audit group. Raises: RequestError."""
-        if request.pruning is None:
-            return None, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
-        if (refusal := self._learning.pruning_refusal) is not None:
-            raise RequestError(f"pruning: {refusal}", param="pruning")
-        try:
-            plan = request.pruning.plan()
-        except PlanError as error:
-            raise RequestError(str(error), param=error.field) from error
-        if len(plan.scored_lengths) > 1:
-            raise RequestError(
-                "pruning.detection_length: sessions are scored at one length, which has to be named. Give a number.",
-                param="pruning.detection_length",
-            )
-        ratio = self._audit_ratio if request.audit_ratio is None else request.audit_ratio
-        return plan, request.pruning_turn, random.random() < ratio
 
     async def _grade(self, group: OpenGroup, session: Session) -> tuple[bool, float | None, str]:
         """Whether it is void, its reward, and what became of the grading."""
@@ -486,7 +455,7 @@ class SessionService:
 
     def _joined(self, key: Key, said: TurnSaid) -> OpenGroup:
         """The group that the first turn of a session names, which the first session makes."""
-        terms, name = self._terms(said)
+        terms, name = said_terms(said)
         group = self._groups.get((key[0], name))
         if group is None:
             return self._open((key[0], name), terms)
@@ -494,58 +463,13 @@ class SessionService:
             raise _conflict(
                 f"group {name!r} was declared, and its sessions are those that it was answered with. Use one of them."
             )
-        self._check_same(group, said)
+        check_same(group, said)
         return group
-
-    def _terms(self, said: TurnSaid) -> tuple[Terms, str]:
-        """What a first turn says of its group, and the group's name."""
-        of_group = said.group
-        for needed in ("group_id", "group_size"):
-            if needed not in of_group:
-                raise PlanError(
-                    NAMES[needed],
-                    f"is required with the first turn of a session that no group was declared for "
-                    f"(session {said.session!r:.80}). Send it, or declare the group by POST /v1/groups.",
-                )
-        size = of_group["group_size"]
-        num_candidates = of_group.get("num_candidates", size)
-        if num_candidates < size:
-            raise PlanError(
-                NAMES["num_candidates"],
-                f"counts all sessions and must be at least {NAMES['group_size']} ({size}), got {num_candidates}.",
-            )
-        terms = Terms(
-            size,
-            num_candidates,
-            limits_of(of_group),
-            of_group.get("early_stop") is not False,
-            is_rewritable=of_group.get("history") == "rewritable",
-        )
-        return terms, of_group["group_id"]
-
-    def _check_same(self, group: OpenGroup, said: TurnSaid) -> None:
-        """Raises: PlanError for a turn that says something else of its group than the group's first."""
-        known: dict[str, Any] = {
-            "group_id": group.id,
-            "group_size": group.terms.group_size,
-            "num_candidates": group.terms.num_candidates,
-            "early_stop": group.terms.early_stop,
-            "history": "rewritable" if group.terms.is_rewritable else "strict",
-            "cut_turn": "ends" if group.terms.limits.cut_turn_ends else "goes_on",
-            **group.terms.limits._asdict(),
-        }
-        for name, value in said.group.items():
-            if name in known and value != known[name]:
-                raise PlanError(
-                    NAMES[name],
-                    f"of this session's group is {known[name]!r}, as its first turn said, got {value!r}. A session "
-                    "stays in its group: leave the field out, or name another session.",
-                )
 
     def _open(self, key: Key, terms: Terms) -> OpenGroup:
         """Raises: RequestError where too many are open, and for what cannot be."""
         self._check_alone()
-        until, most = _until_of(terms)
+        until, most = until_of(terms)
         self.check_room(most)
         now_s = self._clock()
         group = OpenGroup(key, terms, SessionRace(terms.plan, terms.limits, until, most, now_s), now_s, most)
@@ -612,23 +536,6 @@ class SessionService:
             why = "has not begun" if group is not None else "is not one of yours"
             raise RequestError(f"session {session_id!r:.80} {why}: it begins with a turn.", status=HTTPStatus.NOT_FOUND)
         return group, session
-
-
-def _until_of(terms: Terms) -> tuple[UntilTerms | None, int]:
-    """How its rewards end it, if they do, and how many sessions it may ever have. Raises: RequestError."""
-    until, most = None, terms.max_sessions or 2 * terms.num_candidates
-    if terms.until == "variance" and not terms.is_audit:
-        try:
-            until = UntilTerms.of(terms.group_size, terms.num_candidates, terms.max_sessions)
-        except ValueError as error:
-            raise RequestError(f"until: {error}", param="until") from error
-        most = until.max_candidates
-    if most < terms.num_candidates:
-        raise RequestError(
-            f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
-            param="max_sessions",
-        )
-    return until, most
 
 
 _GRADED = frozenset({"between_turns", "finished", "truncated"})
