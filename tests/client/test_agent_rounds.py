@@ -116,6 +116,40 @@ def test_who_leaves_finds_the_round_again_with_its_prompts(url, turns):
     assert sorted(group.prompt["id"] for round in rounds for group in round.groups) == ["q0", "q1", "q2"]
 
 
+def test_who_goes_on_has_the_groups_that_were_complete_and_runs_the_others(url, turns):
+    store = turns.app.state.run_service._store
+
+    async def ends_first(session: AgentSession) -> float:
+        if session.prompt["data"]:
+            await asyncio.Event().wait()
+        return await one_turn(session)
+
+    async def leave() -> None:
+        async with AsyncRolloutClient(url, **FAST) as client:
+            its = await client.run(2, 2, id="a", **TERMS)
+            async with aclosing(its.agent_rounds(data(3), run=ends_first)) as rounds:
+                first = asyncio.ensure_future(anext(rounds))
+                run = await its.refresh()
+                while run.open_round is None or len(run.open_round.groups) != 2:
+                    await asyncio.sleep(0.01)
+                    run = await its.refresh()
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            while (await its.refresh()).open_round.state != "interrupted":
+                await asyncio.sleep(0.01)
+            while not store.planned("a", lambda run: run.open).ended:
+                await asyncio.sleep(0.01)
+
+    within(leave())
+    before = len(turns.bodies)
+    rounds = rounds_of(url, 0, one_turn, {})
+    groups = [group for round in rounds for group in round.groups]
+    assert sorted(group.prompt["data"] for group in groups) == [0, 1, 2]
+    assert all(group.position == group.prompt["data"] for group in rounds[0].groups)
+    assert len(turns.bodies) > before
+    assert all(each.segments for group in groups for each in group.trajectories)
+
+
 def test_a_round_that_was_over_comes_with_what_it_had(url):
     async def ask_twice() -> None:
         async with AsyncRolloutClient(url, **FAST) as client:

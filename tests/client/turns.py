@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ from vllm_rollout.server.sessions.service import SessionService
 class Turns:
     """The app, and what it has seen."""
 
-    def __init__(self) -> None:
-        self.app: FastAPI = make_app(FakeEngine())
+    def __init__(self, database: Path) -> None:
+        self.app: FastAPI = make_app(FakeEngine(), database=database)
         service = self.app.state.rollout_service
         self.service = SessionService(
             self._stop, service.grading, service.learning, Metrics(CollectorRegistry()), decode
@@ -110,8 +111,8 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 @pytest.fixture
-def turns() -> Turns:
-    return Turns()
+def turns(tmp_path: Path) -> Turns:
+    return Turns(tmp_path / "runs.sqlite")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm_rollout.group.plans.xargs import turn_from_xargs
 from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.runs.body import RoundRequest
 from vllm_rollout.server.runs.live import Begun
+from vllm_rollout.server.runs.stored import EndedGroup
 from vllm_rollout.server.sessions import service as sessions_module
 from vllm_rollout.server.sessions.body import FinishRequest
 from vllm_rollout.server.sessions.service import SessionService
@@ -61,7 +63,7 @@ class Round:
     """A stream of a round, read as far as its next wait for somebody."""
 
     def __init__(self, app: FastAPI, begun: Begun) -> None:
-        self.app, self.service = app, app.state.session_service
+        self.app, self.service, self.live = app, app.state.session_service, begun.live
         self.told: list[dict[str, Any]] = []
         self.groups: dict[str, str] = {}
         """By prompt: its group, the last one that was declared."""
@@ -213,6 +215,8 @@ async def test_a_group_that_lacks_sessions_is_deferred_by_a_short_round_and_retu
     assert wanted == [f"{round.groups['q1']}.2"], "as many more as max_sessions allows"
     group = round.told[-1]
     assert (group["prompt_id"], group["status"], group["trajectories"]) == ("q1", "incomplete", [])
+    assert group["prompt"] == prompts(1, 1)[0]
+    assert round.live.ended._writing is None, "what is incomplete may run again"
     assert [each["state"] for each in group["sessions"]] == ["void"] * 3
     await round.complete("q3")
     assert (await round.over())["num_waiting"] == 0
@@ -285,13 +289,17 @@ async def test_a_round_whose_harness_is_lost_is_interrupted_and_opens_anew_under
     assert (await round.over())["unstarted"] == ["q2"]
 
 
-async def test_who_leaves_a_round_stops_its_sessions_and_a_restart_opens_it_anew(app, http, tmp_path):
+async def test_who_leaves_a_round_stops_its_sessions_and_a_restart_goes_on_with_those_that_were_not_over(
+    app, http, tmp_path
+):
     await make(http)
     round = await Round.begin(app, prompts=prompts(0, 3), idempotency_key="k")
     await round.complete("q0")
+    before = round.told
     running = begin(round.service, f"{round.groups['q1']}.0")
     response = await http.delete(f"/v1/groups/{round.groups['q1']}")
     assert (response.status_code, "belongs to a round" in response.text) == (409, True)
+    await round.live.ended.written()
     await round.leave()
     assert (running.session.ended_by, round.service._num_open_sessions) == ("cancel", 0)
     run = await look(http)
@@ -302,16 +310,50 @@ async def test_who_leaves_a_round_stops_its_sessions_and_a_restart_opens_it_anew
     async with http_of(after) as http_after:
         assert (await look(http_after))["sessions"] == run["sessions"]
         round = await Round.begin(after, idempotency_key="k")
-        assert list(round.groups) == ["q0", "q1", "q2"]
-        await round.complete("q2", "q0")
+        assert round.told[1] == next(event for event in before if event["type"] == "group")
+        assert list(round.groups) == ["q1", "q2"]
+        await round.complete("q2")
         done = await round.over()
         assert (done["unstarted"], done["num_waiting"]) == (["q1"], 1)
+        assert (done["generated_tokens"], done["returned_tokens"]) == (12, 12)
         body = (await http_after.post(ROUNDS, json={"idempotency_key": "k"})).content
     later = make_app(FakeEngine(), database=tmp_path / "runs.sqlite")
     async with http_of(later) as http_later:
         assert (await http_later.post(ROUNDS, json={"idempotency_key": "k"})).content == body
     for task in (*after.state.session_service._tasks, *later.state.session_service._tasks):
         task.cancel()
+
+
+async def interrupted(app: FastAPI, http: httpx.AsyncClient, kept: dict[str, bytes | None], **fields: Any) -> None:
+    """Of three prompts the first one is complete, and two are wanted. `kept`: instead or beside; None: as the first."""
+    await make(http, **fields)
+    round = await Round.begin(app, prompts=prompts(0, 3), idempotency_key="k")
+    await round.complete("q0")
+    await round.live.ended.written()
+    (first,) = (event for event in round.told if event["type"] == "group")
+    as_first = zlib.compress(json.dumps(first).encode())
+    numbers = {entry.prompt_id: entry.number for entry in round.live.opened.entries}
+    rows = {numbers[id]: EndedGroup(None, as_first if body is None else body) for id, body in kept.items()}
+    app.state.run_service._store.keep_ended("a", round.live.owner, rows)
+    await round.leave()
+
+
+async def test_a_round_that_had_enough_when_it_was_interrupted_is_over_at_once(app, http):
+    await interrupted(app, http, {"q1": None}, filter="zero_variance")
+    round = await Round.begin(app, idempotency_key="k")
+    done = await round.over()
+    assert round.types() == ["round", "group", "group", "deferred", "done"]
+    assert (done["deferred"], done["generated_tokens"], done["returned_tokens"]) == (["q2"], 12, 12)
+
+
+@pytest.mark.parametrize("fault", ["other weights", "unreadable"])
+async def test_groups_of_other_weights_and_those_that_cannot_be_read_run_anew(app, http, fault):
+    await interrupted(app, http, {"q0": b"no zlib"} if fault == "unreadable" else {})
+    if fault == "other weights":
+        app.state.run_service._engine.weight_version = "step-2"
+    round = await Round.begin(app, idempotency_key="k")
+    assert list(round.groups) == ["q0", "q1", "q2"]
+    await round.leave()
 
 
 async def test_the_rounds_of_a_saved_state_are_those_of_sessions(app, http):

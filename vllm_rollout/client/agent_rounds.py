@@ -51,7 +51,11 @@ class RunningRound:
         self._group_of: dict[str, str] = {}
         """By prompt: the last one that was declared."""
         self._ended: list[AgentGroup] = []
-        """Those of a round that was over before it was asked for."""
+        """Those that were over before the round was asked for, or asked for again."""
+
+    @property
+    def _num_groups(self) -> int:
+        return len(self._groups) + len(self._ended)
 
     async def result(self) -> AgentRound:
         """Raises: RolloutError; what a function raised that is no Exception."""
@@ -86,7 +90,7 @@ class RunningRound:
             case ErrorEvent():
                 raise RolloutError.from_body(event.error)
             case DeclaredEvent():
-                group = RunningGroup(self._its, len(self._groups), event.prompt, event.group_id)
+                group = RunningGroup(self._its, self._num_groups, event.prompt, event.group_id)
                 self._groups[event.group_id] = group
                 self._group_of[event.prompt_id] = event.group_id
                 self._tasks[event.group_id] = tasks.create_task(group.of_round(event.to_begin))
@@ -95,7 +99,7 @@ class RunningRound:
             case ReturnedEvent() if event.group_id in self._groups:
                 self._groups[event.group_id].returned(event)
             case ReturnedEvent():
-                known = RunningGroup(self._its, len(self._ended), {"id": event.prompt_id}, event.group_id)
+                known = RunningGroup(self._its, self._num_groups, event.prompt, event.group_id)
                 self._ended.append(known.made(event, event.trajectories))
             case DeferredEvent() | UnstartedEvent() if event.group_id in self._tasks:
                 cancel(self._tasks[event.group_id])

@@ -9,6 +9,9 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from vllm_rollout.server.answers import CandidateEvent, Event, GroupAnswer, GroupEvent, GroupSummary, TrajectoryEvent
 from vllm_rollout.server.engine import RequestError
@@ -16,7 +19,7 @@ from vllm_rollout.server.runs.stored import EndedGroup, PlannedRound
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
-
+Group = TypeVar("Group", bound=BaseModel)
 Write = Callable[[Mapping[int, EndedGroup]], Awaitable[None]]
 """Groups by the numbers of their entries."""
 
@@ -54,21 +57,23 @@ class EndedGroups:
         return {number: EndedGroup(self.version, zlib.compress(json, 1)) for number, json in groups.items()}
 
 
-def ended_before(planned: PlannedRound, version: str | None) -> dict[int, GroupAnswer]:
-    """Groups that need not run again, by position; without variance first, since a filter has others in their place.
+def ended_before(planned: PlannedRound, version: str | None, kind: type[Group]) -> dict[int, Group]:
+    """Groups that need not run again, by position.
 
-    version: of the weights now. What cannot be read runs anew.
+    Args:
+        version: of the weights now.
+        kind: how groups of such a round are written. What cannot be read runs anew.
     """
-    found: dict[int, GroupAnswer] = {}
+    found: dict[int, Group] = {}
     for position, entry in enumerate(planned.opened.all_entries):
         row = planned.ended.get(entry.number)
         if row is None or row.version != version:
             continue
         try:
-            found[position] = GroupAnswer.model_validate_json(zlib.decompress(row.body))
+            found[position] = kind.model_validate_json(zlib.decompress(row.body))
         except (ValueError, TypeError, zlib.error) as error:
             logger.warning("prompt %r runs anew: its group cannot be read from disk (%s)", entry.prompt_id, error)
-    return dict(sorted(found.items(), key=lambda item: item[1].rewards is not None and item[1].rewards.teaches))
+    return found
 
 
 def events_of(group: GroupAnswer) -> Iterator[Event]:

@@ -13,7 +13,9 @@ from vllm_rollout.group.rounds.round_progress import RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.server.answers import Event, RebuildAnswer, RoundDoneEvent, RoundEvent, RoundSummary
 from vllm_rollout.server.runs.answers import OpenGroupAnswer
+from vllm_rollout.server.runs.ended_groups import EndedGroups
 from vllm_rollout.server.runs.session_answers import SessionRoundDoneEvent, SessionRoundEvent
+from vllm_rollout.server.runs.stored import PlannedRound
 
 LiveEvent = Event | SessionRoundEvent
 LastEvent = RoundDoneEvent | SessionRoundDoneEvent
@@ -46,6 +48,8 @@ class LiveRound(ABC):
     """Its answer as JSON, once it is kept."""
     rebuilt: RebuildAnswer | None = None
     """What became of the engine before it."""
+    ended: EndedGroups | None = None
+    """None: what has ended of it before its end is kept nowhere."""
     keeping: asyncio.Task[LastEvent] | None = field(default=None)
     """Writes it, whoever waits for it."""
 
@@ -56,6 +60,10 @@ class LiveRound(ABC):
     @property
     @abstractmethod
     def progress(self) -> RoundProgress: ...
+
+    @abstractmethod
+    def take_up(self, planned: PlannedRound) -> None:
+        """It was interrupted: what `ended` has of it need not run again."""
 
     @abstractmethod
     def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:

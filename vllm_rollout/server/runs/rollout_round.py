@@ -20,8 +20,9 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.course import RoundCourse
-from vllm_rollout.server.runs.ended_groups import EndedGroups, events_of
+from vllm_rollout.server.runs.ended_groups import ended_before, events_of
 from vllm_rollout.server.runs.live import Keep, LiveEvent, LiveRound, Spent
+from vllm_rollout.server.runs.stored import PlannedRound
 from vllm_rollout.server.serialised import GroupsInJson
 
 
@@ -34,10 +35,9 @@ class RolloutRound(LiveRound):
     run: Callable[[Rollout], AsyncGenerator[Event, None]]
     """Runs the rollout."""
     groups: GroupsInJson = field(default_factory=GroupsInJson)
-    ended: EndedGroups | None = None
-    """None: what has ended of it before its end is kept nowhere."""
     before: Mapping[int, GroupAnswer] = field(default_factory=dict)
-    """By position: groups that were complete when it was interrupted."""
+    """By position: groups that were complete when it was interrupted. Those without variance come first, since a filter
+    has others in their place."""
 
     @property
     def id(self) -> str:
@@ -46,6 +46,13 @@ class RolloutRound(LiveRound):
     @property
     def progress(self) -> RoundProgress:
         return self.course.progress
+
+    def take_up(self, planned: PlannedRound) -> None:
+        assert self.ended is not None
+        found = ended_before(planned, self.ended.version, GroupAnswer)
+        self.before = dict(
+            sorted(found.items(), key=lambda item: item[1].rewards is not None and item[1].rewards.teaches)
+        )
 
     async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
         rollout, course = self.rollout, self.course

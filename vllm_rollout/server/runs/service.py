@@ -24,7 +24,7 @@ from vllm_rollout.server.runs import session_rounds
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
-from vllm_rollout.server.runs.ended_groups import EndedGroups, ended_before
+from vllm_rollout.server.runs.ended_groups import EndedGroups
 from vllm_rollout.server.runs.faults import PASSING
 from vllm_rollout.server.runs.live import Begun, LastEvent, LiveEvent, LiveRound, first_event, made_answer, summary
 from vllm_rollout.server.runs.parallelism import Parallelism, expected_of_run
@@ -234,8 +234,8 @@ class RunService:
         assert planned.stored.memo is not None  # a round is open
         live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
         live.owner = await self._owned(id, self._store.claim, id, planned.opened)
-        if isinstance(live, RolloutRound) and live.ended is not None:
-            live.before = await asyncio.to_thread(ended_before, planned, live.ended.version)
+        if live.ended is not None:
+            await asyncio.to_thread(live.take_up, planned)
         return live
 
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
@@ -278,7 +278,12 @@ class RunService:
         if defaults.sessions is not None:
             assert self._sessions is not None  # else there is no such run
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            return session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds = session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
+            if self._store.is_durable:
+                rounds.ended = EndedGroups(
+                    partial(self._keep_ended, rounds), await self._engine.current_weight_version()
+                )
+            return rounds
         if defaults.resume:
             check_unchanged(request, defaults)
         if filters and request.reward is None and defaults.reward is None:
@@ -327,7 +332,7 @@ class RunService:
             live.ended = EndedGroups(partial(self._keep_ended, live), version)
         return live
 
-    async def _keep_ended(self, live: RolloutRound, groups: Mapping[int, EndedGroup]) -> None:
+    async def _keep_ended(self, live: LiveRound, groups: Mapping[int, EndedGroup]) -> None:
         await self._stored(self._store.keep_ended, live.run_id, live.owner, groups)
 
     async def _events(self, live: LiveRound) -> AsyncGenerator[LiveEvent, None]:

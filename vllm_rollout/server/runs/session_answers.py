@@ -16,6 +16,8 @@ class SessionRoundGroup(BaseModel):
 
     prompt_id: str
     group_id: str
+    prompt: dict[str, Any] = {}
+    """As it was handed in."""
     status: GroupStatus
     reason: str | None
     """Why it is not complete."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,6 +18,7 @@ from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.server.answers import DeferredEvent, FilteredEvent, RoundSummary
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.answers import OpenGroupAnswer
+from vllm_rollout.server.runs.ended_groups import ended_before
 from vllm_rollout.server.runs.live import Keep, LiveEvent, LiveRound, Spent
 from vllm_rollout.server.runs.session_answers import (
     DeclaredEvent,
@@ -28,6 +29,7 @@ from vllm_rollout.server.runs.session_answers import (
     SessionRoundGroup,
     UnstartedEvent,
 )
+from vllm_rollout.server.runs.stored import PlannedRound
 from vllm_rollout.server.serialised import encode, filled
 from vllm_rollout.server.sessions.body import SessionEvent, SessionGroupRequest, SessionOptions
 from vllm_rollout.server.sessions.groups import Event, OpenGroup
@@ -72,6 +74,8 @@ class SessionRound(LiveRound):
     """By position."""
     course: RoundProgress
     sessions: SessionService
+    before: Mapping[int, SessionRoundGroup] = field(default_factory=dict)
+    """By position: groups that were complete when it was interrupted, with rewards that differ if it filters."""
     _declared: list[Declared] = field(default_factory=list)
     _running: dict[str, Declared] = field(default_factory=dict)
     """By group."""
@@ -101,9 +105,17 @@ class SessionRound(LiveRound):
             for id, (position, _) in self._running.items()
         ]
 
+    def take_up(self, planned: PlannedRound) -> None:
+        assert self.ended is not None
+        self.before = ended_before(planned, self.ended.version, SessionRoundGroup)
+
     async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
         began_s = over_s = self.sessions.now_s()
         try:
+            for position, before in self.before.items():
+                yield await self._returned_before(position, before)
+            for position in self.course.lost_before() if self.before else ():
+                yield DeferredEvent(prompt_id=self._prompt_id(position), group_id="", reason="cut")
             while True:
                 self._changed.clear()
                 self._declare()
@@ -220,7 +232,8 @@ class SessionRound(LiveRound):
     def _check_served(self) -> None:
         """Raises: RequestError (504); the round is interrupted then."""
         groups = [group for _, group in self._declared]
-        if any(group.status == "complete" for group in groups) or not all(g.race.is_abandoned for g in groups):
+        is_served = self.before or any(group.status == "complete" for group in groups)
+        if is_served or not all(group.race.is_abandoned for group in groups):
             return
         number, idle_s = self.opened.number, self.terms.options.idle_timeout_s
         raise RequestError(
@@ -257,6 +270,7 @@ class SessionRound(LiveRound):
         event = ReturnedEvent(
             prompt_id=self._prompt_id(position),
             group_id=group.id,
+            prompt=self.prompts[position],
             status=group.race.result.status,
             reason=answer.reason,
             trajectories=[group.trajectory(each) for each in group.race.sessions.values() if each.id in selected],
@@ -266,12 +280,26 @@ class SessionRound(LiveRound):
             seconds=answer.seconds,
         )
         told = SessionRoundGroup(**{name: getattr(event, name) for name in SessionRoundGroup.model_fields})
-        self._answers[position] = await encode(told, event.generated_tokens)
+        await self._answered(position, told)
+        if event.status == "complete" and self.ended is not None:
+            self.ended.add(self.opened.all_entries[position].number, self._answers[position])
         return event
+
+    async def _returned_before(self, position: int, group: SessionRoundGroup) -> ReturnedEvent:
+        longest = max(trajectory.num_tokens for trajectory in group.trajectories)
+        self.course.ended_before(position, GroupEnd(True, False, longest))
+        self.course.rewarded(position, has_variance=True)  # else it would not have been returned
+        await self._answered(position, group)
+        return ReturnedEvent(**vars(group))
+
+    async def _answered(self, position: int, group: SessionRoundGroup) -> None:
+        self._answers[position] = await encode(group, group.generated_tokens)
 
     def spent(self) -> Spent:
         generated = sum(session.num_tokens for _, group in self._declared for session in group.race.sessions.values())
         returned = sum(g.race.result.returned_tokens for position, g in self._declared if position in self._answers)
+        generated += sum(group.generated_tokens for group in self.before.values())
+        returned += sum(group.returned_tokens for group in self.before.values())
         return Spent(self._seconds, generated, returned)
 
     def parts(self, told: RoundSummary) -> list[bytes]:
