@@ -120,17 +120,19 @@ def prior_of(num_rewarded: float, num_successful: float, chance: float = 0.5) ->
     return Prior(2 * expected + share * num_successful, 2 * (1 - expected) + share * (num_rewarded - num_successful))
 
 
-def chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int) -> float:
+def chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int, awaited: Sequence[float] = ()) -> float:
     """Probability that `num_more` further rewards are as these, which are all the same; without any, all alike.
 
-    A success is a reward above 0: with more than two values it is an estimate from above.
+    A success is a reward above 0: with more than two values it is an estimate from above. `awaited`: rewards that have
+    to be the same as well, each by the probability that it is above 0.
     """
     if len(set(rewards)) > 1:
         return 0.0
+    sides = (prior.successes, prod(awaited)), (prior.failures, prod(1 - each for each in awaited))
     if not rewards:
-        return min(1.0, sum(_run(each, sum(prior), num_more) for each in prior))
-    same = prior.successes if rewards[0] > 0 else prior.failures
-    return _run(same + len(rewards), sum(prior) + len(rewards), num_more)
+        return min(1.0, sum(chance * _run(same, sum(prior), num_more) for same, chance in sides))
+    same, chance = sides[0 if rewards[0] > 0 else 1]
+    return chance * _run(same + len(rewards), sum(prior) + len(rewards), num_more)
 
 
 def _run(same: float, total: float, length: int) -> float:
@@ -150,18 +152,7 @@ def num_needed(
     anyway and are not counted here, each by the probability that it is above 0.
     """
     enough = 1 - chance + ROUNDING
-    return next((more for more in range(most) if _chance_of_same(prior, rewards, more, awaited) <= enough), most)
-
-
-def _chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int, awaited: Sequence[float]) -> float:
-    """The same as `chance_of_same` of the awaited rewards as well."""
-    if not awaited:
-        return chance_of_same(prior, rewards, num_more)
-    successes, failures = prod(awaited), prod(1 - each for each in awaited)
-    if rewards:
-        return chance_of_same(prior, rewards, num_more) * (successes if rewards[0] > 0 else failures)
-    total = sum(prior)
-    return successes * _run(prior.successes, total, num_more) + failures * _run(prior.failures, total, num_more)
+    return next((more for more in range(most) if chance_of_same(prior, rewards, more, awaited) <= enough), most)
 
 
 def spares_wanted(
