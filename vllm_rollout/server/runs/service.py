@@ -280,9 +280,7 @@ class RunService:
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
             rounds = session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
-                rounds.ended = EndedGroups(
-                    partial(self._keep_ended, rounds), await self._engine.current_weight_version()
-                )
+                self._keep_groups_of(rounds, await self._engine.current_weight_version())
             return rounds
         if defaults.resume:
             check_unchanged(request, defaults)
@@ -329,11 +327,16 @@ class RunService:
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
         live = RolloutRound(run_id=stored.id, opened=opened, rollout=rollout, course=course, run=self._rollouts.events)
         if keeps_ended:
-            live.ended = EndedGroups(partial(self._keep_ended, live), version)
+            self._keep_groups_of(live, version)
         return live
 
-    async def _keep_ended(self, live: LiveRound, groups: Mapping[int, EndedGroup]) -> None:
-        await self._stored(self._store.keep_ended, live.run_id, live.owner, groups)
+    def _keep_groups_of(self, live: LiveRound, version: str | None) -> None:
+        """Groups that end before the round does are put on disk. version: of the weights now."""
+
+        async def write(groups: Mapping[int, EndedGroup]) -> None:
+            await self._stored(self._store.keep_ended, live.run_id, live.owner, groups)
+
+        live.ended = EndedGroups(write, version)
 
     async def _events(self, live: LiveRound) -> AsyncGenerator[LiveEvent, None]:
         try:
