@@ -146,7 +146,7 @@ def test_sessions_are_seen_with_their_turns(server: Server, browser: Any, page: 
 
     def turn(session: str, words: str, max_tokens: int) -> dict[str, Any]:
         messages = [*said.get(session, []), {"role": "user", "content": words}]
-        body = {"model": model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
+        body = {"model": model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True, "seed": 1}
         answer = server.http.post("/v1/chat/completions", json=body, headers={"x-session-id": session}).json()
         choice: dict[str, Any] = answer["choices"][0]
         said[session] = [*messages, choice["message"]]
