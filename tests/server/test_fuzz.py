@@ -28,6 +28,15 @@ from .fake_learning import FakeLearning
 
 APP = make_app(FakeEngine(max_num_seqs=16, max_model_len=200))
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_runs_on():
+    """Schemathesis' loop outlives these tests, and would tick as long as a group of sessions is open."""
+    yield
+    APP.state.session_service._groups.clear()
+
+
 QUICK = settings(
     max_examples=60,
     deadline=None,
