@@ -89,6 +89,19 @@ async def test_the_profile_decides_the_budget(engine, http):
     assert frugal["optimum"] == pytest.approx(frugal["rho"] * frugal["base_s"] / frugal["seconds_per_candidate"])
 
 
+async def test_where_few_have_places_answers_that_are_alike_get_no_spares(engine, http):
+    engine.max_num_seqs = 8
+    names = [str(number) for number in range(24)]
+    for name in names:
+        seen(engine, name, 70, 80, 100, 140)
+    answer = await rollout(http, body(*names))
+    assert (answer["budget"]["source"], answer["budget"]["total"]) == ("places", 96)
+    assert {group["allocation"]["num_candidates"] for group in answer["groups"]} == {4}
+    assert answer["warnings"] == []
+    waited_for = await rollout(http, body(*names, early_stop=False))
+    assert (waited_for["budget"]["source"], waited_for["budget"]["total"]) == ("default", 144)
+
+
 async def test_a_prompt_with_an_extreme_tail_returns_the_shortest_and_stops_early(engine, http):
     seen(engine, "calm", 50, 51, 52, 53, times=30)
     seen(engine, "wild", 10, 60, 300, 900)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
+from vllm_rollout.group.lengths.cost import CostModel
 from vllm_rollout.group.lengths.history import ObservedLength, observed_lengths
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.plans.plan import GroupPlan
@@ -127,6 +128,21 @@ def test_redundancy_auto_gives_more_to_prompts_that_spread():
     assert outcome.num_without_history == 3
     assert outcome.upper_bound_share == 1 / 6
     assert outcome.candidates_per_prompt == 6
+
+
+def test_redundancy_auto_knows_how_many_have_places():
+    step = {str(number): [70, 80, 90, 100, 110, 120, 130, 140] for number in range(24)}
+
+    def candidates_of(setting: Setting, cost: CostModel = LINEAR, **machine: int) -> float:
+        return replay(Pools(traced(step, step, step)), setting, Machine(cost, **machine)).candidates_per_prompt
+
+    auto = Setting(4, "auto", order="prompts")
+    unseen, alike = 6, 4
+    assert candidates_of(auto, max_num_seqs=8) == (unseen + 2 * alike) / 3
+    assert candidates_of(auto, max_num_seqs=8, num_ranks=24) > 4, "here all have places"
+    waits_for_all = Setting(4, "auto", early_stop=False)
+    assert candidates_of(waits_for_all, FLAT) == (unseen + 2 * 8) / 3
+    assert candidates_of(waits_for_all, FLAT, max_num_seqs=8) < 6, "a step costs the same, and there are more of them"
 
 
 def test_redundancy_auto_does_not_know_its_own_future():

@@ -134,8 +134,9 @@ class RedundancyBudget(BaseModel):
     base_s: float | None = None
     """Predicted time of the rollout without redundancy, from the profile."""
     tradeoff: float
-    source: Literal["profile", "default"]
-    """"default": half as many again as wanted, because the server has no profile or has not seen any lengths."""
+    source: Literal["profile", "default", "places"]
+    """"default": half as many again as wanted, because the server has no profile or has not seen any lengths. "places":
+    not all candidates run at once, and this total was the fastest of some that were played."""
 
 
 class GroupRewards(BaseModel):

@@ -107,6 +107,8 @@ class ShapingService:
                 max_candidates=self._engine.max_num_seqs,
                 num_ranks=self._engine.moves.num_ranks,
                 tradeoff=tradeoff,
+                race=plan,
+                num_places=self._num_places,
             )
             plans = batch.plans(plan, early_stop)
             expected = _expected(history)
@@ -152,7 +154,7 @@ class ShapingService:
                 f"redundancy auto had nothing to give: --max-num-seqs ({self._engine.max_num_seqs}) leaves no spare "
                 "candidates. Start the server with a larger one."
             )
-        if budget.source == "profile":
+        if budget.source != "default":
             return None
         took = f"redundancy auto took {budget.total} candidates, half as many again as wanted"
         if self._engine.shaping.cost_model is None:

@@ -78,6 +78,11 @@ class Machine:
         return self.cost.max_num_seqs
 
     @property
+    def known_cost(self) -> CostModel | None:
+        """What a server on it knows of its steps, and of how many candidates run at once."""
+        return None if self.cost is None else replace(self.cost, max_num_seqs=self.num_slots)
+
+    @property
     def max_candidates(self) -> int:
         """The candidates of one group at most: all of them have to be able to run at once."""
         return MAX_GROUP_SIZE if self.num_slots is None else self.num_slots
@@ -85,8 +90,8 @@ class Machine:
     def new_placement(self) -> Placement:
         """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
         placement = Placement(self.num_ranks)
-        if self.cost is not None:
-            placement.token_cost = TokenCost.of(replace(self.cost, max_num_seqs=self.num_slots))
+        if (cost := self.known_cost) is not None:
+            placement.token_cost = TokenCost.of(cost)
         return placement
 
     def check_fits(self, prompt_id: str, num_tokens: int) -> None:

@@ -95,11 +95,13 @@ class Planner:
                 for lengths, prompt in zip(known, prompts, strict=True)
             ],
             self.history.dataset(),
-            self._machine.cost,
+            self._machine.known_cost,
             group_size=self._setting.group_size,
             max_candidates=self._machine.max_candidates,
             num_ranks=self._machine.num_ranks,
             tradeoff=self._setting.tradeoff,
+            race=self._plan,
+            num_places=None if self._machine.num_slots is None else self._machine.num_slots * self._machine.num_ranks,
         )
         plans = batch.plans(self._plan, self._setting.early_stop)
         return [PlannedRollout(plan, its.at_upper_bound) for plan, its in zip(plans, batch.prompts, strict=True)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import islice
 from statistics import fmean, median
@@ -25,6 +25,7 @@ from vllm_rollout.group.lengths.cost import CostModel, budget_slope
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.plans.fields import EarlyStop
 from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.played_budget import played_budget
 
 DEFAULT_BUDGET_RATIO = 1.5
 """Candidates per wanted trajectory while no profile or no history says better: the paper's average (Appendix B)."""
@@ -57,8 +58,9 @@ class Budget:
     """Time of the rollout without redundancy, T(lower)."""
     tradeoff: float
     """lambda."""
-    source: Literal["profile", "default"]
-    """`default`: without a profile or a history it is the paper's average, 1.5 times the lower bound."""
+    source: Literal["profile", "default", "places"]
+    """`default`: without a profile or a history it is the paper's average, 1.5 times the lower bound. `places`: not
+    all candidates run at once, and this budget was fastest when some were played."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,15 @@ def allocate_batch(
     max_candidates: int,
     num_ranks: int = 1,
     tradeoff: float = DEFAULT_TRADEOFF,
+    race: GroupPlan | None = None,
+    num_places: int | None = None,
 ) -> BatchAllocation:
     """Budget and shares of one batch; every prompt gets from `group_size` to twice that.
 
-    max_candidates: of one prompt (the engine's `max_num_seqs`), no fewer than `group_size`: `make_plan` sees to that.
+    Args:
+        max_candidates: of one prompt (the engine's `max_num_seqs`), no fewer than `group_size`: `make_plan` sees to it.
+        race: the plan of a prompt with all it may have, where its budget may be played (`played_budget.py`).
+        num_places: candidates that run at once; None: all do.
     """
     assert prompts, "nothing to allocate candidates to"
     upper = upper_bound(group_size, max_candidates)
@@ -137,6 +144,13 @@ def allocate_batch(
     stds = [None if prompt.lengths is None else prompt.lengths.cut(prompt.max_tokens).std for prompt in prompts]
     usual = None if dataset is None else dataset.cut(budget_max_tokens).std
     weights = normalized_weights(stds)
+    if race is not None and num_places is not None and dataset is not None:
+        lengths = [(prompt.lengths or dataset, prompt.max_tokens) for prompt in prompts]
+        total = played_budget(
+            budget.total, lambda total: allocate(weights, total, group_size, upper), race, lengths, num_places
+        )
+        if total != budget.total:
+            budget = replace(budget, total=total, source="places")
     shares = allocate(weights, budget.total, group_size, upper)
     return BatchAllocation(
         budget,

@@ -52,13 +52,11 @@ class WaitingGroup(NamedTuple):
     def draw(self, uniform: Iterator[float]) -> list[float]:
         """Tokens of its candidates; those that a race would stop, until then. `uniform`: numbers between 0 and 1."""
         assert self.lengths is not None
-        location, std, _ = self.lengths.log_normal()
-        each = islice(uniform, self.plan.num_candidates)
-        drawn = [math.exp(location + std * NORMAL.inv_cdf(number)) for number in each]
-        most = math.inf if self.max_tokens is None else self.max_tokens
+        drawn = list(drawn_lengths(self.lengths, self.max_tokens, self.plan.num_candidates, uniform))
         if self.plan.early_stop and self.plan.redundancy:
-            most = min(most, sorted(drawn)[self.plan.group_size - 1])
-        return [min(most, length) for length in drawn]
+            last = sorted(drawn)[self.plan.group_size - 1]
+            return [min(last, length) for length in drawn]
+        return drawn
 
 
 def waiting_groups(
@@ -97,10 +95,25 @@ def launch_order(groups: Sequence[WaitingGroup], num_places: int) -> LaunchOrder
             lengths = (length for position in positions for length in drawn[position])
             taken[name].append(steps(lengths, num_places))
     best = min(taken, key=lambda name: sum(taken[name]))
-    saved = [1 - own / plain for own, plain in zip(taken[best], taken["prompts"], strict=True)]
+    gain = sure_gain(taken[best], taken["prompts"])
+    return LaunchOrder(orders[best], best, gain) if gain else as_they_come
+
+
+def sure_gain(taken: Sequence[float], otherwise: Sequence[float]) -> float:
+    """Share of the steps that is saved, draw by draw; 0 where that is too little, or may be luck."""
+    saved = [1 - own / plain for own, plain in zip(taken, otherwise, strict=True)]
     gain = fmean(saved)
-    is_sure = gain >= max(MIN_GAIN, SURE * stdev(saved) / math.sqrt(len(saved)))
-    return LaunchOrder(orders[best], best, gain) if is_sure else as_they_come
+    return gain if gain >= max(MIN_GAIN, SURE * stdev(saved) / math.sqrt(len(saved))) else 0.0
+
+
+def drawn_lengths(
+    lengths: LengthMoments, max_tokens: int | None, num: int, uniform: Iterator[float]
+) -> Iterator[float]:
+    """Tokens of so many candidates. `uniform`: numbers between 0 and 1."""
+    location, std, _ = lengths.log_normal()
+    most = math.inf if max_tokens is None else max_tokens
+    for number in islice(uniform, num):
+        yield min(most, math.exp(location + std * NORMAL.inv_cdf(number)))
 
 
 def uniforms(seed: int) -> Iterator[float]:
