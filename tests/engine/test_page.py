@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_a_race_of_64_groups_is_seen_in_every_view(server: Server, page: Any) ->
     told = text(page, "P50, P99, longest")
     assert f"tokens\t{small['usage']['generated_tokens']:,}\t{answer['usage']['generated_tokens']:,}" in told
     assert "groups complete\t1\t64" in told
+
+
+def test_what_runs_is_read_as_it_grows(server: Server, page: Any) -> None:
+    body = {"prompts": [{"id": "long", "prompt": "Count."}], "group_size": 1, "redundancy": 1}
+    with closing(server.events(**body, stream_tokens=100, sampling={"max_tokens": 4000, "ignore_eos": True})) as events:
+        next(event for event in events if event["type"] == "tokens")
+        page.keyboard.press("3")
+        text(page, "long · running")
+        grown = "document.querySelectorAll('article pre').length === 2"
+        for start in ("", "… "):  # from its first token on, and as soon as there are many, the newest
+            page.wait_for_function(
+                f"() => {grown} && document.querySelector('article pre').innerText.startsWith('{start}')"
+            )
+            said = page.inner_text("article pre")
+            page.wait_for_function("(said) => document.querySelector('article pre').innerText !== said", arg=said)
 
 
 def test_a_round_is_shown_with_the_prompts_that_wait(server: Server, page: Any) -> None:

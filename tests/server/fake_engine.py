@@ -110,6 +110,7 @@ class FakeEngine:
     """Of a candidate, by its number of tokens."""
     outlooks: dict[str, Outlook | None] = field(default_factory=dict)
     """Of every group that was launched, by its prompt."""
+    most_last_tokens: int = 512
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
@@ -278,6 +279,15 @@ class FakeEngine:
     async def forget_race(self, race_id: str) -> None:
         self.learning.check_alive()
         self.races.pop(race_id, None)
+
+    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
+        self.learning.check_alive()
+        running = [each for id, each in self.candidates.items() if id.group_id == group_id]
+        offsets = [max(0, each.num_tokens - self.most_last_tokens) for each in running]
+        return [
+            CandidateTokens(each.index, offset, each.token_ids[offset : each.num_tokens], logprobs=None)
+            for each, offset in zip(running, offsets, strict=True)
+        ]
 
     async def held_groups(self) -> HeldGroups:
         return HeldGroups(len(self.groups), 0, len(self.races))

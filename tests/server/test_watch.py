@@ -213,6 +213,35 @@ async def test_texts_are_there_while_it_runs_and_if_somebody_looked_at_its_end(e
     assert {c["end"] for c in told["candidates"] if not c["selected"]} == {"surplus"}
 
 
+async def test_what_runs_tells_its_last_tokens_until_it_ends(engine: FakeEngine, app: FastAPI):
+    engine.step_s, engine.most_last_tokens = 0.005, 3
+    engine.lengths = {0: 2, 1: 400, 2: 400, 3: 400}
+    with serving(app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
+            await viewer.until(lambda name, _: name == "server")
+            asked = body("a", sampling={"max_tokens": 400}, **{"return": {"text": True}})
+            answering = asyncio.create_task(http.post("/v1/rollouts", json=asked))
+            row = await viewer.until(lambda name, data: name == "group" and data["prompt"]["ends"][0] == "stop")
+            path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
+            first, later = [(await http.get(path)).json()["candidates"] for _ in range(2)]
+            engine.learning.dead = True
+            unheard = (await http.get(path)).json()["candidates"]
+            engine.learning.dead = False
+            (group,) = (await answering).json()["groups"]
+            last = (await http.get(path)).json()["candidates"]
+    whole = {t["index"]: t["text"] for t in group["trajectories"]}
+    for told in (first, later):
+        assert [(c["index"], c["end"]) for c in told] == [(0, "stop"), *[(i, "running") for i in (1, 2, 3)]]
+        for candidate in told:
+            words = whole[candidate["index"]].split() if candidate["index"] in whole else None
+            start, num = candidate["offset"], candidate["num_tokens"]
+            assert len(candidate["text"].split()) == num - start <= 3
+            assert words is None or candidate["text"].split() == words[start:num]
+    assert later[1]["num_tokens"] >= first[1]["num_tokens"] > 0
+    assert [c["index"] for c in unheard] == [0]
+    assert "running" not in {c["end"] for c in last}
+
+
 async def test_texts_of_long_rollouts_are_not_kept(app: FastAPI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
     engine.lengths = dict.fromkeys(range(4), 25)
     monkeypatch.setattr(viewers, "MAX_TOKENS_WITH_TEXT", 250)

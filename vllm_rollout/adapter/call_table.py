@@ -187,6 +187,15 @@ class WiderRace(NamedTuple):
     num_wanted: int | None
 
 
+class LastTokens(NamedTuple):
+    """The newest output tokens of a candidate that has not ended."""
+
+    index: int
+    offset: int
+    """Number of its output tokens before these."""
+    token_ids: list[int]
+
+
 class Hold(NamedTuple):
     """Whether somebody keeps an engine core empty (`group/ranks/placement.py`)."""
 
@@ -294,6 +303,8 @@ FORGET_RACE: Operation[str, None] = Operation("forget_race", str, None)
 """The round is over."""
 HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
 ENGINE_LOAD: Operation[None, EngineLoad] = Operation("engine_load", None, EngineLoad)
+LAST_TOKENS: Operation[str, list[LastTokens]] = Operation("last_tokens", str, list[LastTokens])
+"""What candidates of a group that have not ended say; nothing of a group that is not here."""
 # -- groups that move from one engine core to another
 HOLD: Operation[Hold, None] = Operation("hold", Hold, None)
 """Whether this engine core is kept empty: it remembers for whom, and all API processes send it nothing then."""
@@ -312,6 +323,6 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
         POST_REWARDS, NAME_CHOICES, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED,
         LEARNING_WINDOW, OPEN_STATE, TRIED_LENGTHS, OPEN_PROMPTS, READ, PUT_STATE, CANCEL_GROUPS, GIVE_UP, CUT_RACE,
         WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT,
-        HELD_GROUPS, ENGINE_LOAD, HOLD, RELEASE_GROUP, KEEP_GROUP, ADOPT_GROUP, CONFIRM_MOVE,
+        HELD_GROUPS, ENGINE_LOAD, LAST_TOKENS, HOLD, RELEASE_GROUP, KEEP_GROUP, ADOPT_GROUP, CONFIRM_MOVE,
     )
 }  # fmt: skip

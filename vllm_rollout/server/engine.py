@@ -438,6 +438,13 @@ class Engine(Protocol):
         """No more groups will take part."""
         ...
 
+    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
+        """What candidates of a group that have not ended said last, without log probabilities.
+
+        Raises: RequestError (503) for a dead engine.
+        """
+        ...
+
     async def held_groups(self) -> HeldGroups:
         """Groups in the engine, of all ranks. Raises: RequestError (503) for a dead engine."""
         ...

@@ -102,6 +102,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "step_drift": lambda core, _: core.scheduler.step_times.drift(),
     "held_groups": lambda core, _: _held_groups(core),
     "engine_load": lambda core, _: core.scheduler.load,
+    "last_tokens": lambda core, group_id: core.scheduler.last_tokens(group_id),
     "hold": lambda core, wanted: core.scheduler.moves.hold(wanted),
     "release_group": lambda core, wanted: core.scheduler.moves.release(core, wanted),
     "keep_group": lambda core, wanted: core.scheduler.moves.keep(core, wanted),

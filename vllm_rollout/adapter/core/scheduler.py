@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_rollout.adapter.call_table import LastTokens
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.core.calls import add_rollout_calls
 from vllm_rollout.adapter.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observation
@@ -45,6 +46,8 @@ from vllm_rollout.group.step.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.group.types import CandidateId, Observation
 
 logger = init_logger("vllm.vllm_rollout")
+MOST_LAST_TOKENS = 512
+"""Of a candidate that are told to a viewer: a screen of text, and no time of a step."""
 
 
 class GroupSchedulerMixin:
@@ -134,6 +137,15 @@ class GroupSchedulerMixin:
     def candidates_of(self, group_id: str) -> list[EngineCandidate]:
         """Those of a group that run, wait or are preempted, by index."""
         return [self._by_id[id] for id in self.group_steps.running(group_id)]
+
+    def last_tokens(self, group_id: str) -> list[LastTokens]:
+        """Of the candidates of a group that have not ended, for whoever looks."""
+        told = []
+        for candidate in self.candidates_of(group_id):
+            token_ids = candidate.request.output_token_ids
+            offset = max(0, len(token_ids) - MOST_LAST_TOKENS)
+            told.append(LastTokens(candidate.id.index, offset, token_ids[offset:]))
+        return told
 
     def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup:
         """Forget a group whose candidates are in no queue: nobody is told, since they go on elsewhere."""

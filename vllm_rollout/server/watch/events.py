@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel
@@ -25,12 +25,15 @@ _ENCODER = msgspec.json.Encoder(enc_hook=vars)
 
 
 class CandidateText(BaseModel):
-    """A candidate that has ended."""
+    """A candidate, and what it said; of one that still runs the last part of it."""
 
     index: int
     text: str
     num_tokens: int
-    end: End
+    """What it has; of one that runs, with the last token of the text."""
+    offset: int = 0
+    """Tokens before the text."""
+    end: End | Literal["running"]
     score: float | None = None
     success_probability: float | None = None
     reward: float | None = None

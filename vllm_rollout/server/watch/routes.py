@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated
@@ -54,8 +53,8 @@ async def read_texts(
     rollout_id: Annotated[str, Path(max_length=256)],
     position: Annotated[int, Path(ge=0, le=MAX_POSITION)],
 ) -> Response:
-    """Of its candidates that have ended, with why they did."""
-    texts = await asyncio.to_thread(_viewers(request).texts, rollout_id, position)
+    """What each of its candidates said, and why it ended; of those that run the last 512 tokens."""
+    texts = await _viewers(request).texts(rollout_id, position)
     return Response(texts.model_dump_json(), media_type="application/json")
 
 

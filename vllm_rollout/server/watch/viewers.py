@@ -17,11 +17,12 @@ import vllm_rollout
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.ranks.load import EngineLoad
 from vllm_rollout.server.answers import RoundSummary
-from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.engine import CandidateTokens, Engine, PreparedPrompt, RequestError
 from vllm_rollout.server.engines.body import EngineAnswer
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.watch.events import COMMENT, CandidateText, GroupTexts, event_of
+from vllm_rollout.server.watch.seen import SeenGroup
 from vllm_rollout.trace.rows import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -151,7 +152,7 @@ class Viewers:
             self._viewers.discard(viewer)
             self._tick_if_needed()
 
-    def texts(self, rollout_id: str, position: int) -> GroupTexts:
+    async def texts(self, rollout_id: str, position: int) -> GroupTexts:
         """Raises: RequestError (404) for a group whose tokens are not there any more."""
         rollout = self._running.get(rollout_id) or self._with_text.get(rollout_id)
         group = None if rollout is None else rollout.seen.groups.get(position)
@@ -162,11 +163,22 @@ class Viewers:
                 "together.",
                 status=HTTPStatus.NOT_FOUND,
             )
-        prompt = rollout.prompts[position]
+        running = [] if group.over_s is not None else await self._last_tokens(rollout.group_id(position))
+        return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
+
+    async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
+        """Of those that run; nothing where the engine is dead, or has more to do."""
+        try:
+            return await asyncio.wait_for(self._engine.last_tokens(group_id), LOOK_S)
+        except (RequestError, TimeoutError):
+            return []
+
+    def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
         texts = GroupTexts(
             prompt_id=prompt.id, prompt=self._engine.text_of(prompt, prompt.token_ids, stopped=False), candidates=[]
         )
-        for index, end in sorted(group.ends.items()):
+        ends = dict(group.ends)
+        for index, end in ends.items():
             seen, stopped = group.candidates[index], end.finish_reason == "stop"
             texts.candidates.append(
                 CandidateText(
@@ -181,6 +193,19 @@ class Viewers:
                     selected=index in group.selected,
                 )
             )
+        for said in running:
+            if said.index not in ends:  # it may have ended since
+                texts.candidates.append(
+                    CandidateText(
+                        index=said.index,
+                        text=self._engine.text_of(prompt, said.token_ids, stopped=False),
+                        num_tokens=said.offset + len(said.token_ids),
+                        offset=said.offset,
+                        end="running",
+                        selected=False,
+                    )
+                )
+        texts.candidates.sort(key=lambda candidate: candidate.index)
         return texts
 
     def _tick_if_needed(self) -> None:

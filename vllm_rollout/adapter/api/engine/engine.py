@@ -40,6 +40,7 @@ from vllm_rollout.adapter.call_table import (
     FORGET_RACE,
     GIVE_UP,
     HELD_GROUPS,
+    LAST_TOKENS,
     WIDEN_RACE,
     WiderRace,
 )
@@ -215,6 +216,10 @@ class VLLMEngine:
 
     async def forget_race(self, race_id: str) -> None:
         await self.moves.tell_all_groups(FORGET_RACE, race_id)
+
+    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
+        each = await self.calls.call_all(LAST_TOKENS, group_id)
+        return [CandidateTokens(*told, logprobs=None) for rank in each for told in rank]
 
     async def held_groups(self) -> HeldGroups:
         return HeldGroups(*map(sum, zip(*await self.calls.call_all(HELD_GROUPS, None), strict=True)))

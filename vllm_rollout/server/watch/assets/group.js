@@ -4,6 +4,9 @@ import { get } from "./feed.js";
 import { sessionGroup } from "./sessions.js";
 import { WORDS } from "./state.js";
 
+// So often those that run are asked what they say.
+const EVERY_MS = 1000;
+
 function candidate(prompt, index, told) {
   const end = prompt.ends[index], score = prompt.scores?.[index], reward = prompt.rewards?.[index];
   const selected = prompt.selected?.includes(index);
@@ -15,7 +18,7 @@ function candidate(prompt, index, told) {
   ].filter(Boolean);
   return el("article", { className: `candidate ${selected ? "selected" : ""}` },
     el("div", {}, el("b", { textContent: `${index} ` }), facts.join(" · ")),
-    told ? el("pre", { tabIndex: 0 }, foreign(told.text, MOST_CHARACTERS)) : null);
+    told ? el("pre", { tabIndex: 0 }, told.offset ? "… " : null, foreign(told.text, MOST_CHARACTERS)) : null);
 }
 
 // One of sessions, if it is named so, or there is nothing else.
@@ -37,10 +40,11 @@ export function show(root, context) {
 function ofRollout(root, context) {
   const head = el("div"), body = el("div", { className: "candidates" });
   root.append(head, body);
-  let texts = null, why = "", asked = "", drawn = "";
+  let texts = null, why = "", asked = "", askedAt = 0, answers = 0, drawn = "";
 
   async function ask(rollout, position, state) {
     asked = state;
+    askedAt = Date.now();
     try {
       const answer = await get(`v1/rollouts/watch/${encodeURIComponent(rollout)}/${position}`);
       texts = await answer.json();
@@ -48,6 +52,7 @@ function ofRollout(root, context) {
     } catch (error) {
       why = error.message;
     }
+    answers += 1;
     context.redraw();
   }
 
@@ -58,8 +63,9 @@ function ofRollout(root, context) {
     if (!prompt) return head.replaceChildren("There is no such group here. Choose one in the view now: arrow keys, then Enter.");
     const ended = prompt.ends.filter((end) => end !== "running").length;
     const state = `${rollout.rollout_id} ${position} ${ended} ${prompt.status}`;
-    if (asked !== state) ask(rollout.rollout_id, position, state);
-    const looks = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${texts?.candidates.length}`;
+    const runs = prompt.status === "running" && Date.now() - askedAt > EVERY_MS;
+    if (asked !== state || runs) ask(rollout.rollout_id, position, state);
+    const looks = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${answers}`;
     if (looks === drawn) return;
     drawn = looks;
     const others = [...rollout.prompts.keys()].sort((a, b) => a - b), place = others.indexOf(position);
