@@ -17,6 +17,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def main() -> None:
     add("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
     add("--output", type=Path, default=RESULT)
     add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
+    add("--at-once", type=int, default=1, help="Suites that run at the same time; those that start no engine can.")
     add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
     snapshot = f"Write {SNAPSHOTS} of VERSIONs and {PREFERRED_VLLM}, and run nothing."
     add("--snapshot", action="store_true", help=snapshot)
@@ -64,15 +66,17 @@ def main() -> None:
             command = [python_of(version, args.folder, PREFERRED_VLLM), ROOT / "tests" / "adapter" / "vllm_snapshot.py"]
             subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         return
+    pythons = {} if args.table else {v: python_of(v, args.folder, PREFERRED_VLLM) for v in versions or SUPPORTED_VLLM}
     failed = []
-    for version in () if args.table else versions or SUPPORTED_VLLM:
-        python = python_of(version, args.folder, PREFERRED_VLLM)
-        for suite in args.suites:
-            run = {"command": command_line(), "git_commit": git_commit(), **run_tests(python, SELECTION[suite])}
+    with ThreadPoolExecutor(args.at_once) as pool:
+        jobs = [(version, suite) for version in pythons for suite in args.suites]
+        runs = pool.map(lambda job: run_tests(pythons[job[0]], SELECTION[job[1]]), jobs)
+        for (version, suite), counts in zip(jobs, runs, strict=True):
+            run = {"command": command_line(), "git_commit": git_commit(), **counts}
             print(f"vLLM {version}, {suite}: {json.dumps(run)}", flush=True)
             failed += run["failed"]
             rows = rows_of(args.output)  # read again: another suite may run beside this one
-            facts = {"lacks": lacking(f"{version}.0"), "packages": packages_of(python)}
+            facts = {"lacks": lacking(f"{version}.0"), "packages": packages_of(pythons[version])}
             rows[version] = {**rows.get(version, {}), **facts, suite: run}
             record = record_of_run(seed=0, workload={name: " ".join(SELECTION[name]) for name in SUITES})
             write_json(args.output, {**record, "vllm": rows})
