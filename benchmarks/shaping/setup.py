@@ -140,8 +140,3 @@ def order(repeat: int) -> list[WayName]:
         turned.remove("auto_dual_end")
         turned.insert(turned.index("auto") + 1, "auto_dual_end")
     return turned
-
-
-def longest_counts(group_size: int) -> list[int]:
-    """L of the L:K that are compared: for 8 those of DARTS Table 4, and none, which is the shortest only."""
-    return sorted({0, *(num for num in (1, 2, group_size // 2) if num <= group_size)})
