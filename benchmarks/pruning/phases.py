@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import in_turn
 from benchmarks.long_run import Progressed, RunLog, keep_state
 from benchmarks.pruning.records import Record, Run
 from benchmarks.pruning.setup import Phase, Question, Sizes, evaluation_questions, learning_questions
@@ -183,8 +184,7 @@ async def _take_turns(
     total = len(blocks) * len(names)
     done = sum(run.key[0] in ways for run in log.runs)
     for number, block in enumerate(blocks):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        order = [way for way in order if (way, number) not in log]
+        order = [way for way in in_turn(names, number) if (way, number) not in log]
         if not order:
             continue
         bench.progress(done, total, f"{phase}: block {number + 1}")

@@ -9,7 +9,8 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, in_turn, size
+from benchmarks.common import in_turn
+from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, size
 from benchmarks.prompts import PROMPTS
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.plans.allocation import MAX_BUDGET_RATIO
