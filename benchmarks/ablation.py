@@ -46,7 +46,7 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import ROOT, median, publish, write_json
+from benchmarks.common import ROOT, median, publish, started, write_json
 from benchmarks.emulated import (
     FIRST_SEED,
     Workload,
@@ -404,8 +404,7 @@ def main() -> None:
         "seeds": [its.seed + i for i in range(arguments.repeats)], "places": rewards_of(its, 0).num_processes,
         "trainer": Trainer.of(its.model, its.num_ranks)._asdict() | {"source": TRAINER_SOURCE},
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as name, emulated_server(its, Path(name)) as server:
-        server.wait_until_healthy(lambda seconds, line: None)
+    with tempfile.TemporaryDirectory() as name, started(emulated_server(its, Path(name))) as server:
         uvloop.run(measure_all(arguments, its, server.url, Path(name) / "steps", result))
     publish(arguments, result, table, draw)
 

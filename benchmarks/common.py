@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
+from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import (
     GENERATION_TOKENS,
     ServerError,
@@ -70,6 +72,24 @@ def server_process(
     else:
         command = [interpreter, "-m", "vllm_rollout.cli", "serve", model]
     return ServerProcess([*command, *flags], free_port(), environment, log)
+
+
+@contextmanager
+def started(server: ServerProcess) -> Iterator[ServerProcess]:
+    """The server, healthy, until the block ends."""
+    with server:
+        server.wait_until_healthy(lambda seconds, line: None)
+        yield server
+
+
+def emulated_process(
+    device: dict[str, Any], flags: Sequence[str], folder: Path, model: str = DEFAULT_MODEL, **extra_environment: str
+) -> ServerProcess:
+    """Ours on an emulated device, described as `--emulate` reads it; that file and the server's log are in `folder`."""
+    described = folder / "device.json"
+    described.write_text(json.dumps(device))
+    flags = ["--emulate", str(described), "--disable-uvicorn-access-log", *flags]
+    return server_process("rollout", resolve(model), flags, folder / "server.log", **extra_environment)
 
 
 async def settled_tokens(client: httpx.AsyncClient) -> float:
@@ -119,6 +139,12 @@ def with_error(values: Sequence[float]) -> dict[str, float]:
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
     """Of paired measurements, one per repeat."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def in_turn(ways: Sequence[Any], repeat: int) -> list[Any]:
+    """Who begins rotates with the repeat."""
+    start = repeat % len(ways)
+    return [*ways[start:], *ways[:start]]
 
 
 def raise_file_limit(wanted: int) -> None:

@@ -6,13 +6,12 @@ Invariant: a candidate's length is what `emulation.fate` draws, and the same eac
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import arguments_of, record_of_run, server_process
+from benchmarks.common import arguments_of, emulated_process, record_of_run
 from benchmarks.rollpacker import (
     GPU_SOURCE,
     MODEL_NAMES,
@@ -28,7 +27,6 @@ from vllm_rollout.emulation.fate import Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.group.rounds.rounds import Run, RunTerms
-from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
@@ -144,12 +142,10 @@ def title_of(result: dict[str, Any]) -> str:
 
 def emulated_server(its: Workload, folder: Path) -> ServerProcess:
     """Its device and ranks; the steps of each go into `folder`/steps."""
-    device = folder / "device.json"
-    device.write_text(json.dumps(its.device))
     flags = [
         "--max-model-len", str(its.model.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
-        "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size), "--emulate", str(device),
+        "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size),
         "--emulate-log", str(folder / "steps"), "--emulate-speed", str(its.speed),
-        "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
+        "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1",
     ]  # fmt: skip
-    return server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log")
+    return emulated_process(its.device, flags, folder)

@@ -80,12 +80,6 @@ SEED_STRIDE = 1000
 """Between the seeds of two repeats."""
 
 
-def in_turn(ways: Sequence[Any], repeat: int) -> list[Any]:
-    """Who begins rotates with the repeat."""
-    start = repeat % len(ways)
-    return [*ways[start:], *ways[:start]]
-
-
 def speed_up(row: Mapping[str, Any]) -> str:
     """Over the baseline: the median over repeats, and the least and the most."""
     return f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})"

@@ -22,7 +22,7 @@ from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.common import arguments_of, median, publish, record_of_run, server_process
+from benchmarks.common import arguments_of, median, publish, record_of_run, server_process, started
 from benchmarks.tables import columns, number
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
@@ -59,9 +59,8 @@ def _measure(way: str, arguments: argparse.Namespace) -> dict[str, list[dict[str
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     with (
         log_folder() as folder,
-        server_process("rollout", resolve(arguments.model), flags, folder / f"{way}.log", **environment) as server,
+        started(server_process("rollout", resolve(arguments.model), flags, folder / "log", **environment)) as server,
     ):
-        server.wait_until_healthy(lambda seconds, line: None)
         return asyncio.run(_moves(server, arguments))
 
 

@@ -26,7 +26,7 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import publish
+from benchmarks.common import publish, started
 from benchmarks.emulated import (
     FIRST_SEED,
     EmulatedDataSet,
@@ -74,8 +74,7 @@ def measure(its: Workload, data: EmulatedDataSet, way: str) -> dict[str, Any]:
     """One way on a fresh server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with emulated_server(its, folder) as server:
-            server.wait_until_healthy(lambda seconds, line: None)
+        with started(emulated_server(its, folder)) as server:
             found = uvloop.run(_roll_out(its, data, server.url, WAYS[way]))
             metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
         logs = [log.steps for log in read_steps(folder / "steps")]

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.common import ROOT, arguments_of, publish, record_of_run, server_process
+from benchmarks.common import ROOT, arguments_of, publish, record_of_run, server_process, started
 from benchmarks.prompts import cycle
 from benchmarks.tables import columns, number, percent, picture
 from vllm_rollout.group.lengths.cost import CostModel, computed_prompt_tokens, rollout_time
@@ -125,8 +125,10 @@ def measure(
     cost = replace(profile.cost(), max_num_seqs=MAX_NUM_SEQS)
     flags = [*flags, "--rollout-profile", str(args.profile)]
     rows = []
-    with log_folder() as logs, server_process("rollout", resolve(args.model), flags, logs / "server.log") as server:
-        server.wait_until_healthy(lambda seconds, line: None)
+    with (
+        log_folder() as logs,
+        started(server_process("rollout", resolve(args.model), flags, logs / "server.log")) as server,
+    ):
         roll_out(server, Workload(2, 2, 8), "warm-up", args.seed)
         for number, workload in enumerate(_workloads(args)):
             measured, answer = roll_out(server, workload, str(number), args.seed and args.seed + 1000 * number)

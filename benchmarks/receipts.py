@@ -9,7 +9,6 @@ what it would have said of a race: the *check*. Errors are relative, 0.1: a tent
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,10 +17,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import arguments_of, median, publish, record_of_run, server_process
+from benchmarks.common import arguments_of, emulated_process, median, publish, record_of_run, started
 from benchmarks.tables import columns, number, percent
 from vllm_rollout.client.client import RolloutClient
-from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder
 
 SIGMAS = (0.5, 0.9, 1.3)
@@ -47,21 +45,17 @@ def main() -> None:
 
 
 def measure(sigma: float, arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    device = folder / f"device_{sigma}.json"
-    lengths = {"log_normal": {**LENGTHS, "sigma": sigma}}
-    device.write_text(json.dumps({"step": STEP, "lengths": lengths, "seed": arguments.seed}))
-    places = str(PROMPTS * (GROUP_SIZE + REDUNDANCY))
-    flags = ["--max-model-len", "4096", "--max-num-seqs", places, "--emulate", str(device)]
+    device = {"step": STEP, "lengths": {"log_normal": {**LENGTHS, "sigma": sigma}}, "seed": arguments.seed}
+    flags = ["--max-model-len", "4096", "--max-num-seqs", str(PROMPTS * (GROUP_SIZE + REDUNDANCY))]
     rows = []
-    with server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / f"server_{sigma}.log") as server:
-        server.wait_until_healthy(lambda seconds, line: None)
-        with RolloutClient(server.url) as client:
-            roll_out(client, 0, True)  # the first one waits for what the process imports
-            for repeat in range(1, arguments.repeats + 1):
-                seed = arguments.seed + repeat
-                raced, waited = (roll_out(client, seed, early_stop) for early_stop in (True, False))
-                rows.append({"sigma": sigma, "seed": seed, "raced": raced, "waited": waited})
-                Console(stderr=True).print(f"sigma {sigma}: {repeat} of {arguments.repeats}", highlight=False)
+    (folder / f"{sigma}").mkdir()
+    with started(emulated_process(device, flags, folder / f"{sigma}")) as server, RolloutClient(server.url) as client:
+        roll_out(client, 0, True)  # the first one waits for what the process imports
+        for repeat in range(1, arguments.repeats + 1):
+            seed = arguments.seed + repeat
+            raced, waited = (roll_out(client, seed, early_stop) for early_stop in (True, False))
+            rows.append({"sigma": sigma, "seed": seed, "raced": raced, "waited": waited})
+            Console(stderr=True).print(f"sigma {sigma}: {repeat} of {arguments.repeats}", highlight=False)
     return rows
 
 

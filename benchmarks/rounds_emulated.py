@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import percentile, publish
+from benchmarks.common import percentile, publish, started
 from benchmarks.emulated import (
     FIRST_SEED,
     EmulatedDataSet,
@@ -64,8 +64,7 @@ def main() -> None:
     exit_on_sigterm()
     its = workload_of(arguments)
     result = record_of(its, __doc__) | {"settings": []}
-    with tempfile.TemporaryDirectory() as folder, emulated_server(its, Path(folder)) as server:
-        server.wait_until_healthy(lambda seconds, line: None)
+    with tempfile.TemporaryDirectory() as folder, started(emulated_server(its, Path(folder))) as server:
         for setting in arguments.settings:
             row = measure(its, terms_of(its, *map(float, setting.split(","))), server, Path(folder) / "steps")
             result["settings"].append(row)

@@ -6,13 +6,8 @@ that is wanted, and the rollout takes `--ratio` times as long as training all of
 a sum: what has come is worked on, one after the other, and each piece takes the CPU seconds of its one thread, which
 other work on the host does not lengthen much.
 
-- Stream trainer: a plain loop (backward of each group with 1/N, clip, step) after the rollout, against `StreamTrainer`
-  as groups end, and against one that starts when half of the responses have ended, as on ranks that `scale_down` frees.
-- Incremental forward: log probabilities of all trajectories after the rollout, group by group, against passes over each
-  `PASS_TOKENS` new tokens while it runs; and the same with the graph kept for a backward pass, where whole groups go
-  forward and backward one after the other. Saved are the bytes that autograd keeps at most, each storage once.
-- Precision: the same weights in bfloat16, gradients of groups of 4 short answers; how far their sum is from the exact
-  sum of the same gradients, as a share of its norm, and how far that is from the gradient in float32.
+A plain loop (backward of each group with 1/N, clip, step) after the rollout stands against `StreamTrainer` as groups
+end, and against one that starts when half of the responses have ended, as on ranks that `scale_down` frees.
 
 Ways are measured in turns; numbers are medians over repeats.
 """
@@ -21,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,13 +25,9 @@ import torch
 from benchmarks.common import ROOT, arguments_of, median, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent
 from vllm_rollout.trace.file import read_trace
-from vllm_rollout.training.incremental import IncrementalLogprobs
 from vllm_rollout.training.stream import StreamTrainer
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 384
-PASS_TOKENS = (128, 512, 2048)
-GROUPS_AT_ONCE = 4
-"""Of the incremental forward's rollout: 32 candidates that grow together."""
 
 
 class Group(NamedTuple):
@@ -174,168 +163,8 @@ def stream_row(name: str, groups: list[Group], model: torch.nn.Module, arguments
     }  # fmt: skip
 
 
-def summed(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], float32_sums: bool = True) -> torch.Tensor:
-    """The flat gradient of a step, normalized by tokens."""
-    trainer = StreamTrainer(model.parameters(), float32_sums=float32_sums)
-    trainer.begin(0)
-    for batch in batches:
-        trainer.add(losses_of(model, batch), batch[1])
-    trainer.finish()
-    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
-
-
-def precision_row(num_groups: int) -> Row:
-    batches = [batch_of(Group([24, 32, 20, 28], []), torch.Generator().manual_seed(i)) for i in range(num_groups)]
-    low, full = policy().to(torch.bfloat16), policy()
-    full.load_state_dict(low.state_dict())
-    tokens = sum(int(mask.sum()) for _, mask, _ in batches)
-    exact = torch.zeros(())
-    for batch in batches:
-        exact = exact + summed(low, [batch]) * int(batch[1].sum()) / tokens
-    sums = {name: summed(low, batches, float32) for name, float32 in (("float32", True), ("bfloat16", False))}
-    away = {name: ((each - exact).norm() / exact.norm()).item() for name, each in sums.items()}
-    return {"num_groups": num_groups, **away, "model": ((exact - summed(full, batches)).norm() / exact.norm()).item()}
-
-
-class Candidate(NamedTuple):
-    key: tuple[str, int]
-    token_ids: list[int]
-    """The prompt and the answer."""
-    returned: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) - PROMPT_TOKENS
-
-
-def candidates_of(groups: list[Group]) -> list[Candidate]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Candidate((str(g), i), torch.randint(64, (PROMPT_TOKENS + length,), generator=generator).tolist(), returned)
-        for g, group in enumerate(groups)
-        for i, (length, returned) in enumerate([(n, True) for n in group.lengths] + [(n, False) for n in group.stopped])
-    ]
-
-
-class Overlapped(NamedTuple):
-    busy_s: float
-    """Of passes, all together."""
-    left_s: float
-    """After the rollout's last token."""
-    num_dropped: int
-    """Tokens that were passed over for nothing."""
-    cache_bytes: int
-    """At most."""
-
-
-def overlapped(
-    candidates: list[Candidate], passes: IncrementalLogprobs, pass_tokens: int, rollout_s: float
-) -> tuple[Overlapped, dict[tuple[str, int], torch.Tensor]]:
-    """Passes while candidates grow, by a clock that goes on by what each pass was measured to take."""
-    for each in candidates:
-        passes.begin(each.key, each.token_ids[:PROMPT_TOKENS])
-    steps = max(each.num_tokens for each in candidates)
-    growing = {each.key: 0 for each in candidates}
-    known = {each.key: each for each in candidates}
-    found: dict[tuple[str, int], torch.Tensor] = {}
-    clock, busy, dropped, peak = 0.0, 0.0, 0, 0
-    while growing:
-        step = min(int(clock / rollout_s * steps), steps)
-        for key, sent in list(growing.items()):
-            each = known[key]
-            until = min(step, each.num_tokens)
-            passes.add(key, sent, each.token_ids[PROMPT_TOKENS + sent : PROMPT_TOKENS + until])
-            growing[key] = until
-        ended = [key for key, sent in growing.items() if sent == known[key].num_tokens]
-        for key in [key for key in ended if not known[key].returned]:
-            dropped += passes.drop(key)
-            del growing[key]
-        if passes.num_new >= pass_tokens or step == steps:
-            seconds = timed(passes.forward)
-            busy += seconds
-            clock += seconds
-            peak = max(peak, passes.cache_bytes)
-            for key in [key for key in ended if known[key].returned]:
-                found[key] = passes.finish(key).logprobs
-                del growing[key]
-        else:
-            clock = (step + 1.001) / steps * rollout_s
-    return Overlapped(busy, clock - rollout_s, dropped, peak), found
-
-
-@contextmanager
-def counted_activations(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Bytes that autograd saves inside, without the model's own: each storage once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-    total = {"bytes": 0}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and storage.data_ptr() not in kept:
-            kept[storage.data_ptr()] = storage  # as long as it lives nobody else has its place
-            total["bytes"] += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total
-
-
-def whole_logprobs(model: torch.nn.Module, group: list[Candidate]) -> list[torch.Tensor]:
-    """In one pass, padded to the longest."""
-    rows = [torch.tensor(each.token_ids) for each in group]
-    token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    logits = model(input_ids=token_ids[:, :-1]).logits
-    logprobs = logits.gather(-1, token_ids[:, 1:, None])[..., 0] - logits.logsumexp(-1)
-    return [row[PROMPT_TOKENS - 1 : len(each.token_ids) - 1] for row, each in zip(logprobs, group, strict=True)]
-
-
-def whole(model: torch.nn.Module, groups: list[list[Candidate]], gradient: bool) -> tuple[float, int, torch.Tensor]:
-    """Group by group: seconds, the most bytes that autograd saved of one, log probabilities."""
-    seconds, most, found = 0.0, 0, []
-    for group in groups:
-        with torch.set_grad_enabled(gradient), counted_activations(model) as saved:
-            begun = time.process_time()
-            logprobs = torch.cat(whole_logprobs(model, group))
-            if gradient:
-                logprobs.sum().backward()
-            seconds += time.process_time() - begun
-        most = max(most, saved["bytes"])
-        found.append(logprobs.detach())
-    return seconds, most, torch.cat(found)
-
-
-def incremental_rows(
-    name: str, groups: list[Group], model: torch.nn.Module, arguments: argparse.Namespace
-) -> Iterator[Row]:
-    candidates = candidates_of(groups[:GROUPS_AT_ONCE])
-    returned = [each for each in candidates if each.returned]
-    by_prompt = [[each for each in returned if each.key[0] == str(g)] for g in range(GROUPS_AT_ONCE)]
-    for gradient, pass_tokens in product((False, True), PASS_TOKENS):
-        runs = []
-        for _ in range(arguments.repeats + 1):
-            whole_s, whole_saved, expected = whole(model, by_prompt, gradient)
-            passes = IncrementalLogprobs(model, keep_activations=gradient)
-            with counted_activations(model) as saved:
-                way, found = overlapped(candidates, passes, pass_tokens, arguments.ratio * whole_s)
-            ours = torch.cat([found[each.key] for each in returned])
-            backward_s = timed(ours.sum().backward) if gradient else 0.0
-            model.zero_grad()
-            runs.append({
-                "whole_s": whole_s, **way._asdict(), "backward_s": backward_s, "saved_bytes": saved["bytes"],
-                "whole_saved_bytes": whole_saved, "difference": (ours - expected).abs().max().item(),
-                "hidden": 1 - (way.left_s + backward_s) / whole_s, "work": (way.busy_s + backward_s) / whole_s,
-            })  # fmt: skip
-        runs = runs[1:]
-        yield {
-            "name": name, "gradient": gradient, "pass_tokens": pass_tokens,
-            **{key: median(run[key] for run in runs) for key in runs[0]},
-            "num_tokens": sum(len(each.token_ids) for each in returned), "runs": runs,
-        }  # fmt: skip
-
-
 def tables(record: Row) -> str:
-    first = columns("Stream trainer", record["stream"], {
+    return columns("Stream trainer", record["stream"], {
         "rollout": lambda row: row["name"],
         "training, CPU s": lambda row: number(row["plain_s"], 2),
         "hidden": lambda row: percent(row["hidden"]),
@@ -344,26 +173,6 @@ def tables(record: Row) -> str:
         "work": lambda row: number(row["cost"], 3),
         "gradients differ by": lambda row: f"{row['difference']:.0e}",
     })  # fmt: skip
-    second = columns("Incremental forward", record["incremental"], {
-        "rollout": lambda row: row["name"],
-        "what": lambda row: "forward, backward" if row["gradient"] else "log probabilities",
-        "tokens per pass": lambda row: number(row["pass_tokens"]),
-        "whole, CPU s": lambda row: number(row["whole_s"], 2),
-        "hidden": lambda row: percent(row["hidden"]),
-        "work": lambda row: number(row["work"], 2),
-        "for nothing, tokens": lambda row: number(int(row["num_dropped"])),
-        "cache, MiB": lambda row: number(row["cache_bytes"] / 2**20, 1),
-        "saved, MiB": lambda row: number(row["saved_bytes"] / 2**20, 0) if row["gradient"] else "—",
-        "saved by the whole, MiB": lambda row: number(row["whole_saved_bytes"] / 2**20, 0) if row["gradient"] else "—",
-        "differ by": lambda row: f"{row['difference']:.0e}",
-    })  # fmt: skip
-    third = columns("Sums of bfloat16 gradients: distance from the exact sum", record["precision"], {
-        "groups": lambda row: number(row["num_groups"]),
-        "summed in bfloat16": lambda row: percent(row["bfloat16"], 2),
-        "summed in float32": lambda row: percent(row["float32"], 2),
-        "the exact sum from the gradient in float32": lambda row: percent(row["model"], 2),
-    })  # fmt: skip
-    return f"{first}\n\n{second}\n\n{third}"
 
 
 def main() -> None:
@@ -386,9 +195,6 @@ def main() -> None:
     record = record_of_run(seed=arguments.seed, workload=workload)
     model = policy()
     record["stream"] = [stream_row(name, groups, model, arguments) for name, groups in rollouts.items()]
-    chosen = list(rollouts.items())[2:]
-    record["incremental"] = [row for name, groups in chosen for row in incremental_rows(name, groups, model, arguments)]
-    record["precision"] = [precision_row(num_groups) for num_groups in (16, 64, 256)]
     publish(arguments, record, tables)
 
 

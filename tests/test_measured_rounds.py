@@ -10,7 +10,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from benchmarks.long_run import RunLog, in_turn
+from benchmarks.common import in_turn
+from benchmarks.long_run import RunLog
 from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables

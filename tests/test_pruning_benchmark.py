@@ -13,23 +13,19 @@ import pytest
 
 from benchmarks.pruning import setup as pruning_setup
 from benchmarks.pruning.measures import (
-    accuracy,
-    best_threshold,
     calibration,
     compare_survivors,
-    counterfactual,
     discrimination,
     learning_curve,
     overview,
     random_in_expectation,
     speed,
     survivors,
-    votes,
 )
-from benchmarks.pruning.phases import COMPARED, RUN_PHASE, SWEPT, Bench, log_of, wrong_answer
+from benchmarks.pruning.phases import COMPARED, RUN_PHASE, SWEPT, Bench, log_of
 from benchmarks.pruning.picture import draw, tables
 from benchmarks.pruning.records import Record, Run, records_of
-from benchmarks.pruning.results import summarize, targets
+from benchmarks.pruning.results import summarize
 from benchmarks.pruning.run import forget, load
 from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
 from vllm_rollout.client.client import AsyncRolloutClient
@@ -38,10 +34,10 @@ from vllm_rollout.group.types import Confidence
 from .server.conftest import make_app, serving
 from .server.fake_engine import FakeEngine
 
-FAMILIES = {"families": ("arithmetic", "word_sum"), "sweep_families": ("arithmetic",)}
+FAMILIES = {"families": ("arithmetic", "word_sum")}
 LEARNED = {"labels": 300, "learn_prompts": 4, "window": 100, "evaluate_prompts": 12, "vote_prompts": 3}
-USED = {"vote_candidates": 16, "blocks": 2, "block_prompts": 3, "overhead_blocks": 1, "overhead_tokens": 16}
-SWEEP = {"sweep_detection_length": 4, "sweep_labels": 100, "sweep_blocks": 1, "sweep_block_prompts": 3}
+USED = {"vote_candidates": 16, "blocks": 2, "block_prompts": 3}
+SWEEP = {"sweep_blocks": 1, "sweep_block_prompts": 3}
 SIZES = Sizes(model="fake", seed=3, max_tokens=64, at_once=32, **FAMILIES, **LEARNED, **USED, **SWEEP)
 BLANK = Record(
     prompt_id="evaluate/sums-0",
@@ -50,17 +46,12 @@ BLANK = Record(
     num_tokens=20,
     truncated=False,
     correct=True,
-    answer="1",
-    expected="1",
     signal="head",
     score=0.0,
     success_probability=0.5,
     survival_probability=1.0,
     head_version=1,
     confidence=Confidence(1.0, 1.0, 1.0),
-    mean_confidence=1.0,
-    would_prune=False,
-    shadow_survival_probability=0.5,
 )
 
 
@@ -121,17 +112,6 @@ def test_learning_curve_keeps_the_order_of_rewards_and_joins_a_short_rest():
     assert [row["within_group_auc"]["bottom_windows"] for row in rows] == [1, 0]
 
 
-def test_the_best_threshold_is_the_most_accurate_one():
-    records = candidates("a-0", {0.0: False, 1.0: True, 2.0: False, 3.0: True, 4.0: True})
-    assert best_threshold(records, "head") in (0.5, 2.5)
-    assert accuracy(records, "head", best_threshold(records, "head")) == 4 / 5
-    everyone = candidates("a-0", {0.0: True, 1.0: True})
-    assert accuracy(everyone, "head", best_threshold(everyone, "head")) == 1
-    nobody = candidates("a-0", {0.0: False, 1.0: False})
-    assert accuracy(nobody, "head", best_threshold(nobody, "head")) == 1
-    assert best_threshold([], "head") is None
-
-
 def test_calibration_stands_beside_what_needs_no_head():
     good = candidates("a-0", {1.0: True, 2.0: True, 3.0: True}, success_probability=0.8)
     bad = candidates("a-1", {0.0: False}, success_probability=0.4)
@@ -161,40 +141,12 @@ def test_ways_are_compared_on_the_same_prompts():
     assert told["none"]["distance_from_half"]["value"] == -0.5
 
 
-def test_shadow_mode_tells_what_pruning_would_have_done():
-    kept = candidates("a-0", {1.0: True, 0.0: False}, num_tokens=20)
-    marked = candidates("a-0", {2.0: True, 3.0: True}, num_tokens=30, would_prune=True)
-    cold = candidates("a-1", {2.0: True}, success_probability=None)
-    told = counterfactual(kept + marked + cold, detection_length=10)
-    assert (told["num_judged"], told["num_marked"]) == (4, 2)
-    assert told["tokens_saved_share"] == 40 / 100
-    assert told["all"]["overall_ratio"] == 0.75
-    assert told["survivors"]["overall_ratio"] == 0.5
-
-
 def test_speed_is_paired_within_blocks():
     runs = [run("none", 0, 2.0, 100), run("half", 0, 1.0, 60), run("none", 1, 8.0, 100), run("half", 1, 2.0, 50)]
     row = speed(runs, ["none", "half"], "none")["half"]
     assert row["speed_ratio"] == 3  # the median of 2 and 4
     assert row["tokens_ratio"] == pytest.approx((100 / 60 + 2) / 2)
     assert row["throughput_ratio"] == pytest.approx((60 / 50 + 25 / 12.5) / 2)
-
-
-def test_votes_weigh_answers_by_score():
-    loud = [replace(BLANK, index=i, answer="7", correct=False, score=-1.0, mean_confidence=9.0) for i in range(3)]
-    right = [replace(BLANK, index=i, answer="1", score=5.0, mean_confidence=1.0) for i in (3, 4)]
-    told = votes(loud + right, [5])
-    assert told["majority"][0]["accuracy"] == 0
-    assert told["quality head"][0]["accuracy"] == 1
-    assert told["confidence of the trajectory"][0]["accuracy"] == 0
-    assert votes(loud + right, [6])["majority"] == []
-
-
-def test_a_refused_candidate_never_votes_for_the_right_answer():
-    assert wrong_answer("so 1,204 it is. Answer: 1,205 apples, 3 left", "7") == "1205"
-    assert wrong_answer("first 3, then 4", "7") == "4"
-    assert wrong_answer("Answer: 7.0", "7") is None
-    assert wrong_answer("no idea", "7") is None
 
 
 def test_nothing_that_is_evaluated_was_learned_from():
@@ -205,7 +157,6 @@ def test_nothing_that_is_evaluated_was_learned_from():
         "evaluate": 12,
         "vote": 3,
         "compare": 6,
-        "warm-up": 19,
         "sweep": 3,
     }
     texts = [question.text for found in held.values() for question in found]
@@ -262,7 +213,7 @@ def test_phases_learn_use_and_show_what_was_learned(tmp_path):
     assert engine.num_launched == num_launched, "a run that is logged was made again"
 
     runs = {phase: log_of(tmp_path, phase).runs for phase in PHASES}
-    phases = {phase: {**summarize(phase, SIZES, runs), **said.get(phase, {})} for phase in (*phases, "vote")}
+    phases = {phase: {**summarize(phase, SIZES, runs), **said.get(phase, {})} for phase in phases}
     learned, evaluated, compared = (phases[phase] for phase in ("learn", "evaluate", "compare"))
     assert learned["num_labels"] >= SIZES.labels
     assert learned["server_report"]["head"]["num_labels"] == learned["num_labels"]
@@ -281,16 +232,12 @@ def test_phases_learn_use_and_show_what_was_learned(tmp_path):
     swept = phases["sweep"]["speed"]
     assert [swept[way]["num_pruned"] > 0 for way in SWEPT] == [False, True, True, True]
 
-    result = {"phases": phases, "targets": targets(phases)}
-    told = {target["name"]: target for target in result["targets"]}
-    assert told["AUC on held-out prompts"]["reached"] is True
-    assert told["labels learned from"]["reached"] is False
+    result = {"phases": phases}
     text = tables(result)
-    assert "| labels learned from | " in text
     fewer = phases["fewer"]["survivors"]
     assert (fewer["fewer"]["num_survivors"], fewer["none"]["num_survivors"]) == (6 * 8, 6 * 16)
     assert {run.records[0].prompt_id.split("/")[0] for run in runs["fewer"]} == {"compare"}
-    assert text.count("### ") == 4
+    assert text.count("### ") == 3
     draw(result, tmp_path / "pruning.png")
     assert (tmp_path / "pruning.png").stat().st_size > 10_000
 
@@ -300,7 +247,7 @@ def test_a_phase_needs_what_it_builds_on(tmp_path):
     with serving(make_app(FakeEngine())) as url, pytest.raises(ValueError, match="run phase learn first"):
         run_phases(url, tmp_path, ["evaluate"])
     with pytest.raises(ValueError, match="phase evaluate has not run"):
-        summarize("vote", SIZES, {phase: [] for phase in PHASES})
+        summarize("evaluate", SIZES, {phase: [] for phase in PHASES})
 
 
 def test_again_forgets_what_was_learned(tmp_path):

@@ -178,14 +178,8 @@ def test_results_are_told_in_tables_and_a_picture(measured, tmp_path):
     folder, log = measured
     result = {"note": shaping.NOTE, "profile": None, **summarize(SIZES, log, None, state_of(folder))}
     assert json.loads(json.dumps(result))["ways"]["uniform"]["speed_up"] == 1
-    assert result["targets"] == []
-    again = {(row["candidates_over_group_size"], row["num_longest"]): row for row in result["selected_again"]}
-    assert again[1.5, 1]["lengths"] == result["ways"]["dual_end"]["lengths"]
-    assert again[2, 1]["lengths"] == result["ways"]["pool"]["lengths"]
-    assert again[2, 0]["lengths"]["mean"] < again[2, 1]["lengths"]["mean"] < again[2, 2]["lengths"]["mean"]
     text = tables(result)
-    assert text.count("### ") == 2
-    assert "No targets" in text
+    assert text.count("### ") == 1
     assert "training" in text
     draw(result, tmp_path / "shaping.png")
     assert (tmp_path / "shaping.png").read_bytes().startswith(b"\x89PNG")

@@ -20,8 +20,6 @@ counts. *After*: of turns that began, or went on, after their group was over. Ti
 --speeds, and told in the device's seconds. *Simulated*: by the replay of `vllm-rollout simulate`, the same
 conversations. Device busy: the share of the time with work in which it did not wait for the host.
 
-stops          of 16 sessions per group 15 are amid long turns when the 16th finishes: tokens that each of the 15 gets
-               from then on, by the step log
 affinity       two ranks, all conversations run to their end: share of prompt tokens found in the prefix cache, turn by
                turn, with sessions and without. A turn has *moved* when it did not find what its turn before had left
 
@@ -32,8 +30,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import random
 import re
 import tempfile
 import time
@@ -51,26 +47,25 @@ from benchmarks.agents.simulated import WAYS as SIMULATED
 from benchmarks.agents.simulated import simulate
 from benchmarks.agents.ways import (
     GROUP_SIZE,
-    LONG_TOKENS,
     NUM_CANDIDATES,
     PRUNING,
     Bench,
     Way,
-    of_session,
-    plain,
 )
 from benchmarks.agents.world import MEAN_TOKENS, PROMPT_TOKENS, TERMS, TOKENS_SIGMA, Tools
 from benchmarks.common import (
     arguments_of,
+    emulated_process,
+    in_turn,
     median,
     publish,
     raise_file_limit,
     record_of_run,
-    server_process,
     settled_tokens,
+    started,
 )
 from benchmarks.tables import columns, number, percent
-from vllm_rollout import AgentSession, AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
@@ -84,7 +79,6 @@ DEVICE: dict[str, Any] = {
 LATE_TURN = 5
 """This one and those that follow are one row."""
 TAUGHT_GROUPS = 16
-STOPS: tuple[Way, ...] = ("client", "race")
 AFFINITY: tuple[Way, ...] = ("race", "wait 16")
 
 
@@ -137,63 +131,15 @@ async def teach(url: str, seed: int, speed: float, tools: Tools) -> None:
         await Bench(client, tools, seed, TAUGHT_GROUPS, speed).run("pruned", audit_ratio=1.0)
 
 
-async def measure_stops(url: str, log: Log, way: Way, num_groups: int, speed: float) -> dict[str, Any]:
-    """How long losers go on amid a turn."""
-    ends: list[float] = []
-    go = asyncio.Event()
-    num_losers = (NUM_CANDIDATES - 1) * num_groups
-    chance = random.Random(num_groups)
-    pauses = [chance.uniform(0, 2) / speed for _ in range(num_groups)]
-
-    async def ends_of(group: int) -> None:
-        await go.wait()
-        await asyncio.sleep(pauses[group])
-        ends.append(time.perf_counter())
-
-    async def run(session: AgentSession) -> float:
-        complete, prompt = of_session(session), [1000 + session.prompt] * 20
-        await complete(prompt, LONG_TOKENS if session.number else 2)
-        await ends_of(session.prompt)
-        return 1.0
-
-    async with AsyncRolloutClient(url) as client:
-
-        async def cancel(group: int) -> None:
-            complete, prompt = plain(client), [1000 + group] * 20
-            losers = [asyncio.create_task(complete(prompt, LONG_TOKENS)) for _ in range(NUM_CANDIDATES - 1)]
-            await ends_of(group)
-            for task in losers:
-                task.cancel()
-
-        async def race() -> None:
-            groups = client.agents(range(num_groups), 1, NUM_CANDIDATES - 1, run=run, max_concurrent=4096)
-            async for _ in groups:
-                pass
-
-        whole = asyncio.gather(*map(cancel, range(num_groups))) if way == "client" else asyncio.create_task(race())
-        while not (steps := log.steps()) or steps[-1].num_requests < num_losers:
-            await asyncio.sleep(0.1)
-        began = time.perf_counter()
-        go.set()
-        await whole
-        steps = await log.since(began)
-    wanted = sum((NUM_CANDIDATES - 1) * sum(step.start < end for step in steps) for end in ends)
-    return {"way": way, "tokens": (sum(step.num_sampled for step in steps) - wanted) / num_losers}
-
-
 @contextmanager
 def server(folder: Path, speed: float, num_ranks: int = 1) -> Iterator[tuple[ServerProcess, Log]]:
     folder.mkdir()
-    device = folder / "device.json"
-    device.write_text(json.dumps(DEVICE))
     flags = [
-        "--emulate", str(device), "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
+        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
         "--max-num-seqs", "2048", "--max-model-len", "8192", "--max-num-batched-tokens", "8192",
-        "--data-parallel-size", str(num_ranks), "--api-server-count", "1", "--disable-uvicorn-access-log",
-        "--enable-prompt-tokens-details",
+        "--data-parallel-size", str(num_ranks), "--api-server-count", "1", "--enable-prompt-tokens-details",
     ]  # fmt: skip
-    with server_process("rollout", resolve(DEFAULT_MODEL), flags, folder / "server.log") as process:
-        process.wait_until_healthy(lambda seconds, line: None)
+    with started(emulated_process(DEVICE, flags, folder)) as process:
         yield process, Log(folder / "steps")
 
 
@@ -226,7 +172,6 @@ async def measure_affinity(
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     say = Console(stderr=True).print
     runs: list[dict[str, Any]] = []
-    stops: list[dict[str, Any]] = []
     affinity: list[dict[str, Any]] = []
     tools = Tools(resolve(DEFAULT_MODEL))
     sizes = zip(arguments.groups, arguments.speeds, arguments.repeats, strict=True)
@@ -237,17 +182,13 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if "pruned" in ways:
                 uvloop.run(teach(process.url, arguments.seed - 1, speed, tools))
             for repeat in range(repeats):
-                first = 2 * repeat % len(ways)
-                for way in ways[first:] + ways[:first]:
+                for way in in_turn(ways, 2 * repeat):
                     seed = arguments.seed + repeat
                     row = size | uvloop.run(measure(process.url, log, way, seed, num_groups, speed, tools))
                     runs.append(row)
                     say(row, highlight=False)
-            for way in STOPS * min(3, repeats):
-                stops.append(size | uvloop.run(measure_stops(process.url, log, way, num_groups, speed)))
-                say(stops[-1], highlight=False)
     if ways != WAYS:
-        return {"runs": runs, "stops": stops, "affinity": []}
+        return {"runs": runs, "affinity": []}
     with server(folder / "ranks", arguments.speeds[0], num_ranks=2) as (process, log):
         for repeat in range(arguments.repeats[0]):
             for number, way in enumerate(AFFINITY if repeat % 2 else AFFINITY[::-1]):
@@ -257,7 +198,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 )
                 affinity.append(uvloop.run(measured))
                 say(affinity[-1], highlight=False)
-    return {"runs": runs, "stops": stops, "affinity": affinity}
+    return {"runs": runs, "affinity": affinity}
 
 
 def main() -> None:
@@ -321,11 +262,6 @@ def tables(result: dict[str, Any]) -> str:
         "tokens": lambda row: number(int(row["simulated_tokens"])),
         "error ": lambda row: percent(row["simulated_tokens_error"], 1),
     })  # fmt: skip
-    stops = columns("Tokens of a turn after its group was over", medians_of_stops(result["stops"]), {
-        "sessions": lambda row: number(row["sessions"]),
-        "way": lambda row: row["way"],
-        "tokens": lambda row: number(row["tokens"], 2),
-    })  # fmt: skip
     affinity = columns("Two ranks", by_turn(result["affinity"]), {
         "turn": lambda row: f"{row['turn']}{' and later' if row['turn'] == LATE_TURN else ''}",
         "": lambda row: row["way"],
@@ -334,17 +270,7 @@ def tables(result: dict[str, Any]) -> str:
         "turns": lambda row: number(row["turns"]),
         "moved": lambda row: number(row["moved"]),
     })  # fmt: skip
-    return "\n\n".join((steps, simulated, stops, affinity))
-
-
-def medians_of_stops(stops: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    keys = dict.fromkeys((row["sessions"], row["way"]) for row in stops)
-    return [
-        {"sessions": sessions, "way": way, "tokens": median(
-            row["tokens"] for row in stops if (row["sessions"], row["way"]) == (sessions, way)
-        )}
-        for sessions, way in keys
-    ]  # fmt: skip
+    return "\n\n".join((steps, simulated, affinity))
 
 
 def by_turn(affinity: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from vllm_rollout.emulation.tokens import succeeded
 
 GROUP_SIZE, NUM_CANDIDATES = 8, 16
 LONG_TOKENS = 2000
-"""Of a turn that nobody lets end."""
+"""More than any turn says."""
 PRUNING: dict[str, Any] = {"pruning": {"detection_length": 8, "min_labels": 16}, "pruning_turn": 2}
 Way = Literal["wait 8", "wait 16", "client", "race", "pruned", "race 10", "refill 10"]
 OPTIONS: dict[Way, dict[str, Any]] = {

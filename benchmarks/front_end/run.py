@@ -8,8 +8,7 @@ those ways are left out). `ideal` is what the device would need if
 nothing else took time: the lengths replayed step by step, every group stopped in the step in which its 8th candidate
 ends.
 
-CPU seconds are the processes' own, from the first request until the engine is idle again. Where the engine core's
-thread is in our way's rounds is sampled in a round of its own.
+CPU seconds are the processes' own, from the first request until the engine is idle again.
 
 On few cores the host is the limit, not the code: --speed 0.25 gives every step four times as long, and times are given
 as they passed, beside an ideal that is stretched as much.
@@ -19,38 +18,40 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from rich.console import Console
 
-from benchmarks.common import ROOT, arguments_of, median, publish, raise_file_limit, record_of_run, server_process
+from benchmarks.common import (
+    ROOT,
+    arguments_of,
+    emulated_process,
+    in_turn,
+    median,
+    publish,
+    raise_file_limit,
+    record_of_run,
+)
 from benchmarks.front_end import binary
 from benchmarks.front_end.clients import TIMEOUT_S, WAYS
 from benchmarks.front_end.results import draw, table
-from benchmarks.front_end.sampling import WAITS
 from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
 from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
-from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port
 
 MODEL = "smollm2-135m-instruct"
 RUST = "rust-"
 RUST_WAYS = tuple(f"{RUST}{way}" for way in ("stream", "close", "join"))
 """Over the Rust front end, which refuses n above 1 and has no rollouts."""
-EXTENSION = "benchmarks.front_end.sampling.StackSampler"
 WARM_UP_GROUPS = 4
 IDLE_S = 1.0
 """The engine is idle when its step log has not grown for this long."""
-MAX_FUNCTIONS = 25
 
 
 def main() -> None:
@@ -92,31 +93,29 @@ def rust_front_end(arguments: argparse.Namespace) -> tuple[Path | None, str]:
 
 def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> dict[str, Any]:
     raise_file_limit(max(arguments.candidates) * 2 + 512)
-    device, steps = folder / "device.json", folder / "steps"
-    device.write_text(json.dumps(DEVICE))
     flags = [
         "--max-model-len", "4096", "--max-num-batched-tokens", "16384",
         "--max-num-seqs", str(max(arguments.candidates)),
-        "--emulate", str(device), "--emulate-log", str(steps), "--emulate-speed", str(arguments.speed),
+        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(arguments.speed),
         "--data-parallel-size", str(arguments.ranks),
-        "--worker-extension-cls", EXTENSION, "--disable-uvicorn-access-log", "--served-model-name", MODEL,
+        "--served-model-name", MODEL,
     ]  # fmt: skip
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment: dict[str, str] = {}
     our_port = free_port()
     if rust is None:
         flags += ["--api-server-count", str(arguments.api_servers)]
     else:
         flags += ["--rollout-port", str(our_port)]
-        environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust)}
+        environment = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(rust)}
     console = Console(stderr=True)
     sizes = []
-    with server_process("rollout", resolve(MODEL), flags, folder / "server.log", **environment) as server:
+    with emulated_process(DEVICE, flags, folder, MODEL, **environment) as server:
         start_s = server.wait_until_healthy(lambda seconds, line: None)
         rust_port = _port(server)
         if rust is not None:
             server.url = f"http://127.0.0.1:{our_port}"
             start_s += server.wait_until_healthy(lambda seconds, line: None)
-        rounds = Rounds(server, rust_port, steps)
+        rounds = Rounds(server, rust_port, folder / "steps")
         for way in arguments.ways:
             rounds.run(way, WARM_UP_GROUPS, 1)
         for size in arguments.candidates:
@@ -127,12 +126,10 @@ def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> d
                 seed = arguments.seed + repeat
                 best = ideal(lengths_of(prompts_of(num_groups, seed)), arguments.ranks)
                 ideals.append(best._replace(seconds=best.seconds / arguments.speed)._asdict())
-                start = repeat % len(arguments.ways)
-                for way in arguments.ways[start:] + arguments.ways[:start]:
+                for way in in_turn(arguments.ways, repeat):
                     runs[way].append(rounds.run(way, num_groups, seed))
                     console.print(f"{size} candidates, seed {seed}, {way}: {runs[way][-1]['wall_s']:.2f} s")
-            shares = rounds.shares(num_groups, arguments.seed) if "rollouts" in arguments.ways else {}
-            sizes.append({"candidates": size, "ideal": ideals, "runs": runs, "engine_core": shares})
+            sizes.append({"candidates": size, "ideal": ideals, "runs": runs})
             sizes[-1]["medians"] = medians(sizes[-1])
     return {"server_start_s": start_s, "sizes": sizes}
 
@@ -180,28 +177,6 @@ class Rounds:
             "device_idle_s": max(summary.idle_s for summary in summaries),
             "host_ms_per_step": max(summary.host_ms for summary in summaries),
         }
-
-    def shares(self, num_groups: int, seed: int) -> dict[str, dict[str, float]]:
-        """Of the time in which the engine core's thread did not wait, in a round of ours: by stage, and by innermost
-        function of vLLM's or ours."""
-        self._call("start_sampling_stacks")
-        self.run("rollouts", num_groups, seed)
-        stages: Counter[str] = Counter()
-        functions: Counter[str] = Counter()
-        for stage, function, count in self._call("stop_sampling_stacks"):
-            if stage != WAITS:
-                stages[stage] += count
-                functions[function] += count
-        total = stages.total()
-        return {
-            "stages": {name: count / total for name, count in stages.most_common()},
-            "functions": {name: count / total for name, count in functions.most_common(MAX_FUNCTIONS)},
-        }
-
-    def _call(self, method: str) -> Any:
-        answer = httpx.post(f"{self._server.url}/collective_rpc", json={"method": method}, timeout=60)
-        answer.raise_for_status()
-        return answer.json()["results"][0] if answer.content else None
 
     def _read(self) -> list[list[LoggedStep]]:
         return [log.steps for log in read_steps(self._steps)]

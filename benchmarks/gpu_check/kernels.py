@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.pieces import Result
-from benchmarks.kernel_inputs import Inputs
+from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.tracker.dispatch import REFERENCES, Operator
 from vllm_rollout.tracker.ops import active_implementation
+from vllm_rollout.tracker.tracker import NUM_KEPT
 
 VOCABULARIES = (151_936, 32_001)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,6 +22,43 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-4, "equal_nan": True}
 """Sums of 151,936 entries in float32, in another order."""
 WANTED_SHARE = 0.6
 ROWS = (1, 8, 16, 64, 128, 256, 512, 1024)
+NUM_HIDDEN = 128
+MAX_LEN = 512
+"""Tokens of a trace."""
+
+
+class Inputs:
+    """Arguments of every operator, on one device, from one seed."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.randn(*size, generator=self.generator) * scale).to(self.device, dtype)
+
+    def integers(self, end: int, size: int) -> Tensor:
+        return torch.randint(end, (size,), generator=self.generator).to(self.device)
+
+    def token_confidence(self, num_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        logits = self.normal(num_rows, vocab_size, scale=4.0, dtype=dtype)
+        return logits, torch.arange(num_rows, device=self.device)
+
+    def quality_head(self, num_due: int, hidden_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        weights = (self.normal(NUM_HIDDEN, hidden_size, scale=hidden_size**-0.5), self.normal(NUM_HIDDEN))
+        rows = torch.randperm(num_due, generator=self.generator).to(self.device)
+        return self.normal(num_due, hidden_size, dtype=dtype), rows, *weights, self.normal(NUM_HIDDEN), self.normal(1)
+
+    def update_confidence(self, num_rows: int, capacity: int) -> tuple[Tensor, ...]:
+        slots = torch.randperm(capacity, generator=self.generator)[:num_rows].to(self.device)
+        state = (self.normal(capacity, NUM_KEPT) + 8, self.integers(MAX_LEN, capacity * NUM_KEPT).float())
+        trace = torch.zeros(capacity, MAX_LEN, device=self.device)
+        values = self.normal(num_rows) + 8
+        return slots, self.integers(MAX_LEN, num_rows), values, state[0], state[1].view(capacity, NUM_KEPT), trace
+
+    def windowed_confidence(self, num_due: int) -> tuple[Any, ...]:
+        trace = self.normal(num_due, MAX_LEN) + 8
+        return trace, torch.full((num_due,), MAX_LEN, device=self.device), CONFIDENCE_WINDOW_TOKENS
 
 
 def operators(device: str) -> Result:

@@ -1,1 +1,1 @@
-"""What becomes of runs when their server is killed, over and over."""
+"""What becomes of rollouts when ranks of their server are killed, over and over."""

@@ -22,9 +22,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import ROOT, arguments_of, record_of_run, server_process, write_json
+from benchmarks.common import ROOT, arguments_of, emulated_process, record_of_run, write_json
 from benchmarks.kills.rank_readers import Mover, Reader
-from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerProcess
 
 MODEL = "tiny-random"
@@ -105,12 +104,9 @@ def live(num_ranks: int, api_servers: int, seed: int, max_kills: int) -> Life:
 
 
 def start(folder: Path, num_ranks: int, api_servers: int) -> ServerProcess:
-    device = folder / "device.json"
-    device.write_text(json.dumps(EMULATED))
-    flags = ["--emulate", str(device), "--max-model-len", "4096", "--max-num-seqs", "64"]
+    flags = ["--max-model-len", "4096", "--max-num-seqs", "64"]
     flags += ["--data-parallel-size", str(num_ranks), "--api-server-count", str(api_servers)]
-    flags += ["--disable-uvicorn-access-log"]
-    return server_process("rollout", resolve(MODEL), flags, folder / "server.log", OMP_NUM_THREADS="1")
+    return emulated_process(EMULATED, flags, folder, MODEL, OMP_NUM_THREADS="1")
 
 
 def rank_processes(pid: int) -> list[Any]:

@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.common import median_of_known
 from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, group_by, mean, share
 from vllm_rollout.group.judging.report import Prediction, auc, brier, reliability_bins, within_group_auc
-from vllm_rollout.group.judging.voting import AnsweredGroup, VotingMethod, accuracy_at_k
 
 NUM_DRAWS = 1000
 """Of a bootstrap."""
@@ -146,27 +145,6 @@ class Draws:
         return float((positive * (below + negative / 2)).sum() / pairs) if pairs else np.nan
 
 
-def best_threshold(records: Sequence[Record], score: Score) -> float | None:
-    """The score above which "correct" is said most accurately; None without scores."""
-    pairs = sorted((record.score_of(score), bool(record.correct)) for record in labelled(records, score))
-    if not pairs:
-        return None
-    num_right = best = sum(correct for _, correct in pairs)  # below all scores: everyone is called correct
-    threshold = pairs[0][0] - 1
-    for (low, correct), (high, _) in pairwise([*pairs, (pairs[-1][0] + 1, True)]):
-        num_right += 1 - 2 * correct
-        if low < high and num_right > best:
-            best, threshold = num_right, (low + high) / 2
-    return threshold
-
-
-def accuracy(records: Sequence[Record], score: Score, threshold: float | None) -> float | None:
-    here = labelled(records, score)
-    if threshold is None:
-        return None
-    return mean(float((record.score_of(score) > threshold) == record.correct) for record in here)
-
-
 def calibration(records: Sequence[Record]) -> dict[str, Any]:
     """What the head's success probabilities are worth; `always` is what one would get by saying the same of all."""
     here = [record for record in labelled(records, "head") if record.success_probability is not None]
@@ -179,24 +157,6 @@ def calibration(records: Sequence[Record]) -> dict[str, Any]:
         "brier": brier(points),
         "brier_always": None if rate is None else rate * (1 - rate),
         "bins": [asdict(part) for part in reliability_bins(points)],
-    }
-
-
-def counterfactual(records: Sequence[Record], detection_length: int) -> dict[str, Any]:
-    """What the rule would have done to candidates that ran in shadow mode, all of which have a reward."""
-    judged = [r for r in records if r.correct is not None and r.success_probability is not None]  # none of a cold start
-    kept = [record for record in judged if not record.would_prune]
-    marked = [record for record in judged if record.would_prune]
-    return {
-        "num_judged": len(judged),
-        "num_marked": len(marked),
-        "tokens_saved_share": share(
-            sum(max(0, record.num_tokens - detection_length) for record in marked),
-            sum(record.num_tokens for record in judged),
-        ),
-        "all": survivors(correct_by_prompt(judged)),
-        "survivors": survivors(correct_by_prompt(kept)),
-        "random_in_expectation": random_in_expectation(correct_by_prompt(judged), 0.5),
     }
 
 
@@ -293,54 +253,6 @@ def speed(runs: Sequence[Run], ways: Sequence[str], baseline: str) -> dict[str, 
             ),
         }
     return rows
-
-
-VOTES: Mapping[str, tuple[VotingMethod, Callable[[Record], float | None] | None]] = {
-    "majority": ("majority", None),
-    "confidence of the trajectory": ("confidence", lambda record: record.mean_confidence),
-    "confidence at detection": ("confidence", lambda record: record.score_of("bottom_windows")),
-    "quality, of the trajectory's confidence": ("quality", lambda record: record.mean_confidence),
-    "quality head": ("quality", lambda record: record.score_of("head")),
-}
-"""Name -> method and weight. `quality` rescales ranks, so the fourth tells what the rescaling alone is worth."""
-
-
-def votes(records: Sequence[Record], ks: Sequence[int], seed: int = 0) -> dict[str, Any]:
-    """maj@k of each way of voting, over the same subsets; a k that some group cannot fill is left out."""
-    groups = group_by(records, lambda record: record.prompt_id)
-    result: dict[str, Any] = {
-        "num_groups": len(groups),
-        "num_without_score": sum(record.score_of("head") is None for record in records),
-        "mean_success_rate": mean(float(bool(record.correct)) for record in records),
-    }
-    smallest = min(map(len, groups.values()), default=0)
-    for name, (method, weight) in VOTES.items():
-        answered = [
-            AnsweredGroup(
-                prompt_id,
-                [record.answer for record in group],
-                group[0].expected,
-                weight and [weight(record) for record in group],
-            )
-            for prompt_id, group in groups.items()
-        ]
-        result[name] = [asdict(accuracy_at_k(answered, k, method, seed=seed)) for k in ks if k <= smallest]
-    return result
-
-
-def by_family(records: Sequence[Record]) -> dict[str, Any]:
-    """Overview and the AUC of head and confidence, family by family."""
-    return {
-        family: {
-            **overview(here),
-            **{
-                f"{measure.__name__}_{score}": measure(predictions(labelled(here, "head"), score))
-                for measure in (auc, within_group_auc)
-                for score in ("head", "bottom_windows")
-            },
-        }
-        for family, here in sorted(group_by(records, lambda record: record.family).items())
-    }
 
 
 def interval(values: np.ndarray) -> list[float] | None:

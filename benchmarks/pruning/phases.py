@@ -1,25 +1,23 @@
 """The phases of `benchmarks.pruning` that talk to a server.
 
 Invariant: a run that is in a phase's log is not made again; a phase that is interrupted goes on after its last run.
-What was learned lies in files beside the logs, and only `learn` (and the warm-up of `sweep`) posts rewards.
+What was learned lies in a file beside the logs, and only `learn` posts rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import in_turn
 from benchmarks.long_run import Progressed, RunLog, keep_state
 from benchmarks.pruning.records import Record, Run
-from benchmarks.pruning.setup import PHASES, Phase, Question, Sizes, evaluation_questions, learning_questions
-from benchmarks.tasks import NUMBER
+from benchmarks.pruning.setup import Phase, Question, Sizes, evaluation_questions, learning_questions
 from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.group.judging.voting import normalise_answer
 from vllm_rollout.group.types import Confidence
 from vllm_rollout.server.answers import Candidate, Trajectory
 
@@ -39,14 +37,10 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
 """Ways of `compare`. The paper's rule without strength keeps everyone with the same probability."""
 SWEPT: Mapping[str, Mapping[str, Any]] = {str(ratio): {"keep_ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)}
 """Ways of `sweep`, the default rule."""
-OVERHEAD: Mapping[str, Mapping[str, Any] | None] = {
-    "not scored": None,
-    "scored": {"mode": "shadow", "keep_ratio": 1.0},
-}
-
 FEWER: tuple[str, str] = ("none", "fewer")
 """Ways of `fewer`: all candidates, and the first half of them."""
-
+SEEDS = {"learn": 0, "evaluate": 1, "vote": 2, "compare": 3, "sweep": 4}
+"""In millions, by whose prompts they are."""
 
 Log = RunLog[Run]
 
@@ -87,48 +81,40 @@ async def learn(bench: Bench) -> dict[str, Any]:
     Returns what the server says of itself when training is done.
     """
     sizes, log = bench.sizes, bench.log("learn")
-    await _learn(bench, log, "learn", learning_questions(sizes), sizes.labels, sizes.detection_length)
-    await wait_for_training(bench, sizes.detection_length)
-    await bench.keep(bench.learned)
-    return {"server_report": asdict(await bench.client.report(sizes.detection_length))}
-
-
-async def _learn(
-    bench: Bench, log: Log, phase: Phase, some: Sequence[Question], wanted: int, detection_length: int
-) -> None:
-    """Until `wanted` rewards have been accepted, or no question is left."""
-    sizes = bench.sizes
-    batches = _split(some, sizes.learn_prompts)
+    batches = _split(learning_questions(sizes), sizes.learn_prompts)
     todo = iter([(number, batch) for number, batch in enumerate(batches) if ("rewarded", number) not in log])
-    pruning = {"detection_length": detection_length, **SHADOW}
+    pruning = {"detection_length": sizes.detection_length, **SHADOW}
 
     def num_accepted() -> int:
         return sum((run.rewards or {}).get("accepted", 0) for run in log.runs if run.key[0] == "rewarded")
 
     async def work() -> None:
         for number, batch in todo:
-            if num_accepted() >= wanted:
+            if num_accepted() >= sizes.labels:
                 return
             run = await roll(
                 bench,
                 ("rewarded", number),
                 batch,
-                phase=phase,
+                phase="learn",
                 group_size=sizes.learn_group_size,
                 pruning=pruning,
-                seed=_seed(sizes, phase, number),
+                seed=_seed(sizes, "learn", number),
                 post_rewards=True,
             )
             log.add(run)
-            bench.progress(num_accepted(), wanted, f"{phase}: labels")
+            bench.progress(num_accepted(), sizes.labels, "learn: labels")
 
-    bench.progress(num_accepted(), wanted, f"{phase}: labels")
+    bench.progress(num_accepted(), sizes.labels, "learn: labels")
     num_workers = max(2, round(1.5 * sizes.at_once / (sizes.learn_prompts * sizes.learn_group_size)))
     await _together([work() for _ in range(num_workers)])
+    await wait_for_training(bench, sizes.detection_length)
+    await bench.keep(bench.learned)
+    return {"server_report": asdict(await bench.client.report(sizes.detection_length))}
 
 
 async def evaluate(bench: Bench) -> dict[str, Any]:
-    """Shadow mode on prompts that were never posted, the head as it is; then larger groups, for the votes."""
+    """Shadow mode on prompts that were never posted, the head as it is; then larger groups."""
     sizes, log = bench.sizes, bench.log("evaluate")
     await bench.restore(bench.learned)
     held = evaluation_questions(sizes)
@@ -164,33 +150,12 @@ async def compare(bench: Bench) -> dict[str, Any]:
 
 
 async def sweep(bench: Bench) -> dict[str, Any]:
-    """`keep_ratio` by `keep_ratio`. At a detection length of its own calibration first gets rewards for it."""
+    """`keep_ratio` by `keep_ratio`."""
     sizes, log = bench.sizes, bench.log("sweep")
-    held = evaluation_questions(sizes)
-    state = bench.learned
-    if sizes.sweep_must_learn:
-        state = bench.folder / "sweep.state"
-        if not state.exists():
-            length = sizes.sweep_detection_length
-            await _learn(bench, log, "sweep", held["warm-up"], sizes.sweep_labels, length)
-            await wait_for_training(bench, length)
-            await bench.keep(state)
-    await bench.restore(state)
-    blocks = _split(held["sweep"], sizes.sweep_block_prompts)
-    pruning = {"detection_length": sizes.sweep_detection_length, "allow_fewer": True, "min_labels": 16}
-    await _take_turns(bench, log, "sweep", blocks, {way: {**pruning, **fields} for way, fields in SWEPT.items()})
-    return {}
-
-
-async def overhead(bench: Bench) -> dict[str, Any]:
-    """Everyone scored against nobody scored. Everyone runs to the same length: the same tokens in as many steps."""
-    sizes, log = bench.sizes, bench.log("overhead")
     await bench.restore(bench.learned)
-    block = evaluation_questions(sizes)["compare"][: max(1, sizes.at_once // sizes.group_size)]
-    length = {"detection_length": sizes.detection_length}
-    ways = {way: None if fields is None else {**length, **fields} for way, fields in OVERHEAD.items()}
-    sampling = {"max_tokens": sizes.overhead_tokens, "ignore_eos": True}
-    await _take_turns(bench, log, "overhead", [block] * sizes.overhead_blocks, ways, sampling)
+    blocks = _split(evaluation_questions(sizes)["sweep"], sizes.sweep_block_prompts)
+    pruning = {"detection_length": sizes.detection_length, "allow_fewer": True, "min_labels": 16}
+    await _take_turns(bench, log, "sweep", blocks, {way: {**pruning, **fields} for way, fields in SWEPT.items()})
     return {}
 
 
@@ -209,7 +174,6 @@ async def _take_turns(
     phase: Phase,
     blocks: Sequence[Sequence[Question]],
     ways: Mapping[str, Mapping[str, Any] | None],
-    sampling: Mapping[str, Any] | None = None,
     group_sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Every way once per block, one after the other; who begins rotates with the block.
@@ -220,8 +184,7 @@ async def _take_turns(
     total = len(blocks) * len(names)
     done = sum(run.key[0] in ways for run in log.runs)
     for number, block in enumerate(blocks):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        order = [way for way in order if (way, number) not in log]
+        order = [way for way in in_turn(names, number) if (way, number) not in log]
         if not order:
             continue
         bench.progress(done, total, f"{phase}: block {number + 1}")
@@ -238,7 +201,6 @@ async def _take_turns(
                 group_size=(group_sizes or {}).get(way, bench.sizes.group_size),
                 pruning=ways[way],
                 seed=_seed(bench.sizes, phase, number),
-                sampling=sampling,
             )
             log.add(run)
             done += 1
@@ -303,7 +265,6 @@ async def _post(bench: Bench, rollout_id: str, records: Sequence[Record]) -> dic
 
 def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Question) -> Record:
     finished = isinstance(candidate, Trajectory)
-    correct = question.judge(candidate) if finished else None
     confidence = candidate.confidence
     return Record(
         prompt_id=prompt_id,
@@ -311,9 +272,7 @@ def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Questio
         state="finished" if finished else candidate.state,
         num_tokens=candidate.num_tokens,
         truncated=finished and candidate.finish_reason == "length",
-        correct=correct,
-        answer=(question.correct if correct else wrong_answer(candidate.text, question.correct)) if finished else None,
-        expected=question.correct,
+        correct=question.judge(candidate) if finished else None,
         signal=candidate.signal,
         score=candidate.score,
         success_probability=candidate.success_probability,
@@ -322,18 +281,7 @@ def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Questio
         confidence=None
         if confidence is None
         else Confidence(confidence.mean, confidence.lowest_window, confidence.bottom_windows),
-        mean_confidence=candidate.mean_confidence if finished else None,
-        would_prune=candidate.would_prune,
-        shadow_survival_probability=candidate.shadow_survival_probability,
     )
-
-
-def wrong_answer(text: str | None, correct: str) -> str | None:
-    """What a candidate that the checker refused has to say in a vote; never the correct answer, None for nothing."""
-    _, marker, after = re.sub(r"(?<=\d),(?=\d{3})", "", text or "").rpartition("Answer:")
-    numbers = NUMBER.findall(after)
-    answer = normalise_answer((numbers[0] if marker else numbers[-1]) if numbers else None)
-    return None if answer == normalise_answer(correct) else answer
 
 
 async def wait_for_training(bench: Bench, detection_length: int) -> None:
@@ -364,9 +312,9 @@ def _split(items: Sequence[Question], size: int) -> list[Sequence[Question]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _seed(sizes: Sizes, phase: Phase, number: int) -> int:
+def _seed(sizes: Sizes, phase: str, number: int) -> int:
     """Of sampling: the same for every way of a block, another one for every block and phase."""
-    return sizes.seed + 1_000_000 * PHASES.index(phase) + 1000 * number
+    return sizes.seed + 1_000_000 * SEEDS[phase] + 1000 * number
 
 
 RUN_PHASE: Mapping[Phase, Callable[[Bench], Coroutine[Any, Any, dict[str, Any]]]] = {
@@ -374,7 +322,6 @@ RUN_PHASE: Mapping[Phase, Callable[[Bench], Coroutine[Any, Any, dict[str, Any]]]
     "evaluate": evaluate,
     "compare": compare,
     "sweep": sweep,
-    "overhead": overhead,
     "fewer": fewer,
 }
-"""The phases that need a server."""
+"""By name."""

@@ -5,7 +5,7 @@ Invariant: shows what is there and adds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,9 @@ COLORS |= {"balance": "#134e4a", "gradient": COLORS["head"]}
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """The targets, which say something of every phase that has run, and whom pruning keeps at what price."""
+    """Whom pruning keeps at what price."""
     phases = result["phases"]
-    parts = [_targets(result.get("targets", []))]
-    parts += [table(phases[name]) for name, table in TABLES.items() if name in phases]
-    return "\n\n".join(parts)
-
-
-def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
-    said = {True: "reached", False: "**missed**", None: "not measured"}
-    cells = {
-        "target": lambda row: row["name"],
-        "value": lambda row: number(row["value"]),
-        "wanted": lambda row: number(row["target"]),
-        "": lambda row: said[row["reached"]],
-    }
-    return columns("Targets", targets, cells)
+    return "\n\n".join(table(phases[name]) for name, table in TABLES.items() if name in phases)
 
 
 def _survivors(title: str, phase: Mapping[str, Any]) -> str:

@@ -24,9 +24,6 @@ class Record:
     truncated: bool
     correct: bool | None
     """None: stopped before it could answer."""
-    answer: str | None
-    expected: str
-    """The answer that is right."""
     signal: Signal | None
     score: float | None
     """None: it ended before `detection_length`, or nothing was scored."""
@@ -34,15 +31,6 @@ class Record:
     survival_probability: float | None
     head_version: int | None
     confidence: Confidence | None
-    mean_confidence: float | None
-    """Of the whole trajectory."""
-    would_prune: bool | None = None
-    shadow_survival_probability: float | None = None
-
-    @property
-    def family(self) -> str:
-        """Of its problem: ids are `<phase>/<family>-<number>`."""
-        return self.prompt_id.rpartition("/")[2].rpartition("-")[0]
 
     def score_of(self, score: Score) -> float | None:
         if score == "head":

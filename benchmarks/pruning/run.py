@@ -5,25 +5,23 @@ Single runs are logged beside it, so that an interrupted phase goes on where it 
 
   learn     groups in shadow mode (nobody is stopped); every answer is checked and its reward posted. Learning curve
             from prequential scores: each was given by a head that had never seen its prompt
-  evaluate  prompts that were never posted, the head as it is: AUC overall and within groups, accuracy, Brier score,
+  evaluate  prompts that were never posted, the head as it is: AUC overall and within groups, Brier score,
             against three aggregates of trace confidence on the same candidates
-  vote      maj@k of larger groups, unweighted and weighted by confidence and by the head's score
   compare   groups of 16, half kept (allow_fewer): nobody pruned / at random / the paper's rule / the balance rule /
             the gradient rule, over the same prompts and seeds, in turns. rho_hat is the positive ratio of a group's
             survivors
-  sweep     keep_ratio 0.25 to 1 at a detection length of at most an eighth of the mean length: tokens and seconds
-  overhead  everyone scored and nobody stopped, against requests without pruning
+  sweep     keep_ratio 0.25 to 1: tokens and seconds
   fewer     what pruning has to beat: groups of half as many candidates, none pruned, against whole ones; prompts and
             seeds of compare, nothing learned is needed
 
 Conditions. One server, one client, both on this machine. Ways take turns over blocks of prompts, who begins rotates;
 ratios are medians over blocks of the ratio within a block. Prompts are in the prefix cache before a way is timed.
 Candidates of a group have the same seeds in every way. Problems and checker: benchmarks/tasks.py; the questions of
-evaluate to overhead are none of those of learn. Intervals are 90 %, bootstrapped over prompts.
+evaluate to fewer are none of those of learn. Intervals are 90 %, bootstrapped over prompts.
 
 A first look, two minutes on the tiny random model, whose numbers mean nothing:   python -m benchmarks.pruning --quick
 Phase by phase:                              python -m benchmarks.pruning --phases learn
-                                             python -m benchmarks.pruning --phases evaluate,vote,compare
+                                             python -m benchmarks.pruning --phases evaluate,compare
 One phase again, with other sizes:           python -m benchmarks.pruning --phases compare --again --blocks 8
 """
 
@@ -44,14 +42,13 @@ from benchmarks import long_run
 from benchmarks.common import record_of_run, write_json
 from benchmarks.pruning.phases import RUN_PHASE, Bench, log_of
 from benchmarks.pruning.picture import draw, tables
-from benchmarks.pruning.results import summarize, targets
+from benchmarks.pruning.results import summarize
 from benchmarks.pruning.setup import LEARNING_SIZES, PHASES, TINY, Phase, Sizes
 from vllm_rollout.process import ServerProcess
 
 QUICK: dict[str, Any] = {"model": TINY, "max_tokens": 64, "detection_length": 8, "at_once": 32, "labels": 400}
 QUICK |= {"evaluate_prompts": 16, "vote_prompts": 4, "vote_candidates": 16, "blocks": 2, "block_prompts": 2}
-QUICK |= {"sweep_detection_length": 4, "sweep_labels": 96, "sweep_blocks": 2, "sweep_block_prompts": 2}
-QUICK |= {"overhead_blocks": 2, "overhead_tokens": 32}
+QUICK |= {"sweep_blocks": 2, "sweep_block_prompts": 2}
 
 
 def main() -> None:
@@ -102,16 +99,13 @@ def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, An
     write_json(arguments.output, result)  # from here on it says which sizes the logs are of
     with maybe_server(arguments, work, todo, console) as server:
         for phase in todo:
-            what_server_says: dict[str, Any] = {}
-            if phase in RUN_PHASE:
-                with long_run.progress(console) as progressed:
-                    what_server_says = uvloop.run(run_phase(phase, sizes, work, server, progressed))
+            with long_run.progress(console) as progressed:
+                what_server_says = uvloop.run(run_phase(phase, sizes, work, server, progressed))
             runs = {name: log_of(work, name).runs for name in PHASES}
             record = record_of_run(seed=sizes.seed, workload=None)
             made = {field: record[field] for field in ("command", "date", "git_commit", "hardware")}
             numbers = summarize(phase, sizes, runs)
             result["phases"][phase] = {"made": made, "sizes": asdict(sizes), **numbers, **what_server_says}
-            result["targets"] = targets(result["phases"])
             write_json(arguments.output, result)
             console.print(f"{phase}: written to {arguments.output}")
 
@@ -125,16 +119,16 @@ async def run_phase(
 
 def forget(work: Path, phases: Sequence[Phase]) -> None:
     """Remove the logs of these phases, and what was learned in them."""
-    learned = {"learn": ("learned.state", "server.state"), "sweep": ("sweep.state",)}
     for phase in phases:
-        long_run.remove(work, (f"{phase}.jsonl", *learned.get(phase, ())))
+        learned = ("learned.state", "server.state") if phase == "learn" else ()
+        long_run.remove(work, (f"{phase}.jsonl", *learned))
 
 
 def maybe_server(
     arguments: argparse.Namespace, work: Path, phases: Sequence[Phase], console: Console
 ) -> AbstractContextManager[ServerProcess | None]:
-    """A server that goes on with what was learned, when one of the phases needs it."""
-    if not any(phase in RUN_PHASE for phase in phases):
+    """A server that goes on with what was learned, when a phase is to run."""
+    if not phases:
         return nullcontext()
     work.mkdir(parents=True, exist_ok=True)
     flags = ["--rollout-state", str(work / "server.state")]

@@ -13,7 +13,7 @@ from benchmarks.long_run import size
 from benchmarks.tasks import EARLY, FAMILIES, Problem, check, make_problems
 from vllm_rollout.server.answers import Trajectory
 
-Phase = Literal["learn", "evaluate", "vote", "compare", "sweep", "overhead", "fewer"]
+Phase = Literal["learn", "evaluate", "compare", "sweep", "fewer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 REAL = "qwen2.5-coder-0.5b-instruct"
@@ -43,7 +43,6 @@ class Question(NamedTuple):
     text: str
     """What makes two questions the same."""
     prompt: Mapping[str, Any]
-    correct: str
     judge: Callable[[Trajectory], bool]
 
 
@@ -53,7 +52,6 @@ class Sizes:
 
     model: str = size(REAL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
     families: tuple[str, ...] = size(EARLY, "problem families of benchmarks/tasks.py, comma-separated", family_names)
-    sweep_families: tuple[str, ...] = size(EARLY, "those of sweep, where other ones have longer answers", family_names)
     seed: int = size(7, "problems and sampling")
     max_tokens: int = size(256, "length cap of an answer", positive)
     temperature: float = size(1.0, "of sampling")
@@ -64,28 +62,19 @@ class Sizes:
     learn_prompts: int = size(6, "learn: prompts per request; requests overlap", positive)
     window: int = size(500, "learn: labels per point of the learning curve", positive)
     evaluate_prompts: int = size(120, "evaluate: prompts", positive)
-    vote_prompts: int = size(24, "vote: prompts", positive)
-    vote_candidates: int = size(32, "vote: candidates per prompt, the largest k", positive)
-    group_size: int = size(16, "compare, sweep, overhead: candidates per prompt", positive)
+    vote_prompts: int = size(24, "evaluate: prompts of larger groups", positive)
+    vote_candidates: int = size(32, "evaluate: candidates of each of these", positive)
+    group_size: int = size(16, "compare, sweep: candidates per prompt", positive)
     blocks: int = size(8, "compare: blocks; every way runs once in each", positive)
     block_prompts: int = size(6, "compare: prompts per block", positive)
-    sweep_detection_length: int = size(8, "sweep: at most an eighth of the mean length of an answer", positive)
-    sweep_labels: int = size(200, "sweep: rewards that warm up calibration at a detection length of its own", positive)
     sweep_blocks: int = size(3, "sweep: blocks", positive)
     sweep_block_prompts: int = size(6, "sweep: prompts per block", positive)
-    overhead_blocks: int = size(5, "overhead: pairs", positive)
-    overhead_tokens: int = size(96, "overhead: tokens of every candidate", positive)
 
     @property
     def sampling(self) -> dict[str, Any]:
         """Of every request, beside the seed."""
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return own | (TINY_SAMPLING if self.model == TINY else {})
-
-    @property
-    def sweep_must_learn(self) -> bool:
-        """Its detection length is not that of the head: calibration has to get warm for it first."""
-        return self.sweep_detection_length != self.detection_length
 
 
 LEARNING_SIZES = ("model", "families", "seed", "max_tokens", "temperature", "detection_length", "labels")
@@ -113,7 +102,7 @@ def held_out(sizes: Sizes, num: int, seed: int, families: Sequence[str], taken: 
 def _question(problem: Problem) -> Question:
     text = json.dumps(problem.messages)
     judge = lambda trajectory: check(problem, trajectory.text or "")  # noqa: E731
-    return Question(text, {"id": problem.id, "messages": problem.messages}, str(problem.answer), judge)
+    return Question(text, {"id": problem.id, "messages": problem.messages}, judge)
 
 
 def _tiny_question(position: int, seed: int, detection_length: int) -> Question:
@@ -121,7 +110,7 @@ def _tiny_question(position: int, seed: int, detection_length: int) -> Question:
     generator = random.Random(f"{seed}/{position}")
     tokens = [generator.randrange(16, 512) for _ in range(TINY_PROMPT_TOKENS)]
     judge = lambda trajectory: [*trajectory.token_ids, 1][: detection_length - 1][-1] % 2 == 0  # noqa: E731
-    return Question(str(tokens), {"id": f"tiny-{position}", "prompt_token_ids": tokens}, "right", judge)
+    return Question(str(tokens), {"id": f"tiny-{position}", "prompt_token_ids": tokens}, judge)
 
 
 def learning_questions(sizes: Sizes) -> list[Question]:
@@ -141,9 +130,5 @@ def evaluation_questions(sizes: Sizes) -> dict[str, list[Question]]:
     rest = iter(held_out(sizes, sum(wanted.values()), sizes.seed + 1, sizes.families, taken))
     found = {use: [next(rest) for _ in range(num)] for use, num in wanted.items()}
     taken |= {question.text for part in found.values() for question in part}
-    wanted = {
-        "warm-up": -(-3 * sizes.sweep_labels // (2 * sizes.learn_group_size)) if sizes.sweep_must_learn else 0,
-        "sweep": sizes.sweep_blocks * sizes.sweep_block_prompts,
-    }
-    rest = iter(held_out(sizes, sum(wanted.values()), sizes.seed + 2, sizes.sweep_families, taken))
-    return found | {use: [next(rest) for _ in range(num)] for use, num in wanted.items()}
+    num = sizes.sweep_blocks * sizes.sweep_block_prompts
+    return found | {"sweep": held_out(sizes, num, sizes.seed + 2, sizes.families, taken)}

@@ -1,7 +1,7 @@
 """Groups that end when they teach (`"until": "variance"`): seconds, tokens, and what becomes of the gradient.
 
 `variance_rounds.py` has rounds on virtual time: ours, filtering, a client that resamples. `variance_weights.py` has
-what a prompt weighs in GRPO's gradient, exactly, and the direction of that gradient with a policy of several tokens.
+what a prompt weighs in GRPO's gradient, exactly.
 
 Run from the repository root: python -m benchmarks.rewards.variance
 
@@ -32,7 +32,7 @@ from benchmarks.rewards.variance_rounds import (
     WAYS,
     rounds,
 )
-from benchmarks.rewards.variance_weights import BATCHES, GROUPS, REWARDS, direction, weights
+from benchmarks.rewards.variance_weights import weights
 from benchmarks.rollpacker import MODELS, TAILS
 from benchmarks.tables import INK, Row, columns, grid, lines, number, percent, picture
 from vllm_rollout.group.rewards.estimates import ESTIMATORS
@@ -52,22 +52,12 @@ def all_weights() -> list[dict[str, Any]]:
     ]
 
 
-def directions(seed: int) -> list[dict[str, Any]]:
-    return [
-        direction(reward, pick, size, most, estimator, seed)
-        for reward in REWARDS
-        for size, most in ((8, 16), (4, 16))
-        for estimator in ("grpo", "rloo")
-        for pick in ("plain", "index", "grading")
-    ]
-
-
 def tables(record: Row) -> str:
     shown = [("seconds", 2), ("tokens", 0), ("prompts", 2)]
     parts = [_rounds(record["rounds"], key, digits) for key, digits in shown]
     slow = f", graders that take {SLOW_GRADING_S:g} s"
     parts += [_rounds(record["slow"], key, digits, slow) for key, digits in shown]
-    return "\n\n".join([*parts, _weights(record["weights"]), _directions(record["directions"])])
+    return "\n\n".join([*parts, _weights(record["weights"])])
 
 
 def _rounds(rows: Sequence[Row], key: str, digits: int, graders: str = "") -> str:
@@ -96,17 +86,6 @@ def _weights(rows: Sequence[Row]) -> str:
         "mean n": lambda row: number(row["num_graded"], 1),
         "mean of returned - p": lambda row: number(row["bias_of_returned"], 3),
         "mean of all - p": lambda row: number(row["bias_of_all"], 3),
-    })  # fmt: skip
-
-
-def _directions(rows: Sequence[Row]) -> str:
-    return columns("Direction of the gradient: its part across plain groups', over its part along", rows, {
-        "rewards": lambda row: row["reward"],
-        "returned": lambda row: row["pick"],
-        "estimator": lambda row: row["estimator"],
-        "G, N": lambda row: f"{row['group_size']}, {row['max_candidates']}",
-        "off": lambda row: number(row["off"], 4),
-        "by chance alone": lambda row: number(row["noise"], 4),
     })  # fmt: skip
 
 
@@ -170,14 +149,12 @@ def main() -> None:
         f"{tail['prompt_sigma']:.2f} between prompts, at most 8,192; independent of the reward",
         "grading": f"log-normal, median {GRADING_MEDIAN_S:g} s (slow: {SLOW_GRADING_S:g} s), {GRADING_SIGMA}",
         "mixed": f"success rates drawn from beta{MIXED}, of each prompt its own",
-        "directions": f"{GROUPS * BATCHES} groups of each row",
     }
     record = record_of_run(seed=arguments.seed, workload=workload)
     seeds = range(arguments.seed, arguments.seed + arguments.repeats)
     record["rounds"] = rounds(seeds)
     record["slow"] = rounds(seeds, SLOW_WAYS, SLOW_GRADING_S)
     record["weights"] = all_weights()
-    record["directions"] = directions(arguments.seed)
     publish(arguments, record, tables, draw)
 
 

@@ -43,7 +43,7 @@ import httpx
 from rich.console import Console
 
 from benchmarks import long_run
-from benchmarks.common import settled_tokens, write_json
+from benchmarks.common import in_turn, settled_tokens, write_json
 from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
 async def _measure(bench: Bench, log: long_run.RunLog[Run], progressed: long_run.Progressed) -> None:
     """Everything that is not in the log yet."""
     sizes = bench.sizes
-    todo = [(name, repeat) for repeat in range(sizes.repeats) for name in long_run.in_turn(WAY_NAMES, repeat)]
+    todo = [(name, repeat) for repeat in range(sizes.repeats) for name in in_turn(WAY_NAMES, repeat)]
     for done, (name, repeat) in enumerate(todo):
         if (name, repeat) in log:
             continue

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 from benchmarks.common import median_of_known, percentile
 from benchmarks.shaping.records import GroupRecord, Run
-from benchmarks.shaping.setup import BASELINE, WAY_NAMES, Sizes, WayName, longest_counts
+from benchmarks.shaping.setup import BASELINE, WAY_NAMES, WayName
 from benchmarks.shaping.simulation import Simulated, speed_ups
-from vllm_rollout.group.plans.allocation import MAX_BUDGET_RATIO
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.racing.selection import conclude
 
 Runs = Mapping[tuple[WayName, int], Run]
 Row = dict[str, Any]
 
 LENGTH_FIELDS = ("mean", "std", "p50", "p99", "max")
-ACCURACY_TARGET = 0.10
-"""Largest relative error of a simulated speed-up."""
-ACCURACY_WAYS: tuple[WayName, ...] = ("early_stop", "dual_end", "auto")
-POOLS = (1.5, float(MAX_BUDGET_RATIO))
-"""Candidates over group_size."""
 
 
 def lengths_row(lengths: Sequence[int]) -> Row:
@@ -102,40 +94,6 @@ def summarize_ways(rows: Sequence[Row]) -> dict[str, Row]:
     return ways
 
 
-def select_again(sizes: Sizes, runs: Runs, repeats: Iterable[int]) -> list[Row]:
-    """Returned lengths of other L:K, selected from the recorded pools: what the engine does does not depend on L."""
-    rows = []
-    repeats = list(repeats)
-    base = [lengths_row(runs[BASELINE, repeat].returned) for repeat in repeats]
-    for ratio in POOLS:
-        for num_longest in longest_counts(sizes.group_size):
-            mine = [_selected_again(sizes, runs["pool", repeat].groups, ratio, num_longest) for repeat in repeats]
-            rows.append(
-                {
-                    "candidates_over_group_size": ratio,
-                    "num_longest": num_longest,
-                    "num_shortest": sizes.group_size - num_longest,
-                    "lengths": {field: median_of_known(row[field] for row in mine) for field in LENGTH_FIELDS},
-                    "truncated_share": median_of_known(row["truncated_share"] for row in mine),
-                    "length_ratios": _length_ratios(mine, base),
-                }
-            )
-    return rows
-
-
-def _selected_again(sizes: Sizes, groups: Sequence[GroupRecord], ratio: float, num_longest: int) -> Row:
-    num_candidates = round(ratio * sizes.group_size)
-    plan = GroupPlan(sizes.group_size, num_candidates - sizes.group_size, False, "dual_end", num_longest)
-    chosen = []
-    for group in groups:
-        endings = group.endings(num_candidates)
-        chosen += [endings[index] for index in conclude(plan, endings).selected]
-    return {
-        **lengths_row([ending.num_tokens for ending in chosen]),
-        "truncated_share": fmean(ending.truncated for ending in chosen),
-    }
-
-
 def compare_with_simulation(
     runs: Runs, simulated: Mapping[int, Mapping[WayName, Simulated]]
 ) -> tuple[list[Row], dict[str, Row]]:
@@ -171,18 +129,6 @@ def compare_with_simulation(
             "same_allocation": all(row["same_allocation"] for row in mine),
         }
     return rows, ways
-
-
-def targets(simulation: Mapping[str, Row]) -> list[Row]:
-    return [
-        {
-            "name": f"error of the simulated speed-up, {name}",
-            "value": (error := simulation[name]["median_absolute_error"]),
-            "target": ACCURACY_TARGET,
-            "reached": error <= ACCURACY_TARGET,
-        }
-        for name in ACCURACY_WAYS
-    ]
 
 
 def _truncated_share(groups: Sequence[GroupRecord]) -> float:

@@ -27,7 +27,7 @@ TITLES = {name: way.title for name, way in WAYS.items()}
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    return "\n\n".join([_ways(result), _again(result), _targets(result), result["note"]])
+    return f"{_ways(result)}\n\n{result['note']}"
 
 
 def _ways(result: Mapping[str, Any]) -> str:
@@ -65,30 +65,6 @@ LENGTH_CELLS = {
 
 def _length(value: float, ratio: float | None) -> str:
     return number(value, 0) + (f" ({ratio:.2f})" if ratio else "")
-
-
-def _again(result: Mapping[str, Any]) -> str:
-    cells = {
-        "candidates": lambda row: f"{row['candidates_over_group_size']:g}x",
-        "L:K": lambda row: f"{row['num_longest']}:{row['num_shortest']}",
-    }
-    title = "Longest:shortest, selected again from the recorded pools (time does not depend on it)"
-    return columns(title, result["selected_again"], cells | LENGTH_CELLS)
-
-
-def _targets(result: Mapping[str, Any]) -> str:
-    if not result["targets"]:
-        return "No targets: without a profile a simulated step takes one unit of time, whatever is in it."
-    return columns(
-        "Targets",
-        result["targets"],
-        {
-            "target": lambda row: row["name"],
-            "value": lambda row: percent(row["value"], 1),
-            "at most": lambda row: percent(row["target"]),
-            "": lambda row: "reached" if row["reached"] else "**missed**",
-        },
-    )
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

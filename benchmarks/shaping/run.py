@@ -21,9 +21,6 @@ every way of a repeat, and a repeat has seeds of its own. Ways take turns, who b
 cache before a way is timed. Ratios are taken within a repeat against uniform, then their median. The lengths of all
 groups count together: mean, standard deviation and percentiles are over all returned answers of a repeat.
 
-L:K. What the engine does with dual-end does not depend on L, so other ratios are selected again from the recorded
-pools: at 1.5 M from candidates 0 to 1.5 M - 1 of the pool, at 2 M from all.
-
 Simulator. Every way is replayed on the full lengths of the repeat's pool, "auto" from the server's own history, on a
 clock that the profile drives; its speed-up over uniform stands against the measured one. Same seeds do not always make
 the same answers in another batch: "lengths as in the pool" says how many candidates were as long as there.
@@ -46,14 +43,7 @@ from rich.console import Console
 
 from benchmarks import long_run
 from benchmarks.common import write_json
-from benchmarks.shaping.measures import (
-    Runs,
-    compare_with_simulation,
-    row_of,
-    select_again,
-    summarize_ways,
-    targets,
-)
+from benchmarks.shaping.measures import Runs, compare_with_simulation, row_of, summarize_ways
 from benchmarks.shaping.picture import draw, tables
 from benchmarks.shaping.records import Run
 from benchmarks.shaping.runs import Bench, measure
@@ -164,13 +154,11 @@ def summarize(sizes: Sizes, log: long_run.RunLog[Run], profile: Profile | None, 
             for group in runs["auto", 0].groups
         ],
         "ways": summarize_ways(rows),
-        "selected_again": select_again(sizes, runs, repeats),
         "simulation": {
             "machine": f"{where}, {sizes.max_num_seqs} candidates at once",
             "ways": simulated_ways,
             "rows": simulated_rows,
         },
-        "targets": [] if profile is None else targets(simulated_ways),
         "measurements": rows,
         "returned_lengths": {
             name: sorted(length for repeat in repeats for length in runs[name, repeat].returned) for name in WAY_NAMES

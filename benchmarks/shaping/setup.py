@@ -9,7 +9,8 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, in_turn, size
+from benchmarks.common import in_turn
+from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, size
 from benchmarks.prompts import PROMPTS
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.group.plans.allocation import MAX_BUDGET_RATIO
@@ -140,8 +141,3 @@ def order(repeat: int) -> list[WayName]:
         turned.remove("auto_dual_end")
         turned.insert(turned.index("auto") + 1, "auto_dual_end")
     return turned
-
-
-def longest_counts(group_size: int) -> list[int]:
-    """L of the L:K that are compared: for 8 those of DARTS Table 4, and none, which is the shortest only."""
-    return sorted({0, *(num for num in (1, 2, group_size // 2) if num <= group_size)})

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import hardware, installed_versions, write_json
+from benchmarks.common import hardware, in_turn, installed_versions, write_json
 from benchmarks.time_to_reward.arms import ARMS
 from examples.grpo.server import Server
 from examples.grpo.train import parse
@@ -54,8 +54,7 @@ def main() -> None:
     with Server(parse([arguments.model, str(arguments.runs), *serve, *flags])) as server:
         nothing = server.client.state()
         for place, seed in enumerate(arguments.seeds):
-            turn = place % len(arguments.arms)  # nobody is always first
-            for name in [*arguments.arms[turn:], *arguments.arms[:turn]]:
+            for name in in_turn(arguments.arms, place):
                 arm, output = ARMS[name], arguments.runs / f"{name}-{seed}"
                 if is_done(output / "record.jsonl", arguments.steps):
                     continue

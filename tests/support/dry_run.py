@@ -1,4 +1,4 @@
-"""vLLM's scheduler without a model: real scheduling, sampled tokens from a script. For tests and benchmarks.
+"""vLLM's scheduler without a model: real scheduling, sampled tokens from a script. For tests.
 
 Invariant: the scheduler under test is unchanged; only the model runner's output is made up.
 """

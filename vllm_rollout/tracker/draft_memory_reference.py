@@ -30,7 +30,7 @@ MAX_VERSIONS_OLD = 30
 """A source that is older counts as one of this age."""
 DOUBT = 2.6
 """What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
-(benchmarks/draft_memory.py)."""
+(docs/log.md)."""
 
 KeptSequence = tuple[int, int, bytes]
 """Tokens of the stem that it begins with, versions since it ended, its own tokens."""

@@ -1,5 +1,0 @@
-"""`python -m benchmarks.kills`."""
-
-from benchmarks.kills.run import main
-
-main()
