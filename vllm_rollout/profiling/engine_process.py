@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.process import LOG_TAIL_LINES, last_lines, last_message
 
 STOP_TIMEOUT_S = 20.0
@@ -31,15 +32,6 @@ class EngineError(RuntimeError):
     """The engine did not start, or died; the message ends with the end of its log and what to do."""
 
 
-class MeasuredStep(NamedTuple):
-    """As `adapter.step_times.StepTime`."""
-
-    batch_size: int
-    num_tokens: int
-    context_tokens: float
-    seconds: float
-
-
 class MeasuringEngine(Protocol):
     """What a profile is measured with."""
 
@@ -49,11 +41,11 @@ class MeasuringEngine(Protocol):
 
     def warm_up(self) -> None: ...
 
-    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[MeasuredStep]:
+    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
         """Pure decode steps of exactly so many candidates."""
         ...
 
-    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[MeasuredStep]:
+    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
         """Steps that compute so many prompt tokens beside one candidate that decodes."""
         ...
 
@@ -120,11 +112,11 @@ class EngineProcess:
     def warm_up(self) -> None:
         self._call("warm_up")
 
-    def decode(self, **arguments: int) -> list[MeasuredStep]:
-        return [MeasuredStep(*step) for step in self._call("decode", **arguments)]
+    def decode(self, **arguments: int) -> list[StepTime]:
+        return [StepTime(*step) for step in self._call("decode", **arguments)]
 
-    def prefill(self, **arguments: int) -> list[MeasuredStep]:
-        return [MeasuredStep(*step) for step in self._call("prefill", **arguments)]
+    def prefill(self, **arguments: int) -> list[StepTime]:
+        return [StepTime(*step) for step in self._call("prefill", **arguments)]
 
     def _call(self, command: str, **arguments: Any) -> Any:
         assert self._process is not None
