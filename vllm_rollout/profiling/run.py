@@ -98,7 +98,7 @@ def _measure_all(options: ProfileOptions, profile: Profile | None, start: StartE
         console.print(f"[dim]quick, on a CPU: the engine runs with {' '.join(flags)}; give them to serve, too[/]")
     for size in options.tensor_parallel_sizes:
         if profile is not None and (facts := profile.engine(size)) is not None and not options.refresh:
-            plan = make_plan(options.wanted, facts.limits)
+            plan = make_plan(options.wanted, facts)
             if not missing_points(profile, plan, size) and not missing_chunks(profile, plan, size):
                 console.print(f"[dim]tensor-parallel size {size}: all {len(plan.points)} points are in the file[/]")
                 continue
@@ -138,7 +138,7 @@ def _measure_size(
             wanted = _refreshed(options.wanted, profile, size) if options.refresh else options.wanted
             facts = profile.engine(size)
             assert facts is not None
-            plan = make_plan(wanted, facts.limits)
+            plan = make_plan(wanted, facts)
             if not options.refresh:  # a refresh is about some points, what does not fit was said before
                 facts = facts.model_copy(update={"left_out": plan.left_out})
                 profile = with_engine(profile, facts)
