@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.process import LOG_TAIL_LINES, last_lines, last_message
@@ -32,26 +32,8 @@ class EngineError(RuntimeError):
     """The engine did not start, or died; the message ends with the end of its log and what to do."""
 
 
-class MeasuringEngine(Protocol):
-    """What a profile is measured with."""
-
-    def info(self) -> dict[str, Any]:
-        """What the engine is, and what fits into it."""
-        ...
-
-    def warm_up(self) -> None: ...
-
-    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
-        """Pure decode steps of exactly so many candidates."""
-        ...
-
-    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
-        """Steps that compute so many prompt tokens beside one candidate that decodes."""
-        ...
-
-
 class EngineProcess:
-    """The real engine."""
+    """What a profile is measured with."""
 
     def __init__(
         self,
@@ -107,15 +89,24 @@ class EngineProcess:
         return self._process.pid
 
     def info(self) -> dict[str, Any]:
+        """What the engine is, and what fits into it."""
         return self._call("info")
 
     def warm_up(self) -> None:
         self._call("warm_up")
 
     def decode(self, **arguments: int) -> list[StepTime]:
+        """Pure decode steps of exactly so many candidates.
+
+        Arguments: `batch_size`, `context_tokens`, `num_warmup`, `num_steps`.
+        """
         return [StepTime(*step) for step in self._call("decode", **arguments)]
 
     def prefill(self, **arguments: int) -> list[StepTime]:
+        """Steps that compute so many prompt tokens beside one candidate that decodes.
+
+        Arguments: `chunk_tokens`, `num_steps`.
+        """
         return [StepTime(*step) for step in self._call("prefill", **arguments)]
 
     def _call(self, command: str, **arguments: Any) -> Any:

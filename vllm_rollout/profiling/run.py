@@ -19,7 +19,7 @@ from rich.table import Table
 
 from vllm_rollout.models import list_models, resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder, runs_on_cpu, server_environment
-from vllm_rollout.profiling.engine_process import EngineProcess, MeasuringEngine, OnWait, engine_command
+from vllm_rollout.profiling.engine_process import EngineProcess, OnWait, engine_command
 from vllm_rollout.profiling.grid import GridPoint, Plan, Wanted, make_plan
 from vllm_rollout.profiling.measure import (
     TooFewSteps,
@@ -48,7 +48,7 @@ class ProfileJob(NamedTuple):
     """Answers the profile with it, and the result in words."""
 
 
-StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[MeasuringEngine]]
+StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[EngineProcess]]
 """Tensor-parallel size, flags, what to call while waiting."""
 
 
@@ -158,7 +158,7 @@ def _measure_size(
 def _measure_points(
     options: ProfileOptions,
     profile: Profile,
-    engine: MeasuringEngine,
+    engine: EngineProcess,
     size: int,
     points: Sequence[GridPoint],
     chunks: Sequence[int],
