@@ -77,10 +77,9 @@ def test_a_stop_string_across_the_move_is_found(new_ranks):
     ranks = new_ranks()
     run = ranks.runs[0]
     (id,) = add_group(run, "g", [40], group_size=1, stop=["ab"], detokenize=True)
-    tokenizer = run.scheduler._stop_strings._model_config
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    tokenizer = cached_tokenizer_from_config(tokenizer)
+    tokenizer = cached_tokenizer_from_config(run.scheduler.vllm_config.model_config)
     a, b = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ab")
     run.scripts[id] = [b] * 10 + [a] + [b] * 10
     ranks.until(id, 11)

@@ -24,13 +24,12 @@ from vllm_rollout.adapter.call_table import (
     CostToCompare,
     Operation,
     Result,
-    StepTime,
 )
 from vllm_rollout.adapter.core.calls import ANSWERS, rollout_call
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, StepTime
 from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 from vllm_rollout.group.ranks.drift import StepDrift
 from vllm_rollout.group.ranks.placement import Placement

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_rollout.group.lengths.cost import PTLCurve
-from vllm_rollout.profiling.engine_process import MeasuredStep
+from vllm_rollout.group.lengths.cost import PTLCurve, StepTime
 
 MODEL = {
     "architecture": "LlamaForCausalLM",
@@ -61,24 +60,23 @@ class FakeEngine:
     def warm_up(self) -> None:
         pass
 
-    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[MeasuredStep]:
+    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
         self._count()
         self.measured.append((batch_size, context_tokens))
         if batch_size in self.incapable:
             return []
         middle = context_tokens - num_steps // 2
         return [
-            MeasuredStep(batch_size, batch_size, middle + i, self.seconds(batch_size, middle + i))
-            for i in range(num_steps)
+            StepTime(batch_size, batch_size, middle + i, self.seconds(batch_size, middle + i)) for i in range(num_steps)
         ]
 
-    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[MeasuredStep]:
+    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
         self._count()
         self.chunks.append(chunk_tokens)
         if chunk_tokens in self.incapable:
             return []
         seconds = self.seconds(1, chunk_tokens / 2) + STEP_PREFILL_S + PREFILL_S_PER_TOKEN * chunk_tokens
-        return [MeasuredStep(2, chunk_tokens + 1, chunk_tokens / 2, seconds)] * num_steps
+        return [StepTime(2, chunk_tokens + 1, chunk_tokens / 2, seconds)] * num_steps
 
     def seconds(self, batch_size: int, context: float) -> float:
         return CURVE(batch_size) * (1 + CONTEXT_SHARE * context) / self.size * self.speed

@@ -7,19 +7,20 @@ from hypothesis import strategies as st
 from vllm_rollout.profiling.grid import (
     PROFILE_QUICK_BATCH_SIZE,
     GridPoint,
-    Limits,
     Wanted,
     default_batch_sizes,
     make_plan,
 )
+from vllm_rollout.profiling.profile_file import EngineFacts
 
-ROOMY = Limits(
-    max_num_seqs=256, max_model_len=8192, kv_capacity_tokens=10**8, block_size=32, max_num_batched_tokens=8192
-)
+ROOMY = EngineFacts(
+    tensor_parallel_size=1, max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=8192, block_size=32,
+    kv_capacity_tokens=10**8, kv_bytes_per_token=1.0,
+)  # fmt: skip
 
 
 def limits(**changes):
-    return Limits(**{name: changes.get(name, getattr(ROOMY, name)) for name in Limits.__slots__})
+    return ROOMY.model_copy(update=changes)
 
 
 def test_batch_sizes_are_two_per_doubling_and_the_largest():

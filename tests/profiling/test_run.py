@@ -107,7 +107,7 @@ def test_what_is_in_the_file_is_measured_again_only_when_it_is_said(options):
     profile, said = go(options, engines)
     assert len(engines.started) == 1
     assert "all 12 points are in the file" in said
-    plan = make_plan(SMALL, profile.engine(1).limits)
+    plan = make_plan(SMALL, profile.engine(1))
     assert {(p.batch_size, p.context_tokens) for p in profile.points} == set(map(tuple, plan.points))
 
     larger = replace(options, serve_flags=(), wanted=replace(SMALL, contexts=(128, 512, 700)))

@@ -10,7 +10,7 @@ from vllm_rollout.emulation.settings import DraftSettings
 from vllm_rollout.group.drafting import PLAIN_INTERVAL_STEPS
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.simulator.drafts import DraftedCosts, drafted, drafted_step, gains
+from vllm_rollout.simulator.drafts import drafted, drafted_step, gains
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rounds.settings import parse_rounds
@@ -93,7 +93,6 @@ def test_drafted_costs_are_seconds_per_token_of_a_row(size: int, context: float)
     cost = linear(1.0, 0.0005, 1e-7)
     step = drafted_step(cost, TWO, 0.8, size, context)
     assert drafted(cost, TWO, 0.8).ptl(size, context) == pytest.approx(step.seconds / step.tokens, rel=0.01)
-    assert DraftedCosts(cost, TWO).at(0.8004).ptl(size, context) == drafted(cost, TWO, 0.8).ptl(size, context)
     (gain,) = gains(cost, TWO, 0.8, [size], context)
     assert gain == (size, step.drafts, step.tokens, pytest.approx(cost.ptl(size, context) * step.tokens / step.seconds))
 

@@ -21,7 +21,7 @@ from vllm_rollout.group.judging.ledger import NamedReward, RewardStatus
 from vllm_rollout.group.judging.length_trial import TriedCandidate
 from vllm_rollout.group.judging.race_bias import AuditReport
 from vllm_rollout.group.judging.report import HeadInfo, RewardedCandidate
-from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.lengths.cost import CostModel, StepTime
 from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.lengths.moments import LengthStatistics
 from vllm_rollout.group.ranks.drift import StepDrift
@@ -158,17 +158,6 @@ class LengthsToLookUp(NamedTuple):
 class PromptsToRead(NamedTuple):
     reader: str
     adapter: str
-
-
-class StepTime(NamedTuple):
-    """One engine step."""
-
-    batch_size: int
-    num_tokens: int
-    """Computed in the step; more than `batch_size` when it prefills."""
-    context_tokens: float
-    """Prompt and output so far, mean over the requests that are still running."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

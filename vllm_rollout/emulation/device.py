@@ -57,23 +57,22 @@ class Device:
 
 def step_seconds(settings: Settings) -> Callable[[StepWork], float]:
     """Seconds of a step at speed 1. Raises: ValueError for a profile that cannot be read."""
-    if settings.profile is None:
-        return linear(_step_of(settings))
-    cost = Profile.read(settings.profile).cost(settings.tensor_parallel_size or 1)
+    cost = cost_of(settings)
 
-    def profiled(work: StepWork) -> float:
+    def seconds(work: StepWork) -> float:
         prefill_s = work.prefilled_tokens * cost.prefill_s_per_token
         prefill_s += cost.step_prefill_s if work.prefilled_tokens else 0.0
         return cost.ptl(work.num_decoded, work.context_tokens / work.num_decoded) + prefill_s
 
-    return profiled
+    return seconds
 
 
 def cost_of(settings: Settings) -> CostModel:
     """What the rules may know of the device's steps. Raises: ValueError for a profile that cannot be read."""
     if settings.profile is not None:
         return Profile.read(settings.profile).cost(settings.tensor_parallel_size or 1)
-    step = _step_of(settings)
+    assert settings.sizes is None, "Settings.at() has chosen one"
+    step = settings.step or StepSettings()
 
     def curve(context: float) -> PTLCurve:
         per_request_ms = step.ms_per_request + context * step.ms_per_context_token
@@ -81,17 +80,3 @@ def cost_of(settings: Settings) -> CostModel:
 
     curves = tuple((context, curve(context)) for context in COST_KNOTS)
     return CostModel(curves, prefill_s_per_token=step.ms_per_prefilled_token / 1e3)
-
-
-def _step_of(settings: Settings) -> StepSettings:
-    assert settings.sizes is None, "Settings.at() has chosen one"
-    return settings.step or StepSettings()
-
-
-def linear(step: StepSettings) -> Callable[[StepWork], float]:
-    def seconds(work: StepWork) -> float:
-        ms = step.ms + step.ms_per_request * work.num_decoded
-        ms += step.ms_per_context_token * work.context_tokens + step.ms_per_prefilled_token * work.prefilled_tokens
-        return ms / 1e3
-
-    return seconds

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from statistics import NormalDist
 from struct import Struct
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm_rollout.emulation.settings import LogNormal, Settings, Success
 from vllm_rollout.group.plans.prompt_key import KEY_OF_TOKENS, digest_of
@@ -75,7 +75,7 @@ class Fates:
         self._distance = math.sqrt(2) * STANDARD.inv_cdf(settings.score.auc)
         """Between the mean scores of those that succeed and of those that do not: it makes the AUC what it shall be."""
         if settings.lengths.trace is not None:
-            self._lengths: LengthSource = TracedLengths(
+            self._lengths: DrawnLengths | TracedLengths = TracedLengths(
                 read_trace(Path(settings.lengths.trace)).prompts, rank, num_ranks
             )
         else:
@@ -103,10 +103,6 @@ def success_rate(success: Success, length: int, prompt_chance: float) -> float:
     log_odds = math.log(success.rate / (1 - success.rate)) + success.prompt_sigma * STANDARD.inv_cdf(prompt_chance)
     log_odds += success.log_odds_per_doubling * math.log2(length / success.reference_length)
     return 1 / (1 + math.exp(-max(-700.0, min(700.0, log_odds))))
-
-
-class LengthSource(Protocol):
-    def of(self, prompt: str, name: str, index: int | None, prompt_chance: float, chance: float) -> int: ...
 
 
 class DrawnLengths:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.process import LOG_TAIL_LINES, last_lines, last_message
 
 STOP_TIMEOUT_S = 20.0
@@ -31,35 +32,8 @@ class EngineError(RuntimeError):
     """The engine did not start, or died; the message ends with the end of its log and what to do."""
 
 
-class MeasuredStep(NamedTuple):
-    """As `adapter.step_times.StepTime`."""
-
-    batch_size: int
-    num_tokens: int
-    context_tokens: float
-    seconds: float
-
-
-class MeasuringEngine(Protocol):
-    """What a profile is measured with."""
-
-    def info(self) -> dict[str, Any]:
-        """What the engine is, and what fits into it."""
-        ...
-
-    def warm_up(self) -> None: ...
-
-    def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[MeasuredStep]:
-        """Pure decode steps of exactly so many candidates."""
-        ...
-
-    def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[MeasuredStep]:
-        """Steps that compute so many prompt tokens beside one candidate that decodes."""
-        ...
-
-
 class EngineProcess:
-    """The real engine."""
+    """What a profile is measured with."""
 
     def __init__(
         self,
@@ -115,16 +89,25 @@ class EngineProcess:
         return self._process.pid
 
     def info(self) -> dict[str, Any]:
+        """What the engine is, and what fits into it."""
         return self._call("info")
 
     def warm_up(self) -> None:
         self._call("warm_up")
 
-    def decode(self, **arguments: int) -> list[MeasuredStep]:
-        return [MeasuredStep(*step) for step in self._call("decode", **arguments)]
+    def decode(self, **arguments: int) -> list[StepTime]:
+        """Pure decode steps of exactly so many candidates.
 
-    def prefill(self, **arguments: int) -> list[MeasuredStep]:
-        return [MeasuredStep(*step) for step in self._call("prefill", **arguments)]
+        Arguments: `batch_size`, `context_tokens`, `num_warmup`, `num_steps`.
+        """
+        return [StepTime(*step) for step in self._call("decode", **arguments)]
+
+    def prefill(self, **arguments: int) -> list[StepTime]:
+        """Steps that compute so many prompt tokens beside one candidate that decodes.
+
+        Arguments: `chunk_tokens`, `num_steps`.
+        """
+        return [StepTime(*step) for step in self._call("prefill", **arguments)]
 
     def _call(self, command: str, **arguments: Any) -> Any:
         assert self._process is not None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_rollout.profiling.profile_file import EngineFacts
+
 PROFILE_SHORTEST_CONTEXT_TOKENS = 128
 """Shortest context of a profile; half of the longest and the longest come after it."""
 PROFILE_STEPS = 32
@@ -29,17 +31,6 @@ class GridPoint(NamedTuple):
 
     batch_size: int
     context_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What an engine has room for."""
-
-    max_num_seqs: int
-    max_model_len: int
-    kv_capacity_tokens: int
-    block_size: int
-    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ class Plan:
     """Prompt tokens of the steps that prefill."""
 
 
-def make_plan(wanted: Wanted, limits: Limits) -> Plan:
+def make_plan(wanted: Wanted, engine: EngineFacts) -> Plan:
     """Contexts ascend, so that each finds the one before in the prefix cache; the largest batch comes first and fills
     it for the others.
 
@@ -78,34 +69,34 @@ def make_plan(wanted: Wanted, limits: Limits) -> Plan:
     """
     room = sum(wanted.steps)
     batch_sizes = wanted.batch_sizes or default_batch_sizes(
-        min(limits.max_num_seqs, PROFILE_QUICK_BATCH_SIZE) if wanted.quick else limits.max_num_seqs
+        min(engine.max_num_seqs, PROFILE_QUICK_BATCH_SIZE) if wanted.quick else engine.max_num_seqs
     )
-    longest = limits.max_model_len - room
+    longest = engine.max_model_len - room
     contexts = wanted.contexts or default_contexts(longest, wanted.quick)
     for size in batch_sizes:
-        if not 1 <= size <= limits.max_num_seqs:
+        if not 1 <= size <= engine.max_num_seqs:
             raise ValueError(
-                f"--batch-sizes: {size} must be in [1, {limits.max_num_seqs}], the engine's max_num_seqs. Leave it "
+                f"--batch-sizes: {size} must be in [1, {engine.max_num_seqs}], the engine's max_num_seqs. Leave it "
                 f"out, or profile and serve with --max-num-seqs {size}."
             )
     for context in contexts:
         if not 1 <= context <= longest:
             raise ValueError(
-                f"--contexts: {context} must be in [1, {longest}]: max_model_len ({limits.max_model_len}) less the "
+                f"--contexts: {context} must be in [1, {longest}]: max_model_len ({engine.max_model_len}) less the "
                 f"{room} steps of a point."
             )
     points, left_out = [], []
     for context in sorted(set(contexts)):
         for size in sorted(set(batch_sizes), reverse=True):
-            blocks = -(-(context + room) // limits.block_size)
-            fits = size * blocks * limits.block_size <= limits.kv_capacity_tokens
+            blocks = -(-(context + room) // engine.block_size)
+            fits = size * blocks * engine.block_size <= engine.kv_capacity_tokens
             (points if fits else left_out).append(GridPoint(size, context))
     if not points:
         raise ValueError(
-            f"no point fits into the KV cache of {limits.kv_capacity_tokens:,} tokens. Give the engine more memory "
+            f"no point fits into the KV cache of {engine.kv_capacity_tokens:,} tokens. Give the engine more memory "
             "(VLLM_CPU_KVCACHE_SPACE, --gpu-memory-utilization) or ask for shorter --contexts."
         )
-    most = min(limits.max_num_batched_tokens - 1, longest)
+    most = min(engine.max_num_batched_tokens - 1, longest)
     chunks = [chunk for chunk in PROFILE_CHUNK_TOKENS if chunk <= most and not (wanted.quick and chunk > 512)]
     return Plan(tuple(points), tuple(left_out), tuple(chunks))
 

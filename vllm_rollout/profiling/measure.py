@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_rollout.profiling.engine_process import MeasuringEngine
+from vllm_rollout.profiling.engine_process import EngineProcess
 from vllm_rollout.profiling.fit import fit_curve, fit_prefill, leave_one_out
 from vllm_rollout.profiling.grid import GridPoint, Plan
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, PrefillPoint, Profile
@@ -41,7 +41,7 @@ def missing_chunks(profile: Profile, plan: Plan, tensor_parallel_size: int) -> l
 
 
 def add_point(
-    engine: MeasuringEngine, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int], profile: Profile
+    engine: EngineProcess, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int], profile: Profile
 ) -> tuple[Profile, str]:
     """The profile with a point measured, and the result in words.
 
@@ -67,9 +67,7 @@ def add_point(
     return with_point(profile, made), f"batch {point.batch_size}: {middle * 1e3:.1f} ms"
 
 
-def add_prefill(
-    engine: MeasuringEngine, chunk: int, tensor_parallel_size: int, profile: Profile
-) -> tuple[Profile, str]:
+def add_prefill(engine: EngineProcess, chunk: int, tensor_parallel_size: int, profile: Profile) -> tuple[Profile, str]:
     """The profile with a prefill step measured, and the result in words. Raises: TooFewSteps when there was none."""
     steps = engine.prefill(chunk_tokens=chunk, num_steps=PREFILL_STEPS)
     if not steps:

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.profiling.grid import Limits
 from vllm_rollout.whole_file import write_whole
 
 FORMAT = 1
@@ -87,16 +86,6 @@ class EngineFacts(_Model):
     step_prefill_s: float = Field(default=0.0, ge=0)
     left_out: tuple[tuple[int, int], ...] = ()
     """(batch size, context) of wanted points that do not fit into the KV cache."""
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(
-            self.max_num_seqs,
-            self.max_model_len,
-            self.kv_capacity_tokens,
-            self.block_size,
-            self.max_num_batched_tokens,
-        )
 
 
 class Mismatch(NamedTuple):

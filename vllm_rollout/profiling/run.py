@@ -19,7 +19,7 @@ from rich.table import Table
 
 from vllm_rollout.models import list_models, resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder, runs_on_cpu, server_environment
-from vllm_rollout.profiling.engine_process import EngineProcess, MeasuringEngine, OnWait, engine_command
+from vllm_rollout.profiling.engine_process import EngineProcess, OnWait, engine_command
 from vllm_rollout.profiling.grid import GridPoint, Plan, Wanted, make_plan
 from vllm_rollout.profiling.measure import (
     TooFewSteps,
@@ -48,7 +48,7 @@ class ProfileJob(NamedTuple):
     """Answers the profile with it, and the result in words."""
 
 
-StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[MeasuringEngine]]
+StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[EngineProcess]]
 """Tensor-parallel size, flags, what to call while waiting."""
 
 
@@ -98,7 +98,7 @@ def _measure_all(options: ProfileOptions, profile: Profile | None, start: StartE
         console.print(f"[dim]quick, on a CPU: the engine runs with {' '.join(flags)}; give them to serve, too[/]")
     for size in options.tensor_parallel_sizes:
         if profile is not None and (facts := profile.engine(size)) is not None and not options.refresh:
-            plan = make_plan(options.wanted, facts.limits)
+            plan = make_plan(options.wanted, facts)
             if not missing_points(profile, plan, size) and not missing_chunks(profile, plan, size):
                 console.print(f"[dim]tensor-parallel size {size}: all {len(plan.points)} points are in the file[/]")
                 continue
@@ -138,7 +138,7 @@ def _measure_size(
             wanted = _refreshed(options.wanted, profile, size) if options.refresh else options.wanted
             facts = profile.engine(size)
             assert facts is not None
-            plan = make_plan(wanted, facts.limits)
+            plan = make_plan(wanted, facts)
             if not options.refresh:  # a refresh is about some points, what does not fit was said before
                 facts = facts.model_copy(update={"left_out": plan.left_out})
                 profile = with_engine(profile, facts)
@@ -158,7 +158,7 @@ def _measure_size(
 def _measure_points(
     options: ProfileOptions,
     profile: Profile,
-    engine: MeasuringEngine,
+    engine: EngineProcess,
     size: int,
     points: Sequence[GridPoint],
     chunks: Sequence[int],

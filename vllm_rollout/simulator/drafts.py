@@ -82,21 +82,6 @@ def drafted(cost: CostModel, settings: DraftSettings, factor: float) -> CostMode
     return CostModel(curves, cost.prefill_s_per_token, cost.step_prefill_s, cost.max_num_seqs)
 
 
-class DraftedCosts:
-    """`drafted` for any factor, in steps of a hundredth."""
-
-    def __init__(self, cost: CostModel, settings: DraftSettings) -> None:
-        self._cost = cost
-        self._settings = settings
-        self._known: dict[float, CostModel] = {}
-
-    def at(self, factor: float) -> CostModel:
-        factor = round(factor, 2)
-        if factor not in self._known:
-            self._known[factor] = drafted(self._cost, self._settings, factor)
-        return self._known[factor]
-
-
 class BatchGain(NamedTuple):
     """What drafts bring at one size of the batch."""
 

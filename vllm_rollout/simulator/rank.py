@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -26,7 +27,7 @@ from vllm_rollout.group.step.admission import most_running
 from vllm_rollout.group.step.moving import DetachedGroup
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId, Confidence, Observation
-from vllm_rollout.simulator.drafts import DraftedCosts
+from vllm_rollout.simulator.drafts import drafted
 from vllm_rollout.simulator.machine import Machine, RankRun
 from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
 
@@ -77,7 +78,8 @@ class Rank:
         self._name = name
         self._cost = machine.step_cost
         self._drafts = machine.drafts
-        self._drafted = None if machine.drafts is None else DraftedCosts(machine.step_cost, machine.drafts)
+        self._drafted = None if machine.drafts is None else cache(partial(drafted, machine.step_cost, machine.drafts))
+        """Costs by the factor of its drafts, in steps of a hundredth."""
         self._draft_factors = 0.0
         """Summed over running candidates."""
         self._slots = machine.num_slots or inf
@@ -261,7 +263,7 @@ class Rank:
     def _time_of(self, num_steps: int) -> float:
         """Seconds of the next so many decode steps."""
         batch_size = len(self._running)
-        cost = self._cost if self._drafted is None else self._drafted.at(self._draft_factors / batch_size)
+        cost = self._cost if self._drafted is None else self._drafted(round(self._draft_factors / batch_size, 2))
         return cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
 
     def _close(self) -> Closed | None:

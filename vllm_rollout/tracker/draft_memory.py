@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.tracker.dispatch import extension_fault, reference_is_forced
 from vllm_rollout.tracker.draft_memory_file import dump_prompts, load_prompts
-from vllm_rollout.tracker.draft_memory_reference import DraftMemoryReference, KeptPrompt, KeptSequence
+from vllm_rollout.tracker.draft_memory_reference import DraftMemoryReference
 
 MAX_TOKEN = 2**31 - 1
 
@@ -32,21 +32,6 @@ class Drafts(NamedTuple):
     """[num_rows, num_columns]: that this token and all before it in the row are accepted; 0 where padded."""
 
 
-class Store(Protocol):
-    """What both implementations offer; arrays travel as their bytes, keys in UTF-8."""
-
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_prompts(self) -> int: ...
-    def begin(self, key: bytes, context: bytes, /) -> int: ...
-    def step(self, sequences: bytes, tokens: bytes, longest: bytes, /) -> tuple[bytearray, bytearray]: ...
-    def end(self, sequences: bytes, keep: bool, /) -> None: ...
-    def age(self) -> None: ...
-    def kept(self) -> list[KeptPrompt]: ...
-    def restore(self, key: bytes, stem: bytes, sequences: list[KeptSequence], /) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class DraftMemoryImplementation:
     """Which implementation serves."""
@@ -55,6 +40,7 @@ class DraftMemoryImplementation:
     reason: str | None
     """Why the faster one is not active; None when it is."""
     store: type[Any] = field(repr=False, compare=False)
+    """DraftMemoryReference, or csrc's of the same methods: arrays travel as their bytes, keys in UTF-8."""
 
 
 def draft_memory_implementation() -> DraftMemoryImplementation:
@@ -99,7 +85,7 @@ class DraftMemory:
             if not least <= value < 2**62:
                 raise ValueError(f"{name} must be at least {least} and below 2^62, got {value}")
         self.implementation = draft_memory_implementation()
-        self._store: Store = self.implementation.store(max_bytes, min_match, max_match, max_places)
+        self._store: DraftMemoryReference = self.implementation.store(max_bytes, min_match, max_match, max_places)
 
     @property
     def num_bytes(self) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS, QUALITY_HEAD_HIDDEN
+from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.tracker.ops import quality_head, token_confidence, update_confidence, windowed_confidence
+from vllm_rollout.tracker.quality_head import head_shapes
 from vllm_rollout.tracker.tracker import NUM_KEPT
 
 NUMBERS_DUE = (1, 17)
@@ -29,7 +30,6 @@ def warm_up(logits: torch.Tensor, hidden: torch.Tensor) -> None:
     trace = torch.zeros(1, 1, device=device)
     update_confidence(slots, positions, confidence, means, m2s, trace)
     windowed_confidence(trace, slots + 1, CONFIDENCE_WINDOW_TOKENS)
-    shapes = (QUALITY_HEAD_HIDDEN, hidden_size), (QUALITY_HEAD_HIDDEN,), (QUALITY_HEAD_HIDDEN,), (1,)
-    weights = [torch.zeros(shape, device=device) for shape in shapes]
+    weights = [torch.zeros(shape, device=device) for shape in head_shapes(hidden_size)]
     for num_due in NUMBERS_DUE:
         quality_head(hidden, torch.zeros(num_due, dtype=torch.int64, device=device), *weights)

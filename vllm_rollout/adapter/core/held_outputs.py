@@ -26,12 +26,13 @@ class HeldOutputs:
     The first output passes at once: it carries the prefill statistics that time to first token is made of.
     """
 
-    __slots__ = ("_events", "_logprobs", "_num_nans", "_pass_next", "_routed_experts", "_token_ids", "interval")
+    __slots__ = ("_events", "_logprobs", "_num_nans", "_routed_experts", "_token_ids", "interval", "passes_next")
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
         """Tokens per message."""
-        self._pass_next = True
+        self.passes_next = True
+        """The next output passes at once."""
         self._token_ids: list[int] = []
         self._logprobs: list[LogprobsLists] = []
         self._routed_experts: list[np.ndarray] = []
@@ -40,8 +41,8 @@ class HeldOutputs:
 
     def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Take an output that is not the last one; returns what is to be sent now, if anything."""
-        if self._pass_next:
-            self._pass_next = self.interval == 1
+        if self.passes_next:
+            self.passes_next = self.interval == 1
             return self.finish(output)
         self._collect(output)
         # A sampling mask cannot be merged, so its output must not wait for another one.
@@ -51,12 +52,7 @@ class HeldOutputs:
 
     def release_next(self) -> None:
         """Send what is held together with the next output, however little it is."""
-        self._pass_next = True
-
-    @property
-    def passes_next(self) -> bool:
-        """The next output passes at once."""
-        return self._pass_next
+        self.passes_next = True
 
     def copy(self, request_id: str) -> EngineCoreOutput | None:
         """Everything held, as one output that is not to be sent; None when nothing is."""
@@ -64,7 +60,7 @@ class HeldOutputs:
 
     def attach(self, held: EngineCoreOutput | None, *, passes_next: bool) -> None:
         """Go on where another one let go."""
-        self._pass_next = passes_next
+        self.passes_next = passes_next
         if held is not None:
             self._collect(held)
 

@@ -31,7 +31,7 @@ from vllm_rollout.adapter.core.parent import end_with_parent
 from vllm_rollout.adapter.core.readings import Readings
 from vllm_rollout.adapter.core.slots import answer_for_room
 from vllm_rollout.adapter.core.step_times import StepTimes
-from vllm_rollout.adapter.core.stop_strings import StopStringsFactory
+from vllm_rollout.adapter.core.stop_strings import StopStrings
 from vllm_rollout.adapter.core.versions import admitting, num_deferred
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
@@ -74,7 +74,6 @@ class GroupSchedulerMixin:
         self._ended: list[EngineCandidate] = []
         """Candidates that ended since the last step was closed."""
         self._joining = Joining(self.vllm_config)
-        self._stop_strings = StopStringsFactory(self.vllm_config.model_config)
         self._num_with_stop_strings = 0
         self.moves = GroupMoves(self, scheduler=self)
         self.num_preemptions = 0
@@ -172,7 +171,7 @@ class GroupSchedulerMixin:
         candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
         del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
         if request.sampling_params.stop:
-            candidate.stop_strings = self._stop_strings.watch(request)
+            candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
             candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
             self._num_with_stop_strings += 1
         self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
@@ -215,7 +214,7 @@ class GroupSchedulerMixin:
             return
         self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
         if request.sampling_params.stop:
-            candidate.stop_strings = self._stop_strings.watch(request)
+            candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
             self._num_with_stop_strings += 1
 
     def _refuse(self, candidate: EngineCandidate, refusal: str) -> None:

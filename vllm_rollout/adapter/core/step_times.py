@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.call_table import StepTime
+from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.group.ranks.drift import Drift, StepDrift
 
 MAX_RECORDED_STEPS = 65_536

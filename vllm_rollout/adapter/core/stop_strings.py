@@ -14,12 +14,14 @@ from vllm.v1.request import Request
 
 
 class StopStrings:
-    """Watches one candidate's output for its stop strings."""
+    """Watches one candidate's output for its stop strings. The tokenizer is loaded for the first such candidate."""
 
     __slots__ = ("_detokenizer",)
 
-    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
-        self._detokenizer = detokenizer
+    def __init__(self, model_config: ModelConfig, request: Request) -> None:
+        tokenizer = cached_tokenizer_from_config(model_config)
+        # The detokenizer reads `sampling_params`, `prompt_token_ids` and `request_id`, which a Request has as well.
+        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)  # type: ignore[arg-type]
 
     def found_at(self, new_token_ids: list[int]) -> int | None:
         """How many of the new tokens there are up to the one that completes a stop string; None when none does."""
@@ -27,15 +29,3 @@ class StopStrings:
             if self._detokenizer.update([token_id], stop_terminated=False) is not None:
                 return num_kept
         return None
-
-
-class StopStringsFactory:
-    """Loads the tokenizer when the first candidate with stop strings arrives."""
-
-    def __init__(self, model_config: ModelConfig) -> None:
-        self._model_config = model_config
-
-    def watch(self, request: Request) -> StopStrings:
-        tokenizer = cached_tokenizer_from_config(self._model_config)
-        # The detokenizer reads `sampling_params`, `prompt_token_ids` and `request_id`, which a Request has as well.
-        return StopStrings(IncrementalDetokenizer.from_new_request(tokenizer, request))  # type: ignore[arg-type]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_rollout.adapter.worker.emulated_request import EmulatedRequest
 from vllm_rollout.emulation.device import StepWork
 from vllm_rollout.emulation.drafts import NO_DRAFTS, DrawnDrafts, draw, share_factor
 from vllm_rollout.emulation.settings import DraftSettings
@@ -21,24 +22,11 @@ MAX_KNOWN_PROMPTS = 2**17
 """Whose answers are counted; a real memory is bounded in bytes."""
 
 
-class Speaker(Protocol):
-    """A request, as far as drafts go."""
-
-    salt: int
-    length: int
-    num_prompt: int
-    num_before: int
-    max_tokens: int
-    newest: int
-
-    def token(self, number: int) -> int: ...
-
-
 class SaidRow(NamedTuple):
     """A row of a step that is over."""
 
     request_id: str
-    request: Speaker
+    request: EmulatedRequest
     num_said: int
     """Tokens that it has sampled; 0 in a prefill that is not over."""
     num_drafts: int = 0

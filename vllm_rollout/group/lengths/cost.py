@@ -24,6 +24,17 @@ MAX_SIMULATED_CANDIDATES = 4096
 """Candidates per rank up to which a budget's cost is followed one by one; beyond, the quantiles stand for more."""
 
 
+class StepTime(NamedTuple):
+    """One engine step."""
+
+    batch_size: int
+    num_tokens: int
+    """Computed in the step; more than `batch_size` when it prefills."""
+    context_tokens: float
+    """Prompt and output so far, mean over the requests that are still running."""
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class PTLCurve:
     """PTL over batch size at one context length: continuous and piecewise linear.

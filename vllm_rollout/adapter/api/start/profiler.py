@@ -30,10 +30,11 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
 from vllm_rollout.adapter.api.start.serve import parse
-from vllm_rollout.adapter.call_table import RECORD_STEPS, TAKE_STEPS, StepTime
+from vllm_rollout.adapter.call_table import RECORD_STEPS, TAKE_STEPS
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.group.plans.terms import GroupTerms
 
 UNTIMED_STEPS = 2
