@@ -58,7 +58,6 @@ class Resizable(Protocol):
 
     async def resize(self, size: int, patience_s: float) -> Resized:
         """Raises: RequestError (503) when the engine does not come back."""
-        ...
 
 
 class Parallelism:
