@@ -12,8 +12,9 @@ from typing import Any, TypedDict
 from typing_extensions import Unpack
 
 from vllm_rollout.client.agent_group import AgentGroup, RunAgent, RunningGroup, Shared
-from vllm_rollout.client.agent_session import Sender, cancelled
+from vllm_rollout.client.agent_session import cancelled
 from vllm_rollout.client.body import option_fields, takes_options
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.server.sessions.body import SessionGroupRequest
 
 MAX_CONCURRENT = 512

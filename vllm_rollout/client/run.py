@@ -20,13 +20,12 @@ from typing_extensions import Unpack
 from vllm_rollout.client import run_calls
 from vllm_rollout.client.agent_group import RunAgent, Shared
 from vllm_rollout.client.agent_rounds import AgentRound, RunningRound
-from vllm_rollout.client.agent_session import Sender as AgentSender
 from vllm_rollout.client.agents import MAX_CONCURRENT
 from vllm_rollout.client.blocking import blocking, blocking_generator
 from vllm_rollout.client.body import PromptLike, takes_options
-from vllm_rollout.client.calls import EventsCall
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.group.rounds.rounds import RoundKind
 from vllm_rollout.server.answers import Event, RoundAnswer
 from vllm_rollout.server.runs.answers import RunAnswer
@@ -95,12 +94,6 @@ class RoundFeed:
 
     def _take(self, count: int) -> list[Any]:
         return list(islice(self._prompts, count))
-
-
-class Sender(AgentSender, Protocol):
-    """As much of an `AsyncRolloutClient` as a run needs."""
-
-    def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]: ...
 
 
 def new_key() -> str:
