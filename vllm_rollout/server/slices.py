@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -36,6 +37,14 @@ async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made
         made.append(make(item))
         await slices.turn()
     return made
+
+
+async def chained(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """What was asked for already, then the rest."""
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
 
 
 async def unless(work: Awaitable[Made], *ends: Awaitable[object]) -> Made | None:

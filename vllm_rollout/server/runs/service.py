@@ -50,6 +50,7 @@ from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, St
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
+from vllm_rollout.server.slices import chained
 
 T = TypeVar("T")
 
@@ -170,7 +171,7 @@ class RunService:
             live.rebuilt = self._parallelism.take_rebuilt()
         events = self._events(live)
         first = await anext(events)
-        return Begun(live, _chained(first, events))
+        return Begun(live, chained(first, events))
 
     async def _looked(self, id: str, key: str) -> Looked:
         """The run, and what became of the key: what is on its way to the disk is waited for.
@@ -445,10 +446,3 @@ class RunService:
 
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
     return FreshPrompt(prompt.id, epoch, digest_of_prompt(prompt))
-
-
-async def _chained(first: LiveEvent, rest: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[LiveEvent, None]:
-    async with aclosing(rest):
-        yield first
-        async for event in rest:
-            yield event
