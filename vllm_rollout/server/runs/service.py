@@ -50,7 +50,7 @@ from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, St
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
-from vllm_rollout.server.slices import chained
+from vllm_rollout.server.slices import chained, spawn
 
 T = TypeVar("T")
 
@@ -91,8 +91,6 @@ class RunService:
             parallelism.has_live_round = lambda: bool(self._live)
         self._unkept: dict[str, LiveRound] = {}
         """By run: its last round is over, and is not written yet."""
-        self._forgetting: set[asyncio.Task[None]] = set()
-        """Held here because the event loop holds them weakly."""
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
@@ -398,9 +396,7 @@ class RunService:
             with suppress(RequestError):  # the engine is dead, and says so elsewhere
                 await self._engine.forget_race(race_id)
 
-        task = asyncio.create_task(forget())
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        spawn(forget())
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
         parallelism = None if self._parallelism is None else self._parallelism.answer()
