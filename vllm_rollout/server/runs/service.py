@@ -324,7 +324,14 @@ class RunService:
         course.progress.start_in([position async for position in rollout.course.positions()])
         rollout.course = course
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
-        live = RolloutRound(run_id=stored.id, opened=opened, rollout=rollout, course=course, run=self._rollouts.events)
+        live = RolloutRound(
+            id=rollout.id,
+            run_id=stored.id,
+            progress=course.progress,
+            rollout=rollout,
+            course=course,
+            run=self._rollouts.events,
+        )
         if keeps_ended:
             self._keep_groups_of(live, version)
         return live
