@@ -249,7 +249,7 @@ async def measure(its: Workload, rewards: Rewards, name: str, client: AsyncRollo
     )
     prompts = [{"id": str(number), "prompt": text} for number, text in enumerate(texts)]
     feed, rounds = RoundFeed(prompts, terms.prompts_per_round), []
-    while (fed := feed.next(run.info, len(run.info.queue) + len(run.info.unstarted))) is not None:
+    while (fed := feed.next(run.info)) is not None:
         rounds.append(await one_round(run, fed, its.speed))
         await run.refresh()
     await run.delete()

@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,14 +135,14 @@ def test_a_wrong_option_is_named(client: RolloutClient) -> None:
 
 
 def test_the_end_of_the_data_goes_into_long_rounds() -> None:
-    class Wants:
-        next_round, num_fresh_prompts = "short", 6
+    def wants(*queue: str) -> SimpleNamespace:
+        return SimpleNamespace(next_round="short", num_fresh_prompts=6, queue=queue, unstarted=())
 
     feed = RoundFeed(range(9), 4)
-    assert feed.next(Wants, 0).prompts == [0, 1, 2, 3, 4, 5]
-    assert feed.next(Wants, 2) == ([6, 7, 8], "long")
-    assert feed.next(Wants, 2) == ([], "long")
-    assert feed.next(Wants, 0) is None
+    assert feed.next(wants()).prompts == [0, 1, 2, 3, 4, 5]
+    assert feed.next(wants("a", "b")) == ([6, 7, 8], "long")
+    assert feed.next(wants("a", "b")) == ([], "long")
+    assert feed.next(wants()) is None
     feed = RoundFeed(range(5), 4)
-    assert feed.next(Wants, 0) == ([0, 1, 2, 3], "long")
-    assert feed.next(Wants, 0) == ([4], "long")
+    assert feed.next(wants()) == ([0, 1, 2, 3], "long")
+    assert feed.next(wants()) == ([4], "long")

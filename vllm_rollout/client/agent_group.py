@@ -21,7 +21,6 @@ from pydantic import Discriminator, TypeAdapter
 from vllm_rollout.client.agent_session import (
     UNWANTED,
     AgentSession,
-    Sender,
     SessionLost,
     Void,
     as_reward,
@@ -30,6 +29,7 @@ from vllm_rollout.client.agent_session import (
 )
 from vllm_rollout.client.calls import Call, typed
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.group.racing.sessions import SessionLimits, SessionState
 from vllm_rollout.group.types import GroupStatus
 from vllm_rollout.server.runs.session_answers import ReturnedEvent

@@ -9,16 +9,13 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from typing import Any
 from urllib.parse import quote
-
-import httpx
 
 from vllm_rollout.client.calls import Call, typed
 from vllm_rollout.client.connection import RolloutError
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.server.sessions.body import FinishAnswer, TrajectoryAnswer
-
-T = TypeVar("T")
 
 AGAIN_S = 0.2
 """A finish that overtook the end of a turn, such as one whose call was cancelled, is sent again after so long."""
@@ -33,19 +30,6 @@ class SessionLost(Exception):
 
 class Void(Exception):
     """Raise it where a tool or a sandbox failed: the session counts for nothing, and another one takes its place."""
-
-
-class Sender(Protocol):
-    """As much of an `AsyncRolloutClient` as agents need."""
-
-    base_url: str
-    key_headers: dict[str, str]
-
-    async def send(self, call: Call[T]) -> T: ...
-
-    async def _open(self, method: str, path: str, body: object = None) -> httpx.Response: ...
-
-    async def _sleep(self, seconds: float) -> None: ...
 
 
 class AgentSession:

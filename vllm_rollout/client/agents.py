@@ -12,8 +12,9 @@ from typing import Any, TypedDict
 from typing_extensions import Unpack
 
 from vllm_rollout.client.agent_group import AgentGroup, RunAgent, RunningGroup, Shared
-from vllm_rollout.client.agent_session import Sender, cancelled
+from vllm_rollout.client.agent_session import cancelled
 from vllm_rollout.client.body import option_fields, takes_options
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.server.sessions.body import SessionGroupRequest
 
 MAX_CONCURRENT = 512
@@ -39,43 +40,38 @@ class AgentOptions(TypedDict, total=False):
     history: str | None
 
 
-class Agents:
-    """One call of `agents`."""
+async def _groups(its: Shared, prompts: Iterable[Any]) -> AsyncGenerator[AgentGroup, None]:
+    """Each when it is over. A group is declared when there is a place for one of its sessions."""
+    waiting: Iterator[tuple[int, Any]] = enumerate(prompts)
+    running: set[asyncio.Task[Any]] = set()
+    place: asyncio.Task[Any] | None = asyncio.create_task(its.places.acquire())
+    try:
+        while place is not None or running:
+            over, _ = await asyncio.wait(
+                {*running, *([] if place is None else [place])}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if place in over:
+                over.remove(place)
+                position, prompt = next(waiting, (None, None))
+                if position is None:
+                    its.places.release()
+                    place = None
+                else:
+                    group = RunningGroup(its, position, prompt)
+                    running.add(asyncio.create_task(group.result()))
+                    place = asyncio.create_task(_place_after(its, group))
+            for task in over:
+                running.remove(task)
+                yield task.result()
+    finally:
+        await cancelled([*running, *([] if place is None else [place])])
+        await cancelled(its.calls)
 
-    def __init__(self, its: Shared) -> None:
-        self._its = its
 
-    async def groups(self, prompts: Iterable[Any]) -> AsyncGenerator[AgentGroup, None]:
-        """Each when it is over. A group is declared when there is a place for one of its sessions."""
-        waiting: Iterator[tuple[int, Any]] = enumerate(prompts)
-        running: set[asyncio.Task[Any]] = set()
-        place: asyncio.Task[Any] | None = asyncio.create_task(self._its.places.acquire())
-        try:
-            while place is not None or running:
-                over, _ = await asyncio.wait(
-                    {*running, *([] if place is None else [place])}, return_when=asyncio.FIRST_COMPLETED
-                )
-                if place in over:
-                    over.remove(place)
-                    position, prompt = next(waiting, (None, None))
-                    if position is None:
-                        self._its.places.release()
-                        place = None
-                    else:
-                        group = RunningGroup(self._its, position, prompt)
-                        running.add(asyncio.create_task(group.result()))
-                        place = asyncio.create_task(self._place_after(group))
-                for task in over:
-                    running.remove(task)
-                    yield task.result()
-        finally:
-            await cancelled([*running, *([] if place is None else [place])])
-            await cancelled(self._its.calls)
-
-    async def _place_after(self, group: RunningGroup) -> None:
-        """One that none of that group's sessions wants."""
-        await group.has_begun.wait()
-        await self._its.places.acquire()
+async def _place_after(its: Shared, group: RunningGroup) -> None:
+    """One that none of that group's sessions wants."""
+    await group.has_begun.wait()
+    await its.places.acquire()
 
 
 @takes_options(AgentOptions, SessionGroupRequest)
@@ -108,4 +104,4 @@ def agents(
     if isinstance(prompts, str | Mapping):
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")
     body = {"group_size": group_size, "redundancy": redundancy, **option_fields(options, AgentOptions)}
-    return Agents(Shared(client, run, body, max_concurrent)).groups(prompts)
+    return _groups(Shared(client, run, body, max_concurrent), prompts)

@@ -1,17 +1,15 @@
 """Clients of our endpoints, async and sync. Invariant: importing this needs neither vllm nor torch.
 
-What can be asked, and how an answer is read, is said in `calls.py`; how it is sent, here, once: the sync client is the
-async one over a transport that blocks (`blocking.py`).
+What can be asked, and how an answer is read, is said in `calls.py`; how it is sent, once, in `sender.py`: the sync
+client is the async one over a transport that blocks (`blocking.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import update_wrapper, wraps
 from inspect import Parameter, signature
-from itertools import count
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
 
 import httpx
@@ -25,19 +23,10 @@ from vllm_rollout.client.agents import agents
 from vllm_rollout.client.blocking import BlockingTransport, blocking, blocking_generator, finished
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead
-from vllm_rollout.client.connection import (
-    HEALTH_TIMEOUT_S,
-    LIMITS,
-    Connection,
-    EventReader,
-    RolloutError,
-    is_healthy,
-    poll_s,
-    raise_for_error,
-    transport_error,
-)
+from vllm_rollout.client.connection import HEALTH_TIMEOUT_S, LIMITS, RolloutError, is_healthy, poll_s
 from vllm_rollout.client.run import AsyncRun, Run
 from vllm_rollout.client.run_calls import RunOptions
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.client.weights import GivenWeights, give_weights
 from vllm_rollout.server.answers import Event
 from vllm_rollout.server.protocol import Pruning
@@ -111,7 +100,7 @@ def _streamed(
     return method
 
 
-class AsyncRolloutClient(Connection):
+class AsyncRolloutClient(Sender):
     """Async client. Use as an async context manager, or await `close`."""
 
     rollout = _awaited(calls.rollout)
@@ -164,57 +153,6 @@ class AsyncRolloutClient(Connection):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
-
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    async def _aside(self, work: Callable[[], object]) -> None:
-        """Does what takes long while the loop goes on."""
-        await asyncio.to_thread(work)
-
-    async def _open(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        timeout: float | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> httpx.Response:
-        """The answer from its first byte on; what it says is still to be read."""
-        for attempt in count():
-            request = self._request(method, path, body, timeout, headers)
-            try:
-                return await self._http.send(request, stream=True)
-            except httpx.TransportError as error:
-                await self._sleep(self._delay_s(error, attempt, request.url))
-        raise AssertionError("attempts end by an answer or an error")
-
-    async def send(self, call: Call[T]) -> T:
-        response = await self._open(call.method, call.path, call.body, call.timeout, call.headers)
-        try:
-            await response.aread()
-        except httpx.TransportError as error:
-            raise transport_error(error, response.url) from error
-        finally:
-            await response.aclose()
-        raise_for_error(response)
-        return call.read(response)
-
-    async def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]:
-        response = await self._open("POST", call.path, call.body, call.timeout)
-        try:
-            if response.is_error:
-                await response.aread()
-                raise_for_error(response)
-            reader = EventReader(streams_tokens="stream_tokens" in call.body)
-            async for chunk in response.aiter_bytes():
-                for event in reader.feed(chunk):
-                    yield event
-            reader.close()
-        except httpx.TransportError as error:
-            raise transport_error(error, response.url) from error
-        finally:
-            await response.aclose()
 
 
 class _BlockingClient(AsyncRolloutClient):

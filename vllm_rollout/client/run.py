@@ -13,20 +13,19 @@ from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import Unpack
 
 from vllm_rollout.client import run_calls
 from vllm_rollout.client.agent_group import RunAgent, Shared
 from vllm_rollout.client.agent_rounds import AgentRound, RunningRound
-from vllm_rollout.client.agent_session import Sender as AgentSender
 from vllm_rollout.client.agents import MAX_CONCURRENT
 from vllm_rollout.client.blocking import blocking, blocking_generator
 from vllm_rollout.client.body import PromptLike, takes_options
-from vllm_rollout.client.calls import EventsCall
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
+from vllm_rollout.client.sender import Sender
 from vllm_rollout.group.rounds.rounds import RoundKind
 from vllm_rollout.server.answers import Event, RoundAnswer
 from vllm_rollout.server.runs.answers import RunAnswer
@@ -52,13 +51,6 @@ class _Patience:
         return error.retry_after_s or POLL_INTERVAL_S
 
 
-class Wants(Protocol):
-    """What a run says of its next round: an answer of it, or the run's own."""
-
-    next_round: RoundKind
-    num_fresh_prompts: int
-
-
 class Fed(NamedTuple):
     """What a round is sent."""
 
@@ -76,11 +68,12 @@ class RoundFeed:
         self._prompts = iter(prompts)
         self._prompts_per_round = prompts_per_round
 
-    def next(self, run: Wants, num_waiting: int) -> Fed | None:
-        """For the next round; None when everything was handed in and is back."""
+    def next(self, run: RunAnswer) -> Fed | None:
+        """For the next round of the run as it is now; None when everything was handed in and is back."""
         if run.next_round == "long":
             return Fed([], None)
-        fresh = self._take(run.num_fresh_prompts)
+        fresh = list(islice(self._prompts, run.num_fresh_prompts))
+        num_waiting = len(run.queue) + len(run.unstarted)
         if len(fresh) == run.num_fresh_prompts and (fresh or num_waiting):
             return Fed(fresh, None)
         if not fresh and not num_waiting:
@@ -92,15 +85,6 @@ class RoundFeed:
     def put_back(self, fed: Fed) -> None:
         """These were not handed in: they come next."""
         self._prompts = chain(fed.prompts, self._prompts)
-
-    def _take(self, count: int) -> list[Any]:
-        return list(islice(self._prompts, count))
-
-
-class Sender(AgentSender, Protocol):
-    """As much of an `AsyncRolloutClient` as a run needs."""
-
-    def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]: ...
 
 
 def new_key() -> str:
@@ -244,7 +228,7 @@ class AsyncRun:
         if run.open_round is not None and run.open_round.state == "interrupted":
             yield await play(key=run.open_round.idempotency_key)
             run = await self.refresh()
-        while (fed := feed.next(run, len(run.queue) + len(run.unstarted))) is not None:
+        while (fed := feed.next(run)) is not None:
             try:
                 answer = await play(fed.prompts, kind=fed.kind, epoch=epoch)
             except RolloutError as error:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import httpx
 
 from vllm_rollout.client.calls import Call
 from vllm_rollout.client.connection import RolloutError
-
-T = TypeVar("T")
+from vllm_rollout.client.sender import Sender
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
@@ -37,14 +36,6 @@ class GivenWeights:
     @property
     def seconds(self) -> float:
         return self.pause_s + self.send_s + self.finish_s
-
-
-class Sender(Protocol):
-    """As much of an `AsyncRolloutClient` as weights need."""
-
-    async def send(self, call: Call[T]) -> T: ...
-
-    async def _aside(self, work: Callable[[], object]) -> None: ...
 
 
 async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[], object], version: str) -> GivenWeights:

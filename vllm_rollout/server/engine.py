@@ -229,48 +229,39 @@ class LearningPart(Protocol):
     @property
     def pruning_refusal(self) -> str | None:
         """Why this engine cannot score candidates, with the remedy; None when it can."""
-        ...
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         """Learn from rewards: calibration at once, the quality head in the background.
 
         Returns None when no rollout of that id with pruning is known. Raises: RequestError (503) for a dead engine.
         """
-        ...
 
     async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
         """The same for candidates of any rollouts, groups and requests; each has a status of its own."""
-        ...
 
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
         """A quality head of an adapter as safetensors; None: the only one there is.
 
         Raises: RequestError (404 without a head, 409 when the length must be named).
         """
-        ...
 
     async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
         """Put a quality head in place of the adapter's one for its detection length.
 
         Raises: RequestError (422 not a head; 409 other hidden size or model, with both values).
         """
-        ...
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
         """What calibration and head are worth so far. Raises: RequestError as `quality_head` does."""
-        ...
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
         """Candidates that were scored at several lengths, and rewarded. Raises: RequestError (503), a dead engine."""
-        ...
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
         """What is known of each prompt, the last seen first. Raises: RequestError (503) for a dead engine."""
-        ...
 
     async def learning_state(self) -> bytes:
         """Everything learned, to be restored by `set_learning_state`: calibration, heads and their optimizers."""
-        ...
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
         """Take a state's place, in the engine and on disk: whole, or not at all.
@@ -278,7 +269,6 @@ class LearningPart(Protocol):
         Raises: RequestError (422 unreadable; 409 another model, with both values; 507 when the disk does not take it),
         and whatever `keep` raises; then nothing has changed.
         """
-        ...
 
 
 class ShapingPart(Protocol):
@@ -287,19 +277,15 @@ class ShapingPart(Protocol):
     @property
     def cost_model(self) -> CostModel | None:
         """What a step costs here; None without a profile."""
-        ...
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
-        ...
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
         """What is known of these prompts' lengths under an adapter. Raises: RequestError (503) for a dead engine."""
-        ...
 
     async def step_drift(self) -> Sequence[StepDrift]:
         """Live step times against the profile's, as far as there are any; of several ranks the one furthest off."""
-        ...
 
 
 class MovesPart(Protocol):
@@ -308,15 +294,12 @@ class MovesPart(Protocol):
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks that groups are spread over."""
-        ...
 
     def refusal(self, *, priced: bool) -> str | None:
         """Why groups cannot move without a drain here, with the remedy; None when they can. `priced`: if it pays."""
-        ...
 
     async def engine_loads(self) -> Sequence[EngineLoad]:
         """By rank. Raises: RequestError (503) for a dead engine."""
-        ...
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         """Move all groups of a rank elsewhere and send it nothing more; waits so long until it is empty.
@@ -325,21 +308,18 @@ class MovesPart(Protocol):
 
         Raises: RequestError (409) for the last rank that is not held; (503) for a dead engine.
         """
-        ...
 
     async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         """`owner` does not keep it empty any more; when nobody does, groups are sent to it again.
 
         Raises: RequestError (503) for a dead engine.
         """
-        ...
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
         """Whether to free half of the ranks after so much of a rollout.
 
         Raises: RequestError (503) for a dead engine.
         """
-        ...
 
 
 class Engine(Protocol):
@@ -357,24 +337,20 @@ class Engine(Protocol):
     @property
     def max_num_seqs(self) -> int:
         """Candidates that can run at once on one rank."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer."""
-        ...
 
     @property
     def num_launch_places(self) -> int:
         """Candidates of rollouts that this process may have in the engine at once, running or waiting."""
-        ...
 
     def adapter_name(self, model: str | None) -> str:
         """The LoRA adapter that is served under this name; `BASE_MODEL` for the base model, and for None.
 
         Raises: RequestError (404) for a name that is not served.
         """
-        ...
 
     async def prepare(
         self,
@@ -389,7 +365,6 @@ class Engine(Protocol):
 
         Raises: RequestError that names the field.
         """
-        ...
 
     def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
         """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
@@ -397,16 +372,13 @@ class Engine(Protocol):
         Closing the generator aborts what still runs. Raises: GroupLost, after the end of each candidate; RequestError
         (503) for a dead engine.
         """
-        ...
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         """The text of output tokens of a candidate; `stopped`: the last one ended it, and says nothing."""
-        ...
 
     async def current_weight_version(self) -> str | None:
         """The version of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead
         engine."""
-        ...
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         """Nobody wants the rest of these groups: what runs, or still comes, ends as `deferred`.
@@ -414,29 +386,24 @@ class Engine(Protocol):
         One that the engine does not know (yet, or any more) is passed over. Raises: RequestError (503) for a dead
         engine.
         """
-        ...
 
     async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
         """Nobody needs these candidates, by group: those that run end as `surplus`.
 
         One that the engine does not know is passed over. Raises: RequestError (503) for a dead engine.
         """
-        ...
 
     async def cut_race(self, race_id: str) -> None:
         """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
 
         Raises: RequestError (503) for a dead engine, as do the next two.
         """
-        ...
 
     async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
         """So many groups have to complete now (None: `cut_race` says it again); those that were cut stay so."""
-        ...
 
     async def forget_race(self, race_id: str) -> None:
         """No more groups will take part."""
-        ...
 
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
         """What candidates of a group that have not ended said last, without log probabilities.
@@ -447,4 +414,3 @@ class Engine(Protocol):
 
     async def held_groups(self) -> HeldGroups:
         """Groups in the engine, of all ranks. Raises: RequestError (503) for a dead engine."""
-        ...

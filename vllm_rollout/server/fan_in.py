@@ -12,6 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from vllm_rollout.server.slices import spawn
+
 Item = TypeVar("Item")
 
 
@@ -40,10 +42,7 @@ class FanIn(Generic[Item]):
     def add(self, source: AsyncGenerator[Item, None]) -> asyncio.Task[None]:
         """Read this source, too, also when others have begun; returns the task that does, which may be cancelled."""
         self._num_unread += 1
-        task = asyncio.create_task(self._run(source))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        return spawn(self._run(source), self._running)
 
     async def put(self, item: Item) -> None:
         """An item of no source, for which nobody waits at the end."""

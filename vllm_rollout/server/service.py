@@ -38,6 +38,7 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import ShapingService
+from vllm_rollout.server.slices import spawn
 from vllm_rollout.server.started_group import StartedGroup
 from vllm_rollout.server.watch.viewers import Viewers
 
@@ -79,8 +80,6 @@ class RolloutService:
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
         self.viewers = Viewers(engine, records=recorder is not None)
         self._launcher = Launcher(engine.num_launch_places)
-        self._endings: set[asyncio.Task[None]] = set()
-        """What is still done for rollouts that are over, or whose clients have left."""
         self._active: dict[str, Rollout] = {}
         """Those on their way, by id."""
 
@@ -158,9 +157,7 @@ class RolloutService:
             yield DoneEvent(**rollout.envelope())
         finally:
             launching.cancel()
-            ending = asyncio.create_task(self._end(rollout, launching, groups, events, left=left))
-            self._endings.add(ending)
-            ending.add_done_callback(self._endings.discard)
+            ending = spawn(self._end(rollout, launching, groups, events, left=left))
             await asyncio.shield(ending)  # a client that leaves now does not interrupt it
 
     async def _end(

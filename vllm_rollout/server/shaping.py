@@ -22,6 +22,7 @@ from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.slices import spawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,6 @@ class ShapingService:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
-        self._telling: set[asyncio.Task[None]] = set()
-        """Held here because the event loop holds them weakly."""
         self._drift_seen_s: float | None = None
 
     async def same(
@@ -172,10 +171,7 @@ class ShapingService:
         lengths = observed_lengths(endings)
         if not lengths:
             return None
-        task = asyncio.create_task(self._tell(key, lengths, adapter))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-        return task
+        return spawn(self._tell(key, lengths, adapter))
 
     async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
         """Wait until the engine has heard of these groups; refreshes the gauges."""

@@ -1,4 +1,4 @@
-"""Work in the event loop: long work in slices, and what is given up when something else comes first.
+"""Work in the event loop: long work in slices, tasks beside, and what is given up when something else comes first.
 
 Invariant: whoever works through a list lets others have a turn.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 SLICE_S = 0.005
 """Work between two turns of the others."""
+_HELD: set[asyncio.Task[Any]] = set()
 
 
 class Slices:
@@ -36,6 +38,22 @@ async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made
         made.append(make(item))
         await slices.turn()
     return made
+
+
+def spawn(work: Coroutine[Any, Any, Made], among: set[asyncio.Task[Made]] = _HELD) -> asyncio.Task[Made]:
+    """A task that is held until it ends, for the event loop holds it weakly. `among`: where its owner finds it."""
+    task = asyncio.create_task(work)
+    among.add(task)
+    task.add_done_callback(among.discard)
+    return task
+
+
+async def chained(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """What was asked for already, then the rest."""
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item
 
 
 async def unless(work: Awaitable[Made], *ends: Awaitable[object]) -> Made | None:

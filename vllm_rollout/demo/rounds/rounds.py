@@ -139,7 +139,7 @@ async def tail_rounds(
     prompts = [{"id": str(i), "messages": messages(question)} for i, question in enumerate(questions)]
     feed = RoundFeed(prompts, terms.prompts_per_round)
     try:
-        while (fed := feed.next(run.info, len(run.info.queue) + len(run.info.unstarted))) is not None:
+        while (fed := feed.next(run.info)) is not None:
             yield await _tail_round(run, fed, on_group)
             await run.refresh()
     finally:

@@ -23,6 +23,7 @@ from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
 from vllm_rollout.server.engine import CandidateEnd, RequestError
 from vllm_rollout.server.grading.body import RewardOptions
 from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.slices import spawn
 
 MAX_PROMISED = 16_384
 """Trajectories of all rollouts on their way that one reward may have to grade, beyond those of one rollout."""
@@ -95,10 +96,7 @@ class Grading:
         """Grade an answer to the prompt at that position. It may be cancelled."""
         question = self.questions[position]
         trajectory = Trajectory(question.prompt, end.text or "", question.data, end.token_ids)
-        task = asyncio.create_task(self.service.grade(self.options, trajectory, urgency))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return spawn(self.service.grade(self.options, trajectory, urgency), self._tasks)
 
 
 class GradingService:

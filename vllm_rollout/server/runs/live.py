@@ -38,8 +38,10 @@ class Spent(NamedTuple):
 class LiveRound(ABC):
     """A round that this process runs, whoever its candidates are."""
 
+    id: str
+    """Of its rollout, or of its sessions together."""
     run_id: str
-    opened: OpenRound
+    progress: RoundProgress
     owner: str = ""
     """What the store calls this process's hold on it, once it has been taken."""
     is_kept: bool = False
@@ -54,12 +56,8 @@ class LiveRound(ABC):
     """Writes it, whoever waits for it."""
 
     @property
-    @abstractmethod
-    def id(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def progress(self) -> RoundProgress: ...
+    def opened(self) -> OpenRound:
+        return self.progress.opened
 
     @abstractmethod
     def take_up(self, planned: PlannedRound) -> None:

@@ -27,6 +27,7 @@ from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.answers import ForecastAnswer, ParallelismAnswer
 from vllm_rollout.server.runs.body import RunRequest
 from vllm_rollout.server.runs.rollout_round import RolloutRound
+from vllm_rollout.server.slices import spawn
 
 HISTORY_ROUNDS = 4096
 """Rounds that the planner remembers."""
@@ -58,7 +59,6 @@ class Resizable(Protocol):
 
     async def resize(self, size: int, patience_s: float) -> Resized:
         """Raises: RequestError (503) when the engine does not come back."""
-        ...
 
 
 class Parallelism:
@@ -84,8 +84,6 @@ class Parallelism:
         self._history: deque[RoundPressure] = deque(maxlen=HISTORY_ROUNDS)
         self._decision = planner.next_size(())
         self._turn = asyncio.Lock()
-        self._acting: set[asyncio.Task[None]] = set()
-        """Held here because the event loop holds them weakly."""
         self._round_over = asyncio.Event()
         self._num_rebuilds = 0
         self._last: Resized | None = None
@@ -176,10 +174,7 @@ class Parallelism:
 
     async def _acted(self, patience_s: float) -> None:
         """Act, to the end even if whoever waits goes away: half of a rebuild would be a dead engine."""
-        acting = asyncio.create_task(self._act(patience_s))
-        self._acting.add(acting)
-        acting.add_done_callback(self._acting.discard)
-        await asyncio.shield(acting)
+        await asyncio.shield(spawn(self._act(patience_s)))
 
     async def _act(self, patience_s: float) -> None:
         async with self._turn:

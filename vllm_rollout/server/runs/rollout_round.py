@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from vllm_rollout.group.rounds.round_progress import RoundProgress
 from vllm_rollout.server.answers import (
     DeferredEvent,
     DoneEvent,
@@ -39,14 +38,6 @@ class RolloutRound(LiveRound):
     """By position: groups that were complete when it was interrupted. Those without variance come first, since a filter
     has others in their place."""
 
-    @property
-    def id(self) -> str:
-        return self.rollout.id
-
-    @property
-    def progress(self) -> RoundProgress:
-        return self.course.progress
-
     def take_up(self, planned: PlannedRound) -> None:
         assert self.ended is not None
         found = ended_before(planned, self.ended.version, GroupAnswer)
@@ -69,7 +60,7 @@ class RolloutRound(LiveRound):
                 await self.groups.add(event)
                 yield event
             course.ended_before(position, group)
-        for position in course.progress.lost_before() if self.before else ():
+        for position in self.progress.lost_before() if self.before else ():
             yield DeferredEvent(prompt_id=self.opened.all_entries[position].prompt_id, group_id="", reason="cut")
         async with aclosing(self.run(rollout)) as events:
             async for event in events:

@@ -50,6 +50,7 @@ from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, St
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
+from vllm_rollout.server.slices import chained, spawn
 
 T = TypeVar("T")
 
@@ -90,8 +91,6 @@ class RunService:
             parallelism.has_live_round = lambda: bool(self._live)
         self._unkept: dict[str, LiveRound] = {}
         """By run: its last round is over, and is not written yet."""
-        self._forgetting: set[asyncio.Task[None]] = set()
-        """Held here because the event loop holds them weakly."""
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
@@ -170,7 +169,7 @@ class RunService:
             live.rebuilt = self._parallelism.take_rebuilt()
         events = self._events(live)
         first = await anext(events)
-        return Begun(live, _chained(first, events))
+        return Begun(live, chained(first, events))
 
     async def _looked(self, id: str, key: str) -> Looked:
         """The run, and what became of the key: what is on its way to the disk is waited for.
@@ -325,7 +324,14 @@ class RunService:
         course.progress.start_in([position async for position in rollout.course.positions()])
         rollout.course = course
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
-        live = RolloutRound(run_id=stored.id, opened=opened, rollout=rollout, course=course, run=self._rollouts.events)
+        live = RolloutRound(
+            id=rollout.id,
+            run_id=stored.id,
+            progress=course.progress,
+            rollout=rollout,
+            course=course,
+            run=self._rollouts.events,
+        )
         if keeps_ended:
             self._keep_groups_of(live, version)
         return live
@@ -397,9 +403,7 @@ class RunService:
             with suppress(RequestError):  # the engine is dead, and says so elsewhere
                 await self._engine.forget_race(race_id)
 
-        task = asyncio.create_task(forget())
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        spawn(forget())
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
         parallelism = None if self._parallelism is None else self._parallelism.answer()
@@ -445,10 +449,3 @@ class RunService:
 
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:
     return FreshPrompt(prompt.id, epoch, digest_of_prompt(prompt))
-
-
-async def _chained(first: LiveEvent, rest: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[LiveEvent, None]:
-    async with aclosing(rest):
-        yield first
-        async for event in rest:
-            yield event

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.group.rounds.round_progress import GroupEnd
 from vllm_rollout.server.answers import DeferredEvent, FilteredEvent, RoundSummary
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.answers import OpenGroupAnswer
@@ -64,7 +64,6 @@ class Declared(NamedTuple):
 class SessionRound(LiveRound):
     """Declares its groups, and watches them."""
 
-    name: str
     created: int
     model: str
     namespace: str
@@ -72,7 +71,6 @@ class SessionRound(LiveRound):
     terms: SessionTerms
     prompts: Sequence[dict[str, Any]]
     """By position."""
-    course: RoundProgress
     sessions: SessionService
     before: Mapping[int, SessionRoundGroup] = field(default_factory=dict)
     """By position: groups that were complete when it was interrupted, with rewards that differ if it filters."""
@@ -91,14 +89,6 @@ class SessionRound(LiveRound):
     _seconds: float = 0.0
 
     @property
-    def id(self) -> str:
-        return self.name
-
-    @property
-    def progress(self) -> RoundProgress:
-        return self.course
-
-    @property
     def groups_to_run(self) -> list[OpenGroupAnswer]:
         return [
             OpenGroupAnswer(prompt_id=self._prompt_id(position), group_id=id)
@@ -114,7 +104,7 @@ class SessionRound(LiveRound):
         try:
             for position, before in self.before.items():
                 yield await self._returned_before(position, before)
-            for position in self.course.lost_before() if self.before else ():
+            for position in self.progress.lost_before() if self.before else ():
                 yield DeferredEvent(prompt_id=self._prompt_id(position), group_id="", reason="cut")
             while True:
                 self._changed.clear()
@@ -122,7 +112,7 @@ class SessionRound(LiveRound):
                 while self._told:
                     told = self._told.popleft()
                     yield await self._returned(told) if isinstance(told, Declared) else told
-                if not (self.course.is_over and not self._awaited):
+                if not (self.progress.is_over and not self._awaited):
                     over_s = self.sessions.now_s()
                 elif not self._told and (self._is_counted or self.sessions.now_s() - over_s > SEE_OUT_S):
                     break
@@ -158,7 +148,7 @@ class SessionRound(LiveRound):
         result = group.race.result
         longest = max((lengths[index] for index in result.selected), default=0)
         position = declared.position
-        if self.course.group_over(position, GroupEnd(result.status == "complete", False, longest)) == "deferred":
+        if self.progress.group_over(position, GroupEnd(result.status == "complete", False, longest)) == "deferred":
             self._tell_deferred(declared)
         else:
             self._awaited[group.id] = declared
@@ -176,9 +166,9 @@ class SessionRound(LiveRound):
 
     def _declare(self) -> None:
         """What is to start now. Raises: RequestError (503) where too many sessions are open."""
-        while (position := self.course.start()) is not None:
+        while (position := self.progress.start()) is not None:
             prompt = self.prompts[position]
-            request = self.terms.request(f"{self.name}-{len(self._declared)}", prompt.get("data"))
+            request = self.terms.request(f"{self.id}-{len(self._declared)}", prompt.get("data"))
             group = self.sessions.declare(request, self.namespace, self)
             self._running[group.id] = Declared(position, group)
             self._declared.append(self._running[group.id])
@@ -192,14 +182,14 @@ class SessionRound(LiveRound):
         """Its rewards are those that it has now."""
         declared = self._awaited.pop(group.id)
         rewards = {group.race.sessions[id].reward for id in group.selected} - {None}
-        if self.course.rewarded(declared.position, has_variance=len(rewards) > 1):
+        if self.progress.rewarded(declared.position, has_variance=len(rewards) > 1):
             self._tell(FilteredEvent(prompt_id=self._prompt_id(declared.position)))
         else:
             self._tell(declared)
 
     def _cut(self) -> None:
         """When enough are complete, nobody wants the others now."""
-        if self.course.is_cut:
+        if self.progress.is_cut:
             for declared in list(self._running.values()):
                 self._stop(declared)
         self._changed.set()
@@ -210,10 +200,10 @@ class SessionRound(LiveRound):
         has_begun = bool(group.race.sessions)
         self.sessions.defer(group)
         if has_begun:
-            self.course.group_over(position, GroupEnd(False, True, 0))
+            self.progress.group_over(position, GroupEnd(False, True, 0))
             self._tell_deferred(declared)
         else:
-            self.course.withdraw(position)
+            self.progress.withdraw(position)
             self._tell(UnstartedEvent(prompt_id=self._prompt_id(position), group_id=group.id))
 
     def _stop_awaiting(self) -> None:
@@ -253,7 +243,7 @@ class SessionRound(LiveRound):
 
     def _tell_deferred(self, declared: Declared) -> None:
         position, group = declared
-        reason = self.course.reasons[position]
+        reason = self.progress.reasons[position]
         self._tell(DeferredEvent(prompt_id=self._prompt_id(position), group_id=group.id, reason=reason))
 
     def _tell(self, event: SessionRoundEvent | Declared) -> None:
@@ -287,8 +277,8 @@ class SessionRound(LiveRound):
 
     async def _returned_before(self, position: int, group: SessionRoundGroup) -> ReturnedEvent:
         longest = max(trajectory.num_tokens for trajectory in group.trajectories)
-        self.course.ended_before(position, GroupEnd(True, False, longest))
-        self.course.rewarded(position, has_variance=True)  # else it would not have been returned
+        self.progress.ended_before(position, GroupEnd(True, False, longest))
+        self.progress.rewarded(position, has_variance=True)  # else it would not have been returned
         await self._answered(position, group)
         return ReturnedEvent(**vars(group))
 
@@ -312,7 +302,7 @@ class SessionRound(LiveRound):
     def _envelope(self) -> dict[str, Any]:
         spent = self.spent()
         return {
-            "id": self.name,
+            "id": self.id,
             "created": self.created,
             "model": self.model,
             "generated_tokens": spent.generated_tokens,

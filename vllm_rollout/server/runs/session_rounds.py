@@ -46,15 +46,14 @@ def prepared(
     sessions.check_room(len(opened.entries) * sessions.check(terms.request("check")))
     bodies: list[dict[str, Any]] = [read_json(prompt.encode()) for prompt in prompts]
     return SessionRound(
+        id=f"round-{uuid.uuid4().hex}",
         run_id=stored.id,
-        opened=opened,
-        name=f"round-{uuid.uuid4().hex}",
+        progress=RoundProgress(opened, filters),
         created=int(time.time()),
         model=stored.model,
         namespace=client_namespace(),
         terms=terms,
         prompts=[{name: value for name, value in body.items() if value is not None} for body in bodies],
-        course=RoundProgress(opened, filters),
         sessions=sessions,
     )
 

@@ -41,6 +41,7 @@ from vllm_rollout.server.sessions.body import (
 from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, Watcher
 from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
+from vllm_rollout.server.slices import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +335,7 @@ class SessionService:
             self._stopping += turns
             self._more_to_stop.set()
             if self._stopper is None:
-                self._stopper = self._start(self._stop())
+                self._stopper = spawn(self._stop(), self._tasks)
 
     async def _stop(self) -> None:
         """Those of all groups at once, since the engine answers a call in its next step; and again and again: a stop
@@ -408,12 +409,6 @@ class SessionService:
                     self._settle(group)
         self._ticker = None
 
-    def _start(self, work: Any) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _learn(self, group: OpenGroup, session: Session) -> None:
         """The turn that was scored teaches what its session was worth."""
         index, reward = group.scored.get(session.id), session.reward
@@ -477,7 +472,7 @@ class SessionService:
         self.seen.begun(group)
         self._num_open_sessions += most
         if self._ticker is None:
-            self._ticker = self._start(self._tick())
+            self._ticker = spawn(self._tick(), self._tasks)
         return group
 
     def _enter(self, group: OpenGroup, session_id: str, now_s: float) -> Session:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
@@ -11,6 +9,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS, errors_of
 from vllm_rollout.server.serialised import EventStream
+from vllm_rollout.server.slices import chained
 from vllm_rollout.server.watch.events import SCHEMA, GroupTexts
 from vllm_rollout.server.watch.page import require_on
 from vllm_rollout.server.watch.viewers import Viewers
@@ -39,7 +38,7 @@ async def watch(request: Request) -> Response:
     rounds (docs/watch.md). It has no end; a reader that is too slow is told everything anew."""
     feed = _viewers(request).feed()
     first = await anext(feed)
-    return EventStream(_chained(first, feed), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    return EventStream(chained(first, feed), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
 
 
 @router.get(
@@ -56,10 +55,3 @@ async def read_texts(
     """What each of its candidates said, and why it ended; of those that run the last 512 tokens."""
     texts = await _viewers(request).texts(rollout_id, position)
     return Response(texts.model_dump_json(), media_type="application/json")
-
-
-async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(rest):
-        yield first
-        async for data in rest:
-            yield data

@@ -1,0 +1,71 @@
+"""How calls are sent: what the parts of a client have in common. Invariant: as of `connection.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from itertools import count
+from typing import TypeVar
+
+import httpx
+
+from vllm_rollout.client.calls import Call, EventsCall
+from vllm_rollout.client.connection import Connection, EventReader, raise_for_error, transport_error
+from vllm_rollout.server.answers import Event
+
+T = TypeVar("T")
+
+
+class Sender(Connection):
+    """Sends what `calls.py` describes."""
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _aside(self, work: Callable[[], object]) -> None:
+        """Does what takes long while the loop goes on."""
+        await asyncio.to_thread(work)
+
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        """The answer from its first byte on; what it says is still to be read."""
+        for attempt in count():
+            request = self._request(method, path, body, timeout, headers)
+            try:
+                return await self._http.send(request, stream=True)
+            except httpx.TransportError as error:
+                await self._sleep(self._delay_s(error, attempt, request.url))
+        raise AssertionError("attempts end by an answer or an error")
+
+    async def send(self, call: Call[T]) -> T:
+        response = await self._open(call.method, call.path, call.body, call.timeout, call.headers)
+        try:
+            await response.aread()
+        except httpx.TransportError as error:
+            raise transport_error(error, response.url) from error
+        finally:
+            await response.aclose()
+        raise_for_error(response)
+        return call.read(response)
+
+    async def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]:
+        response = await self._open("POST", call.path, call.body, call.timeout)
+        try:
+            if response.is_error:
+                await response.aread()
+                raise_for_error(response)
+            reader = EventReader(streams_tokens="stream_tokens" in call.body)
+            async for chunk in response.aiter_bytes():
+                for event in reader.feed(chunk):
+                    yield event
+            reader.close()
+        except httpx.TransportError as error:
+            raise transport_error(error, response.url) from error
+        finally:
+            await response.aclose()
