@@ -109,35 +109,6 @@ def test_who_is_pruned_and_who_is_judged(pruning_run, name):
     assert_nothing_left(run)
 
 
-def test_waiting_candidates_take_the_places_of_pruned_ones(pruning_run):
-    run = pruning_run(max_num_seqs=2)
-    ids = add_group(run, "g", [90, 80, 30, 20], 4, pruning=PLAN, logits=[-1, -1, 1, -1])
-    statuses: dict[str, RequestStatus] = {}
-
-    def look() -> None:
-        if "g-0" not in run.outputs or not run.outputs["g-0"][-1].finished:
-            statuses.update({id: request.status for id, request in run.requests.items()})
-
-    while run.step(before_update=look):
-        pass
-    assert [statuses[id] for id in ids[2:]] == [RequestStatus.WAITING] * 2
-    assert endings(run, ids) == [PRUNED, PRUNED, WON, PRUNED]
-    assert [run.num_tokens(id) for id in ids] == [10, 10, 30, 10]
-    assert_nothing_left(run)
-
-
-def test_a_preempted_candidate_is_judged_when_it_gets_there(pruning_run):
-    plan = replace(PLAN, detection_length=100)
-    run = pruning_run(num_blocks=25)
-    prune_by_sign(run, 100)
-    ids = add_group(run, "g", [150, 160, 170, 180], 4, pruning=plan, logits=[1, 1, -1, -1])
-    run.run()
-    assert any(run.requests[id].num_preemptions for id in ids[2:])
-    assert endings(run, ids) == [WON, WON, PRUNED, PRUNED]
-    assert [run.num_tokens(id) for id in ids] == [150, 160, 100, 100]
-    assert_nothing_left(run)
-
-
 def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_step(pruning_run):
     run = pruning_run()
     for index in range(4):
@@ -167,17 +138,6 @@ def test_a_candidate_its_client_aborts_while_it_is_scored_is_failed(pruning_run)
     assert endings(run, ids) == [ABORTED, PRUNED, WON]
     assert [run.num_tokens(id) for id in ids] == [9, 10, 50]
     assert run.note("g-0").assessment is None
-    assert_nothing_left(run)
-
-
-def test_aborting_pruned_candidates_afterwards_changes_nothing(pruning_run):
-    run = pruning_run()
-    ids = add_group(run, "g", [50, 50], 2, pruning=PLAN, logits=[-1, 1])
-    for _ in range(12):
-        run.step()
-    abort(run, "g-0")
-    run.run()
-    assert endings(run, ids) == [PRUNED, WON]
     assert_nothing_left(run)
 
 
@@ -225,21 +185,6 @@ def test_keeping_everybody_gives_what_no_pruning_gives(new_run, group_size):
         assert delivered(kept, id) == delivered(plain, id)
         assert ending(kept, id) == ending(plain, id)
         assert not kept.note(id).assessment.cold
-
-
-def test_untagged_requests_beside_pruning_get_what_stock_vllm_gives(pruning_run, new_run, loop):
-    stock, mixed = new_run(scheduler_cls=loop.stock_cls), pruning_run()
-    for run in (stock, mixed):
-        run.add("plain-0", 15)
-        run.add("plain-1", 70)
-    add_group(mixed, "g", [60, 60, 60], 2, pruning=PLAN, logits=[-1, 1, -1])
-    stock.run()
-    mixed.run()
-    for id in ("plain-0", "plain-1"):
-        assert delivered(mixed, id) == delivered(stock, id)
-        assert all(output.kv_transfer_params is None for output in mixed.outputs[id])
-        assert mixed.num_sampled[id] == stock.num_sampled[id]
-    assert mixed.state("g-0") == "pruned"
 
 
 def test_a_group_without_pruning_beside_one_with_it_is_not_judged(pruning_run):
