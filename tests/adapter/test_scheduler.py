@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
+from scheduler_runs import ABORTED, CUT, LOST, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -11,18 +11,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.terms import GroupTerms
-
-
-def ending(run: TracedRun, request_id: str) -> tuple[str, FinishReason, int | str | None]:
-    last = run.last(request_id)
-    return run.state(request_id), last.finish_reason, last.stop_reason
-
-
-WON = ("finished", FinishReason.STOP, None)
-CUT = ("finished", FinishReason.LENGTH, None)
-LOST = ("surplus", FinishReason.ABORT, "surplus")
-ABORTED = ("failed", FinishReason.ABORT, None)
-
 
 PATIENT = {"group_size": 2, "early_stop": False, "patience": 1.5}
 GROUPS = {
@@ -57,14 +45,10 @@ def test_a_group_ends_as_its_terms_say_whatever_another_one_in_the_batch_does(ne
     ids = add_group(run, "g", lengths, **terms)
     other = add_group(run, "other", [6, 9], group_size=2, early_stop=False)
     run.run()
-    assert [ending(run, id) for id in ids] == wanted
+    assert run.ends(ids) == wanted
     assert num_tokens in (None, [run.num_tokens(id) for id in ids])
     assert [run.num_tokens(id) for id in other] == [6, 9]
     assert_nothing_left(run)
-
-
-def abort(run: TracedRun, *request_ids: str) -> None:
-    run.scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
 
 def test_of_candidates_that_tie_the_shortest_wins_before_the_lowest_index(new_run, loop):
@@ -74,7 +58,7 @@ def test_of_candidates_that_tie_the_shortest_wins_before_the_lowest_index(new_ru
     run.add("g-1", 31 - loop.depth, extra_args=CandidateTag("g", 1, GroupTerms(1, 2), 64).to_extra_args())
     run.run()
     assert run.note("g-0").end_step == run.note("g-1").end_step
-    assert [ending(run, "g-0"), ending(run, "g-1")] == [LOST, WON]
+    assert [run.end("g-0"), run.end("g-1")] == [LOST, WON]
     assert run.num_tokens("g-0") == 31
 
 
@@ -83,11 +67,11 @@ def test_aborting_the_whole_group_leaves_nothing_after_the_next_step(new_run):
     ids = add_group(run, "g", [100] * 4, group_size=2)
     for _ in range(5):
         run.step()
-    abort(run, *ids)
+    run.abort(*ids)
     assert run.step()
     assert run.scheduler._candidates == {}
     run.run()
-    assert [ending(run, id) for id in ids] == [ABORTED] * 4
+    assert run.ends(ids) == [ABORTED] * 4
     assert [run.num_tokens(id) for id in ids] == [5, 5, 0, 0]
     assert_nothing_left(run)
 
@@ -97,11 +81,11 @@ def test_an_abort_while_the_model_runs_is_obeyed_in_that_step(new_run):
     ids = add_group(run, "g", [10, 10, 40], group_size=1)
     for _ in range(9):
         run.step()
-    run.step(before_update=lambda: abort(run, "g-0"))
+    run.step(before_update=lambda: run.abort("g-0"))
     run.run()
-    assert ending(run, "g-0") == ABORTED
+    assert run.end("g-0") == ABORTED
     assert run.num_tokens("g-0") == 9  # the aborted step's token is dropped, what was held is delivered
-    assert [ending(run, id) for id in ids[1:]] == [WON, LOST]
+    assert run.ends(ids[1:]) == [WON, LOST]
     assert_nothing_left(run)
 
 
@@ -110,8 +94,8 @@ def test_a_candidate_ended_by_a_stop_token_wins(new_run):
     run.scripts["g-1"] = [500, 501, 77]
     ids = add_group(run, "g", [50, 50], group_size=1, stop_token_ids=[77])
     run.run()
-    assert ending(run, ids[1]) == ("finished", FinishReason.STOP, 77)
-    assert ending(run, ids[0]) == LOST
+    assert run.end(ids[1]) == ("finished", FinishReason.STOP, 77)
+    assert run.end(ids[0]) == LOST
     assert run.tokens(ids[1]) == [500, 501, 77]
 
 
@@ -122,7 +106,7 @@ def test_a_candidate_ended_by_an_error_counts_as_failed(new_run):
         run.step()
     run.scheduler.finish_requests("g-0", RequestStatus.FINISHED_ERROR)
     run.run()
-    assert [ending(run, id) for id in ids[1:]] == [WON, LOST]
+    assert run.ends(ids[1:]) == [WON, LOST]
     assert run.num_tokens("g-1") == 30
     assert_nothing_left(run)
 
@@ -143,7 +127,7 @@ def test_an_error_before_the_first_token_is_noted_on_its_output(new_run):
     run.step()
     fail_grammar(run.scheduler, "g-2")
     run.run()
-    assert [ending(run, id) for id in ids] == [WON, LOST, ("failed", FinishReason.ERROR, None)]
+    assert run.ends(ids) == [WON, LOST, ("failed", FinishReason.ERROR, None)]
     assert run.num_tokens("g-2") == 0
     assert_nothing_left(run)
 
@@ -159,7 +143,7 @@ def test_an_error_while_running_is_noted_on_its_output_with_everything_held(new_
         run.scheduler.structured_output_manager, "accept_tokens", lambda request, tokens: bad_token not in tokens
     )
     run.run()
-    assert [ending(run, id) for id in ids] == [("failed", FinishReason.ERROR, None), WON]
+    assert run.ends(ids) == [("failed", FinishReason.ERROR, None), WON]
     assert run.tokens("g-0") == run.own_tokens("g-0", 7)
     assert_nothing_left(run)
 
@@ -190,10 +174,10 @@ def test_a_sibling_that_arrives_while_others_run_is_stopped_with_the_next_step(n
     add_group(run, "shared", [5], group_size=1, joined=True, num_candidates=2)
     for _ in range(20):
         run.step()
-    assert ending(run, "shared-0") == WON
+    assert run.end("shared-0") == WON
     run.add("late", 50, extra_args=CandidateTag("shared", None, GroupTerms(1, 2), 64).to_extra_args())
     run.step()
-    assert ending(run, "late") == LOST
+    assert run.end("late") == LOST
     run.run()
     assert run.num_tokens("other") == 100
     assert_nothing_left(run)
@@ -267,7 +251,7 @@ def test_the_set_of_finished_requests_names_the_stopped_ones_in_the_same_step(ne
         run.requests[id].client_index = index % 2
     steps = run.record_steps()
     run.step()
-    abort(run, *aborted)
+    run.abort(*aborted)
     run.run()
     for step in steps:
         for answer in step.values():
@@ -289,7 +273,7 @@ def test_scheduler_statistics_come_every_step_and_end_at_zero(new_run):
     assert (stats[10][0].num_running_reqs, stats[10][0].num_waiting_reqs) == (3, 1)
     assert (stats[-1][0].num_running_reqs, stats[-1][0].num_waiting_reqs) == (0, 0)
     assert stats[-1][0].kv_cache_usage == 0
-    assert [ending(run, id) for id in ids] == [LOST, WON, LOST, LOST]
+    assert run.ends(ids) == [LOST, WON, LOST, LOST]
 
 
 def test_a_client_that_leaves_while_patience_runs_leaves_nothing_behind(new_run):
@@ -297,7 +281,7 @@ def test_a_client_that_leaves_while_patience_runs_leaves_nothing_behind(new_run)
     ids = add_group(run, "g", [10, 20, 80, 80], group_size=2, early_stop=False, patience=3)
     while run.num_sampled.get("g-2", 0) < 25:
         run.step()
-    abort(run, *ids[2:])
+    run.abort(*ids[2:])
     run.run()
     assert [run.state(id) for id in ids] == ["finished", "finished", "failed", "failed"]
     add_group(run, "h", [5, 6], group_size=1)
