@@ -1,15 +1,15 @@
 """Dry runs of the scheduler with traceable tokens, and what tests ask of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
 from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
@@ -29,6 +29,15 @@ REQUEST_STRIDE = 10_000
 
 NO_AUDITS = ServeOptions(audit_ratio=0.0)
 """Nothing is audited by chance."""
+
+
+End = tuple[str, FinishReason, int | str | None]
+"""State, and what vLLM says of it."""
+WON: End = ("finished", FinishReason.STOP, None)
+CUT: End = ("finished", FinishReason.LENGTH, None)
+LOST: End = ("surplus", FinishReason.ABORT, "surplus")
+PRUNED: End = ("pruned", FinishReason.ABORT, "pruned")
+ABORTED: End = ("failed", FinishReason.ABORT, None)
 
 
 class Loop(NamedTuple):
@@ -95,6 +104,17 @@ class TracedRun(DryRun):
 
     def states(self) -> dict[str, str]:
         return {request_id: self.state(request_id) for request_id in self.outputs}
+
+    def end(self, request_id: str) -> End:
+        last = self.last(request_id)
+        return self.state(request_id), last.finish_reason, last.stop_reason
+
+    def ends(self, request_ids: Iterable[str]) -> list[End]:
+        return [self.end(request_id) for request_id in request_ids]
+
+    def abort(self, *request_ids: str) -> None:
+        """As their client does."""
+        self.scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
     def num_dropped(self, request_id: str) -> int:
         """Tokens sampled for a request but never delivered."""

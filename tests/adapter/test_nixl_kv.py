@@ -1,9 +1,11 @@
 """KV blocks by NIXL: between two processes by the real package, and over a stand-in that fails wherever it can."""
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +28,13 @@ PROGRAM = Path(__file__).with_name("nixl_source.py")
 class Source:
     """Another process, with blocks of seed 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
         )
 
     def ask(self, command: str) -> str:
@@ -40,33 +46,42 @@ class Source:
         self.process.communicate()
 
 
+TRANSPORTS = {"any": {}, "tcp": {"UCX_TLS": "tcp"}}
+"""tcp: as between hosts without RDMA."""
+
+
+@pytest.fixture(scope="module")
+def sources() -> Iterator[dict[str, Source]]:
+    """One for each; they start together."""
+    sources = {name: Source(**environment) for name, environment in TRANSPORTS.items()}
+    yield sources
+    for source in sources.values():
+        source.end()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("transports", [None, "tcp"])
-def test_blocks_arrive_from_another_process_until_they_are_dropped_or_it_ends(monkeypatch, transports):
-    """tcp: as between hosts without RDMA."""
-    if transports is not None:
-        monkeypatch.setenv("UCX_TLS", transports)
-    source = Source()
-    try:
-        layers, there = new_layers(1), new_layers(0)
-        before = [layer.clone() for layer in layers]
-        target = NixlKV(KVLayers(layers), 0, Agent.load())
-        segment = decoded(source.ask("share 5 0 3 6"))
-        assert segment.way == "nixl"
-        target.fetch(segment, [0, 2, 3], [1, 6, 2])
-        for layer, content, expected in zip(layers, there, before, strict=True):
-            expected[[1, 6, 2]] = content[[5, 3, 6]]
-            assert torch.equal(layer, expected)
-        assert source.ask(f"drop {segment.name}") == "0"
-        with pytest.raises(KV_FAILURES):
-            target.fetch(segment, [0], [1])
-        other = decoded(source.ask("share 1"))
-        source.end()
-        with pytest.raises(TransferError):
-            target.fetch(other, [0], [1])
-        assert all(torch.equal(*pair) for pair in zip(layers, before, strict=True))
-    finally:
-        source.end()
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_blocks_arrive_from_another_process_until_they_are_dropped_or_it_ends(monkeypatch, sources, transports):
+    for name, value in TRANSPORTS[transports].items():
+        monkeypatch.setenv(name, value)
+    source = sources[transports]
+    layers, there = new_layers(1), new_layers(0)
+    before = [layer.clone() for layer in layers]
+    target = NixlKV(KVLayers(layers), 0, Agent.load())
+    segment = decoded(source.ask("share 5 0 3 6"))
+    assert segment.way == "nixl"
+    target.fetch(segment, [0, 2, 3], [1, 6, 2])
+    for layer, content, expected in zip(layers, there, before, strict=True):
+        expected[[1, 6, 2]] = content[[5, 3, 6]]
+        assert torch.equal(layer, expected)
+    assert source.ask(f"drop {segment.name}") == "0"
+    with pytest.raises(KV_FAILURES):
+        target.fetch(segment, [0], [1])
+    other = decoded(source.ask("share 1"))
+    source.end()
+    with pytest.raises(TransferError):
+        target.fetch(other, [0], [1])
+    assert all(torch.equal(*pair) for pair in zip(layers, before, strict=True))
 
 
 class NixlError(Exception): ...
