@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ from fastapi import FastAPI
 from tests.watching.browser import HOSTILE
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.sessions import seen
-from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.trace import file as trace_file
 from vllm_rollout.trace.file import parse_row
 from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, TurnRow, add_session_rewards
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
-from .test_seen_sessions import Clock
 from .test_sessions import PROMPT, begin, declared, play
 
 pytestmark = pytest.mark.anyio
@@ -34,29 +31,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def app(path: Path) -> AsyncIterator[FastAPI]:
-    app = make_app(FakeEngine(), TraceRecorder(path))
-    yield app
-    for task in app.state.session_service._tasks:
-        task.cancel()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def service(app: FastAPI, clock: Clock) -> SessionService:
-    service: SessionService = app.state.session_service
-    service._clock = clock
-    return service
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as http:
-        yield http
+def app(path: Path) -> FastAPI:
+    return make_app(FakeEngine(), TraceRecorder(path))
 
 
 def rows_of(path: Path) -> list[Any]:

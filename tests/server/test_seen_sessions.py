@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from vllm_rollout.server.sessions import seen
 from vllm_rollout.server.sessions.service import SessionService
@@ -15,31 +14,10 @@ from vllm_rollout.trace.session_rows import TurnRow
 
 from .conftest import make_app, serving
 from .fake_engine import FakeEngine
-from .test_sessions import PROMPT, app, begin, declared, http, play  # noqa: F401  # fixtures
+from .test_sessions import PROMPT, begin, declared, play
 from .test_watch import watching
 
 pytestmark = pytest.mark.anyio
-
-
-class Clock:
-    """Seconds, as a test says."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def service(app: FastAPI, clock: Clock) -> SessionService:  # noqa: F811
-    service: SessionService = app.state.session_service
-    service._clock = clock
-    return service
 
 
 def only(service: SessionService) -> dict[str, Any]:
@@ -49,7 +27,7 @@ def only(service: SessionService) -> dict[str, Any]:
     return row
 
 
-async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock):  # noqa: F811
+async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock):
     group = await declared(http, group_size=1, redundancy=1)
     row = only(service)
     assert (row["id"], row["status"], row["sessions"], row["num_to_begin"]) == (group["id"], "running", [], 2)
@@ -83,7 +61,7 @@ async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock)
     assert [row["id"] for row in service.seen.rows()] == [group["id"]]
 
 
-async def test_a_turn_that_came_to_no_end_is_not_told(service, http):  # noqa: F811
+async def test_a_turn_that_came_to_no_end_is_not_told(service, http):
     group = await declared(http)
     turn = begin(service, group["to_begin"][0])
     only(service)
@@ -92,7 +70,7 @@ async def test_a_turn_that_came_to_no_end_is_not_told(service, http):  # noqa: F
     assert (session["state"], session["turns"]) == ("between_turns", [])
 
 
-async def test_the_last_turns_of_a_session_are_told_and_all_are_counted(service, http, monkeypatch):  # noqa: F811
+async def test_the_last_turns_of_a_session_are_told_and_all_are_counted(service, http, monkeypatch):
     monkeypatch.setattr(seen, "MAX_SEEN_TURNS", 3)
     group = await declared(http)
     for turn in range(5):
@@ -101,7 +79,7 @@ async def test_the_last_turns_of_a_session_are_told_and_all_are_counted(service,
     assert (session["num_turns"], session["num_tokens"], len(session["turns"])) == (5, 10, 3)
 
 
-async def test_a_group_that_was_cancelled_and_forgotten_is_told_as_over(service, http):  # noqa: F811
+async def test_a_group_that_was_cancelled_and_forgotten_is_told_as_over(service, http):
     group = await declared(http)
     play(service, group["to_begin"][0])
     await http.delete(f"/v1/groups/{group['id']}")
@@ -110,7 +88,7 @@ async def test_a_group_that_was_cancelled_and_forgotten_is_told_as_over(service,
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_SEEN_GROUPS", 3), ("MAX_SEEN_SESSIONS", 6)])
-async def test_groups_that_are_over_give_way_first(service, http, monkeypatch, bound, most):  # noqa: F811
+async def test_groups_that_are_over_give_way_first(service, http, monkeypatch, bound, most):
     monkeypatch.setattr(seen, bound, most)
     groups = [await declared(http, group_size=1, id=f"g{i}") for i in range(3)]  # each may have two sessions
     play(service, groups[1]["to_begin"][0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,8 @@ ROUNDS = "/v1/runs/a/rounds"
 
 
 @pytest.fixture
-async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
-    app = make_app(FakeEngine(), database=tmp_path / "runs.sqlite")
-    yield app
-    for task in app.state.session_service._tasks:
-        task.cancel()
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as http:
-        yield http
+def app(tmp_path: Path) -> FastAPI:
+    return make_app(FakeEngine(), database=tmp_path / "runs.sqlite")
 
 
 def prompts(first: int, count: int) -> list[dict[str, Any]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.plans.xargs import turn_from_xargs
@@ -23,26 +22,6 @@ from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 PROMPT = [100, 101]
-
-
-@pytest.fixture
-async def app() -> AsyncIterator[FastAPI]:
-    app = make_app(FakeEngine())
-    yield app
-    for task in app.state.session_service._tasks:
-        task.cancel()
-
-
-@pytest.fixture
-def service(app: FastAPI) -> SessionService:
-    service: SessionService = app.state.session_service
-    return service
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as http:
-        yield http
 
 
 def begin(service: SessionService, session: str, prompt: Sequence[int] = PROMPT, **xargs: Any) -> OpenTurn | None:
