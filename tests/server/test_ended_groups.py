@@ -20,8 +20,6 @@ from .test_grading import FakeGraders
 from .test_run_faults import locked
 from .test_runs import ROUNDS, look, make, play, prompts
 
-pytestmark = pytest.mark.anyio
-
 KEY = {"idempotency_key": "k"}
 IDS = {f"q{number}" for number in range(6)}
 
