@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections import Counter
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, closing
 from typing import Any
 
 import pytest
 
 from tests.client.test_agents import FAST, LONG, USER, within
-from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError, Void
+from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError
 from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.sessions import service as sessions_module
 
@@ -63,21 +65,6 @@ def test_every_prompt_comes_back_once_with_what_trainers_need(url, turns, max_co
         assert any(round.summary.deferred for round in rounds)
 
 
-def test_void_sessions_are_called_again_and_errors_are_told(url):
-    calls = Counter()
-
-    async def run(session: AgentSession) -> float:
-        calls[session.prompt["id"]] += 1
-        if calls[session.prompt["id"]] <= 2:
-            raise Void
-        return await one_turn(session)
-
-    (round,) = rounds_of(url, 2, run, {}, prompt_speculation=1.0, response_speculation=1.0)
-    for group in round.groups:
-        assert [type(each.error) for each in group.others] == [Void, Void]
-        assert [each.number for each in group.trajectories] == [2, 3]
-
-
 def test_groups_that_teach_nothing_are_left_out(url):
     async def run(session: AgentSession) -> float:
         await session.chat([USER])
@@ -86,6 +73,24 @@ def test_groups_that_teach_nothing_are_left_out(url):
     rounds = rounds_of(url, 2, run, {}, prompt_speculation=1.0, response_speculation=1.0, filter="zero_variance")
     assert [[group.prompt["id"] for group in round.groups] for round in rounds] == [["q1"]]
     assert rounds[0].summary.filtered == ["q0"]
+
+
+def leave_when(url: str, run: Any, is_time: Callable[[AsyncRun], Awaitable[bool]]) -> None:
+    """A round of three prompts, which is interrupted then."""
+
+    async def leave() -> None:
+        async with AsyncRolloutClient(url, **FAST) as client:
+            its = await client.run(2, 2, id="a", **TERMS)
+            async with aclosing(its.agent_rounds(data(3), run=run)) as rounds:
+                first = asyncio.ensure_future(anext(rounds))
+                while not await is_time(its):
+                    await asyncio.sleep(0.01)
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            while (await its.refresh()).open_round.state != "interrupted":
+                await asyncio.sleep(0.01)
+
+    within(leave())
 
 
 def test_who_leaves_finds_the_round_again_with_its_prompts(url, turns):
@@ -98,49 +103,26 @@ def test_who_leaves_finds_the_round_again_with_its_prompts(url, turns):
         finally:
             closed.append(session.id)
 
-    async def leave() -> None:
-        async with AsyncRolloutClient(url, **FAST) as client:
-            its = await client.run(2, 2, id="a", **TERMS)
-            async with aclosing(its.agent_rounds(data(3), run=hangs)) as rounds:
-                first = asyncio.ensure_future(anext(rounds))
-                while len(turns.bodies) < 9:
-                    await asyncio.sleep(0.01)
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            assert len(closed) == 9
-            while (await its.refresh()).open_round.state != "interrupted":
-                await asyncio.sleep(0.01)
+    async def all_have_begun(its: AsyncRun) -> bool:
+        return len(turns.bodies) == 9
 
-    within(leave())
+    leave_when(url, hangs, all_have_begun)
+    assert len(closed) == 9
     rounds = rounds_of(url, 0, one_turn, {})
     assert sorted(group.prompt["id"] for round in rounds for group in round.groups) == ["q0", "q1", "q2"]
 
 
 def test_who_goes_on_has_the_groups_that_were_complete_and_runs_the_others(url, turns):
-    store = turns.app.state.run_service._store
-
     async def ends_first(session: AgentSession) -> float:
         if session.prompt["data"]:
             await asyncio.Event().wait()
         return await one_turn(session)
 
-    async def leave() -> None:
-        async with AsyncRolloutClient(url, **FAST) as client:
-            its = await client.run(2, 2, id="a", **TERMS)
-            async with aclosing(its.agent_rounds(data(3), run=ends_first)) as rounds:
-                first = asyncio.ensure_future(anext(rounds))
-                run = await its.refresh()
-                while run.open_round is None or len(run.open_round.groups) != 2:
-                    await asyncio.sleep(0.01)
-                    run = await its.refresh()
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            while (await its.refresh()).open_round.state != "interrupted":
-                await asyncio.sleep(0.01)
-            while not store.planned("a", lambda run: run.open).ended:
-                await asyncio.sleep(0.01)
+    async def one_is_kept(its: AsyncRun) -> bool:
+        with closing(sqlite3.connect(turns.app.state.run_service._store.path)) as db:
+            return db.execute("SELECT COUNT(*) FROM ended").fetchone() == (1,)
 
-    within(leave())
+    leave_when(url, ends_first, one_is_kept)
     before = len(turns.bodies)
     rounds = rounds_of(url, 0, one_turn, {})
     groups = [group for round in rounds for group in round.groups]
@@ -148,20 +130,6 @@ def test_who_goes_on_has_the_groups_that_were_complete_and_runs_the_others(url, 
     assert all(group.position == group.prompt["data"] for group in rounds[0].groups)
     assert len(turns.bodies) > before
     assert all(each.segments for group in groups for each in group.trajectories)
-
-
-def test_a_round_that_was_over_comes_with_what_it_had(url):
-    async def ask_twice() -> None:
-        async with AsyncRolloutClient(url, **FAST) as client:
-            its = await client.run(2, 2, id="a", **TERMS)
-            first = [each async for each in its.agent_rounds(data(3), run=one_turn)]
-            key = first[0].summary.idempotency_key
-            stored = await client._http.post("/v1/runs/a/rounds", json={"idempotency_key": key})
-            assert [group["group_id"] for group in stored.json()["groups"]] == [
-                group.group_id for group in sorted(first[0].groups, key=lambda group: group.position)
-            ]
-
-    within(ask_twice())
 
 
 def test_functions_that_fail_give_their_prompts_up_after_a_long_round(url):

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from inspect import signature
 from pathlib import Path
@@ -26,10 +26,20 @@ from tests.server.conftest import wait_until
 from tests.server.fake_engine import MODEL, FakeEngine
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import rollout_body
+from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.group.judging.advice import Advice
 from vllm_rollout.group.judging.length_trial import LengthTrialReport
 from vllm_rollout.group.plans.xargs import plan_from_xargs, rollout_xargs
-from vllm_rollout.server.answers import DoneEvent, Event, TokensEvent
+from vllm_rollout.server.answers import (
+    DoneEvent,
+    Event,
+    GroupAnswer,
+    RestartedEvent,
+    RewardEvent,
+    TokensEvent,
+    Trajectory,
+    TrajectoryEvent,
+)
 from vllm_rollout.server.learning.body import NamedRewardsRequest, RewardsAnswer, RewardsRequest
 from vllm_rollout.server.learning.prompts import PromptsAnswer
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, Pruning, Return, RolloutRequest
@@ -134,18 +144,6 @@ def test_every_argument_reaches_the_body():
     }
 
 
-def test_defaults_are_the_servers():
-    sent = RolloutRequest.model_validate(rollout_body(["p"], 4))
-    assert sent == RolloutRequest.model_validate({"prompts": [{"prompt": "p"}], "group_size": 4})
-
-
-def test_rollout_answers_with_typed_groups(client: RolloutClient):
-    answer = client.rollout(["one", [1, 2, 3], [{"role": "user", "content": "three"}]], 4, 4, return_text=True)
-    assert [group.prompt_id for group in answer.groups] == ["0", "1", "2"]
-    assert all(len(group.trajectories) == 4 for group in answer.groups)
-    assert answer.model == MODEL
-
-
 def test_sync_and_async_give_the_same(server_url):
     arguments: dict[str, Any] = {"prompts": ["one", "two"], "group_size": 2, "redundancy": 2, "sampling": {"seed": 3}}
 
@@ -172,14 +170,10 @@ def test_errors_carry_the_servers_words(client: RolloutClient):
     error = raised.value
     assert (error.status, error.param, error.type) == (422, "redundancy", "UnprocessableEntity")
     assert error.message in str(error)
+    with pytest.raises(RolloutError, match="max_num_seqs"):
+        next(client.stream(["p"], 60, 60))
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.status, copy.message, copy.type, copy.param) == (422, error.message, error.type, "redundancy")
-
-
-def test_errors_come_at_the_first_event_of_a_stream(client: RolloutClient):
-    events = client.stream(["p"], 60, 60)
-    with pytest.raises(RolloutError, match="max_num_seqs"):
-        next(events)
 
 
 def test_error_events_are_raised(server_url, engine: FakeEngine):
@@ -195,6 +189,7 @@ def test_error_events_are_raised(server_url, engine: FakeEngine):
         asyncio.run(run())
     assert raised.value.status == 503
     assert seen
+    assert engine.num_running == 0
 
 
 def test_errors_that_are_not_ours_are_told_in_short(server_url):
@@ -313,15 +308,6 @@ def test_connection_refused_is_retried_then_told():
     assert "vllm-rollout serve" in raised.value.message
 
 
-def test_connection_lost_within_the_answer_is_not_retried():
-    with (
-        raw_server([http_answer(b'{"data"', length=100)]) as (url, received),
-        pytest.raises(RolloutError, match=r"incomplete|peer closed"),
-    ):
-        models(url, **FAST)
-    assert len(received) == 1
-
-
 def test_backoff_doubles(monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr("vllm_rollout.client.client.time.sleep", waits.append)
@@ -334,22 +320,22 @@ def test_backoff_doubles(monkeypatch):
     assert waits == [0.5, 1.0, 2.0]
 
 
-def test_a_cut_stream_is_an_error():
+@pytest.mark.parametrize(
+    ("answer", "call", "words"),
+    [
+        (http_answer(b": comment\n\n", "text/event-stream"), "stream", "ended before its done event"),
+        (http_answer(b'{"object": "rollout"}'), "rollout", "not of this client's version"),
+        (http_answer(b'{"data"', length=100), "rollout", "incomplete|peer closed"),
+    ],
+)
+def test_an_answer_that_is_cut_or_of_another_version_is_an_error_and_not_asked_for_again(answer, call, words):
     with (
-        raw_server([http_answer(b": comment\n\n", "text/event-stream")]) as (url, _),
-        RolloutClient(url) as client,
-        pytest.raises(RolloutError, match="ended before its done event"),
+        raw_server([answer]) as (url, received),
+        RolloutClient(url, **FAST) as client,
+        pytest.raises(RolloutError, match=words),
     ):
-        list(client.stream(["p"], 1))
-
-
-def test_an_answer_of_another_version_is_an_error():
-    with (
-        raw_server([http_answer(b'{"object": "rollout"}')]) as (url, _),
-        RolloutClient(url) as client,
-        pytest.raises(RolloutError, match="not of this client's version"),
-    ):
-        client.rollout(["p"], 1)
+        list(getattr(client, call)(["p"], 1))
+    assert len(received) == 1
 
 
 def test_events_survive_any_split_of_the_bytes(client: RolloutClient, server_url):
@@ -441,3 +427,119 @@ def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, ap
     timer.join()
     with RolloutClient("http://127.0.0.1:9") as nobody:
         assert not nobody.health()
+
+
+PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(5)]
+
+
+def what_is_said(group: GroupAnswer) -> dict[str, Any]:
+    said = group.model_dump(mode="json", exclude={"group_id"})
+    said["candidates"].sort(key=lambda candidate: candidate["index"])
+    return said
+
+
+def test_they_are_those_of_a_rollout(client: RolloutClient) -> None:
+    asked = {"group_size": 2, "redundancy": 2, "sampling": {"seed": 3}, "return_text": True, "return_unselected": True}
+    stream = GroupStream(client.stream(PROMPTS, **asked))
+    assert stream.summary is None
+    groups = {group.prompt_id: what_is_said(group) for group in stream}
+    answer = client.rollout(PROMPTS, **asked)
+    assert groups == {group.prompt_id: what_is_said(group) for group in answer.groups}
+    assert stream.summary is not None
+    for name in ("usage", "model", "weight_version", "budget"):
+        assert getattr(stream.summary, name) == getattr(answer, name)
+
+
+def test_rewards_come_later_and_a_group_that_runs_again_forgets(client: RolloutClient) -> None:
+    events = list(client.stream(PROMPTS[:1], 2, sampling={"seed": 3}))
+    name = {"prompt_id": "q0", "group_id": events[0].group_id}
+    lost = TrajectoryEvent(**name, trajectory=Trajectory(index=9, num_tokens=1, token_ids=[1], finish_reason="stop"))
+    again = RestartedEvent(**name, reason="the engine died")
+    last = next(place for place, event in enumerate(events) if event.type == "group")
+    rewards = [RewardEvent(**name, index=index, reward=float(index)) for index in (0, 1)]
+    (group,) = GroupStream([lost, again, *events[:last], *rewards, *events[last:]])
+    assert [(t.index, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0)]
+    assert group.candidates == []
+
+
+LOAD, RESET, NAME = "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"
+
+
+class Routes:
+    """vLLM's routes, of which some fail, and what was asked of them."""
+
+    def __init__(self, *, is_reset: bool = True, **statuses: int) -> None:
+        self.asked: list[str] = []
+        self.bodies: dict[str, bytes] = {}
+        self._statuses = {f"/{path}": status for path, status in statuses.items()}
+        self.is_reset = is_reset
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(path)
+        self.bodies[path] = request.content
+        return httpx.Response(self._statuses.get(path, 200), json={"success": self.is_reset})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def give(routes: Routes, weights: Path | Callable[[], object]) -> str | None:
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        return client.give_weights(weights, "step-3").version
+
+
+def test_a_folder_is_read_by_the_server_between_pause_and_resume(folder: Path) -> None:
+    routes = Routes()
+    assert give(routes, folder) == "step-3"
+    assert routes.asked == ["/pause", LOAD, RESET, NAME, "/resume"]
+    assert str(folder).encode() in routes.bodies[LOAD]
+    assert b"step-3" in routes.bodies[NAME]
+
+
+def test_a_function_sends_while_the_server_pauses() -> None:
+    routes = Routes()
+    give(routes, lambda: routes.asked.append("sent"))
+    expected = ["/pause", "sent", RESET, NAME, "/resume"]
+    assert routes.asked == expected
+
+    async def give_async() -> None:
+        async with AsyncRolloutClient(transport=httpx.MockTransport(again)) as client:
+            await client.give_weights(lambda: again.asked.append("sent"), "step-3")
+
+    again = Routes()
+    asyncio.run(give_async())
+    assert again.asked == expected
+
+
+def fail() -> None:
+    raise ConnectionError("the trainer's side")
+
+
+@pytest.mark.parametrize(
+    ("routes", "weights", "said"),
+    [
+        *((Routes(**{path.removeprefix("/"): 500}), None, "500") for path in (LOAD, RESET, NAME)),
+        (Routes(), fail, "the trainer's side"),
+        (Routes(is_reset=False), None, "kept its prefix cache"),
+    ],
+)
+def test_a_server_is_resumed_when_something_fails(folder: Path, routes: Routes, weights: Any, said: str) -> None:
+    with pytest.raises((RolloutError, ConnectionError), match=said):
+        give(routes, weights or folder)
+    assert (routes.asked[0], routes.asked[-1]) == ("/pause", "/resume")
+    assert weights is None or len(routes.asked) == 2
+
+
+def test_what_cannot_be_given_is_refused_before_anything_is_asked(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    routes = Routes()
+    with pytest.raises(ValueError, match=r"has no weights .*safetensors"):
+        give(routes, tmp_path / "empty")
+    assert routes.asked == []
+    with pytest.raises(RolloutError, match="VLLM_SERVER_DEV_MODE=1"):
+        give(Routes(pause=404), folder)
+    assert give(Routes(update_weight_version=404), folder) is None  # a vLLM that knows no names

@@ -6,14 +6,12 @@ import inspect
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.server.conftest import make_app, serving, wait_until
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run
-from vllm_rollout.client.run import RoundFeed
 from vllm_rollout.client.run_calls import named
 from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, RoundEvent
 
@@ -64,7 +62,6 @@ def test_a_round_is_streamed(client: RolloutClient) -> None:
     assert [type(event) for event in run.stream(key="k")][-1] is RoundDoneEvent
 
 
-@pytest.mark.anyio
 async def test_the_async_client_does_the_same(server_url: str) -> None:
     async with AsyncRolloutClient(server_url) as client:
         run = await client.run(2, 4, prompt_speculation=1.5)
@@ -132,17 +129,3 @@ def test_a_wrong_option_is_named(client: RolloutClient) -> None:
         client.run(2, 4, redundency=3)
     with pytest.raises(TypeError, match="got one str"):
         list(make_run(client).rounds("a prompt"))
-
-
-def test_the_end_of_the_data_goes_into_long_rounds() -> None:
-    def wants(*queue: str) -> SimpleNamespace:
-        return SimpleNamespace(next_round="short", num_fresh_prompts=6, queue=queue, unstarted=())
-
-    feed = RoundFeed(range(9), 4)
-    assert feed.next(wants()).prompts == [0, 1, 2, 3, 4, 5]
-    assert feed.next(wants("a", "b")) == ([6, 7, 8], "long")
-    assert feed.next(wants("a", "b")) == ([], "long")
-    assert feed.next(wants()) is None
-    feed = RoundFeed(range(5), 4)
-    assert feed.next(wants()) == ([0, 1, 2, 3], "long")
-    assert feed.next(wants()) == ([4], "long")

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,37 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def app(engine: FakeEngine) -> FastAPI:
     return make_app(engine)
+
+
+@pytest.fixture
+async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """In process; what ticks for groups of sessions ends with the test."""
+    async with http_of(app) as http:
+        yield http
+    for task in app.state.session_service._tasks:
+        task.cancel()
+
+
+class Clock:
+    """Seconds, as a test says."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def service(app: FastAPI, clock: Clock) -> SessionService:
+    """Of sessions, in a test's own time."""
+    service: SessionService = app.state.session_service
+    service._clock = clock
+    return service
 
 
 def make_app(

@@ -10,7 +10,6 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -428,7 +427,4 @@ def _sampling(fields: dict[str, Any]) -> Sampling:
     except ValidationError as error:
         problem = error.errors()[0]
         name = f"sampling.{problem['loc'][0]}"
-        value: Any = None
-        with suppress(KeyError):
-            value = fields[str(problem["loc"][0])]
-        raise RequestError(f"{name}: {problem['msg']}, got {value!r}", param=name) from error
+        raise RequestError(f"{name}: {problem['msg']}, got {problem['input']!r}", param=name) from error

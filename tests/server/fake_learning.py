@@ -50,8 +50,6 @@ class FakeLearning:
     pruning_refusal: str | None = None
     dead: bool = False
     """The engine has stopped."""
-    evicts: bool = False
-    """Features are gone when rewards come."""
     blind: bool = False
     """Confidence cannot be seen."""
     judge: Judge = field(default_factory=Judge)
@@ -93,9 +91,6 @@ class FakeLearning:
         detection_length, statuses, labels = result
         key = HeadKey(detection_length, self.judge.ledger.adapter(rollout_id))
         before = self.heads.get(key)
-        if self.evicts:
-            self.memory(key.adapter).num_evicted[detection_length] += len(labels)
-            labels = []
         for length, num_new in Counter(length for label in labels for length in label.scores).items():
             at = HeadKey(length, key.adapter)
             old = self.heads.get(at) or HeadInfo(length, HIDDEN_SIZE, 0, 0, 0)
@@ -129,18 +124,12 @@ class FakeLearning:
         try:
             length = int.from_bytes(weights[:8], "little")
             metadata = json.loads(weights[8 : 8 + length])["__metadata__"]
-            model = metadata.pop("model")
+            del metadata["model"]
             head = HeadInfo(**{name: int(value) for name, value in metadata.items()}, adapter=adapter)
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(
                 f"the body is no quality head ({error!r:.80}). Send what GET /v1/quality_head gave."
             ) from error
-        for name, mine, theirs in (("model", MODEL, model), ("hidden size", HIDDEN_SIZE, head.hidden_size)):
-            if mine != theirs:
-                raise RequestError(
-                    f"the head is for {name} {theirs}, this server has {mine}. Use a head of this model.",
-                    status=HTTPStatus.CONFLICT,
-                )
         self.heads[head.key] = head
         return head
 
@@ -178,7 +167,7 @@ class FakeLearning:
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
         self.check_alive()
         try:
-            model, rows, head_states = parse_state(state)
+            _, rows, head_states = parse_state(state)
             memories = Memories.from_state(rows)
             saved = head_states(list(memories.all()))
             heads = [HeadInfo(**json.loads(data), adapter=adapter) for adapter, data in saved]
@@ -186,11 +175,6 @@ class FakeLearning:
             raise RequestError(
                 f"the body is no learning state ({error!r:.80}). Send what GET /v1/rollouts/state gave."
             ) from error
-        if model != MODEL:
-            raise RequestError(
-                f"the state is of model {model}, this server has {MODEL}. Start with a state of this model.",
-                status=HTTPStatus.CONFLICT,
-            )
         if keep is not None:
             await keep("")
         self.judge.memories = memories
@@ -211,12 +195,6 @@ class FakeLearning:
     def _named(self, detection_length: int | None, known: Mapping[int, Any], what: str) -> int:
         lengths = ", ".join(map(str, known)) or "none"
         meant = set(known) - {WHOLE} or set(known)
-        if detection_length is None and len(meant) > 1:
-            raise RequestError(
-                f"detection_length: must be named, there is a {what} for each of {lengths}.",
-                status=HTTPStatus.CONFLICT,
-                param="detection_length",
-            )
         if detection_length is None and known:
             return meant.pop()
         if detection_length is None or detection_length not in known:

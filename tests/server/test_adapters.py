@@ -13,11 +13,9 @@ from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.learning.body import HEAD_HEADER
 
 from .fake_engine import FakeEngine
-from .fake_learning import MODEL
-from .learning_steps import DETECTION_LENGTH, post, rewards_of, roll, teach
+from .fake_learning import MODEL, succeeded
+from .learning_steps import DETECTION_LENGTH, PRUNING, post, rewards_of, roll, teach
 from .test_errors import check_error
-
-pytestmark = pytest.mark.anyio
 
 HEAD = "/v1/quality_head"
 REPORT = "/v1/quality_head/report"
@@ -30,33 +28,10 @@ def engine() -> FakeEngine:
     return FakeEngine(adapters=("a", "b", ODD, *(f"step {number}" for number in range(2 * MAX_ADAPTERS))))
 
 
-async def known_of(http: httpx.AsyncClient, model: str | None) -> list:
-    """All that HTTP says of a served name."""
-    params = {} if model is None else {"model": model}
-    report, head = await http.get(REPORT, params=params), await http.get(HEAD, params=params)
-    prompts = await http.get(PROMPTS, params=params)
-    assert (report.status_code, head.status_code, prompts.status_code) == (200, 200, 200), report.text
-    return [report.json(), head.headers[HEAD_HEADER], metadata_of(head.content), prompts.json()]
-
-
 def metadata_of(head: bytes) -> dict[str, str]:
     (length,) = struct.unpack_from("<Q", head)
     metadata: dict[str, str] = json.loads(head[8 : 8 + length])["__metadata__"]
     return metadata
-
-
-async def test_rewards_for_one_adapter_leave_the_others_unchanged(http):
-    for model in (None, "a", "b"):
-        await teach(http, model=model)
-    before = {model: await known_of(http, model) for model in (None, "a", "b")}
-    await teach(http, num_rollouts=2, model="a")
-    for model in (None, "b"):
-        assert await known_of(http, model) == before[model]
-    report, *_ = after = await known_of(http, "a")
-    assert after != before["a"]
-    assert (report["adapter"], report["head"]["adapter"]) == ("a", "a")
-    assert await known_of(http, MODEL) == before[None], "the base model by its own name"
-    assert before[None][0]["adapter"] == ""
 
 
 async def test_an_adapter_begins_with_a_cold_start_whatever_others_know(http):
@@ -125,23 +100,16 @@ async def test_rewards_of_several_names_come_in_one_post(http, engine: FakeEngin
             for each in rewards_of(answer)
         ]
     posted = (await http.post("/v1/rewards", json={"rewards": rewards})).json()
+    named = [{"group_id": told["group_id"], "index": told["index"]} for told in posted["results"]]
+    assert named == [{"group_id": reward["group_id"], "index": reward["index"]} for reward in rewards]
+    assert {(told["request_id"], told["status"], told["message"]) for told in posted["results"]} == {
+        (None, "accepted", None)
+    }
+    assert posted["num_training"] == len(rewards)
     assert posted["counts"]["accepted"] == len(rewards)
     assert posted["head_versions"] == {"8": 0}
     assert posted["adapter_head_versions"] == {"a": {"8": 0}, "b": {"8": 0}}
     assert set(engine.learning.heads) == {HeadKey(DETECTION_LENGTH, adapter) for adapter in ("", "a", "b")}
-
-
-@pytest.mark.thorough
-async def test_the_state_has_every_name(http, engine: FakeEngine):
-    for model in (None, "a", ODD):
-        await teach(http, model=model)
-    before = {model: await known_of(http, model) for model in (None, "a", ODD)}
-    state = (await http.get("/v1/rollouts/state")).content
-    await teach(http, model="a")
-    await teach(http, model="b")
-    assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-    assert {model: await known_of(http, model) for model in before} == before
-    assert engine.learning.judge.memories.known("b") is None
 
 
 async def gauges(http: httpx.AsyncClient, name: str) -> dict[str, float]:
@@ -161,16 +129,20 @@ async def test_gauges_name_the_adapter_and_their_number_is_bounded(http):
     assert (await gauges(http, "head_version"))[""] == 0
 
 
-def test_the_client_asks_by_name(client: RolloutClient):
-    for number in range(8):
-        answer = client.rollout(
-            ["x"], group_size=4, model="a", pruning={"detection_length": 2, "mode": "shadow"},
-            sampling={"seed": number, "min_tokens": 4},
-        )  # fmt: skip
-        client.post_rewards(answer.id, [("0", t.index, float(t.index % 2)) for t in answer.groups[0].trajectories])
-    head = client.quality_head(model="a")
-    assert (head.head.adapter, client.report(2, model="a").adapter) == ("a", "a")
-    assert client.prompts(model="a").num_prompts == 1
-    assert client.prompts().num_prompts == 0
+def test_the_client_brings_heads_reports_prompts_and_state_back_by_name(client: RolloutClient, engine: FakeEngine):
+    for seed in range(12):
+        sampling = {"seed": seed, "min_tokens": 12}
+        answer = client.rollout(["x"], 4, 4, model="a", pruning=PRUNING, sampling=sampling)
+        rewards = [("0", t.index, succeeded(t.token_ids)) for t in answer.groups[0].trajectories]
+        client.post_rewards(answer.id, rewards)
+    head, report, state = client.quality_head(model="a"), client.report(8, model="a"), client.state()
+    assert head.head.version == report.head.version > 0
+    assert (head.head.adapter, report.adapter, report.signals["head"].auc > 0.5) == ("a", "a", True)
+    assert (client.prompts(model="a").num_prompts, client.prompts().num_prompts) == (1, 0)
+    (only,) = client.prompts(model="a", sort="success", limit=1).data
+    assert client.prompts(model="a", after=only.key).data == []
+    engine.learning.heads.clear()
     assert client.set_quality_head(head.weights, model="b").adapter == "b"
-    assert metadata_of(client.quality_head(2, "b").weights) == metadata_of(head.weights)
+    assert metadata_of(client.quality_head(8, "b").weights) == metadata_of(head.weights)
+    client.set_state(state)
+    assert (client.quality_head(8, "a").head, client.report(model="a")) == (head.head, report)

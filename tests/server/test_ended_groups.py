@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -16,13 +14,11 @@ from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.runs.body import RoundRequest
 from vllm_rollout.server.runs.stored import EndedGroup
 
-from .conftest import events_of, http_of, make_app
+from .conftest import events_of, make_app
 from .fake_engine import FakeEngine
 from .test_grading import FakeGraders
 from .test_run_faults import locked
 from .test_runs import ROUNDS, look, make, play, prompts
-
-pytestmark = pytest.mark.anyio
 
 KEY = {"idempotency_key": "k"}
 IDS = {f"q{number}" for number in range(6)}
@@ -37,12 +33,6 @@ def graders() -> FakeGraders:
 def app(engine: FakeEngine, graders: FakeGraders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     monkeypatch.setattr("vllm_rollout.server.runs.store.BUSY_TIMEOUT_S", 0.0)
     return make_app(engine, database=tmp_path / "runs.sqlite", graders=graders)
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as http:
-        yield http
 
 
 async def leave_after(app: FastAPI, num_groups: int, **body: Any) -> dict[str, Any]:

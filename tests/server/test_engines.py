@@ -1,4 +1,4 @@
-"""Ranks over HTTP."""
+"""Ranks over HTTP, the example of a trainer on freed ones, and what becomes of a group whose rank dies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from examples import freed_ranks
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
 from vllm_rollout.group.ranks.placement import ALL_OWNERS
 from vllm_rollout.group.ranks.scaling import Progress, ScaleDown
-from vllm_rollout.server.answers import RanksFreeEvent
+from vllm_rollout.server.answers import (
+    GroupEvent,
+    RanksFreeEvent,
+    RestartedEvent,
+    RolloutAnswer,
+    TokensEvent,
+    TrajectoryEvent,
+)
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
@@ -22,8 +30,6 @@ from vllm_rollout.server.service import RolloutService
 from .conftest import serving
 from .fake_engine import FakeEngine
 from .fake_parts import FakeMoves
-
-pytestmark = pytest.mark.anyio
 
 
 async def states(http: httpx.AsyncClient) -> list[str]:
@@ -77,13 +83,6 @@ async def test_what_moved_is_told_of_each_rank(engine: FakeEngine, http: httpx.A
 PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(8)]
 
 
-@pytest.mark.parametrize("field", ["migration", "scale_down"])
-async def test_what_one_rank_cannot_do_is_refused(http: httpx.AsyncClient, field):
-    answer = await http.post("/v1/rollouts", json={"prompts": PROMPTS, "group_size": 2, field: "auto"})
-    assert answer.status_code == 422
-    assert answer.json()["error"]["param"] == field
-
-
 async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
     engine.moves.num_ranks = 4
     engine.step_s = 0.002
@@ -105,21 +104,6 @@ async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_af
     assert "of 32 responses" in freed.reason
     assert after == ["active"] * 3 + ["draining" if engine.num_running else "drained"]
     assert (advice["scale_down"]["reason"], advice["num_responses"]) == ("too_early", 0)
-
-
-async def test_a_rank_that_the_trainer_drains_during_a_rollout_stays_drained_after_it(engine, app):
-    engine.moves.num_ranks = 4
-    engine.step_s = 0.002
-    with serving(app) as url:
-        async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
-            async for event in client.stream(PROMPTS, 4, sampling={"seed": 1}, scale_down="auto"):
-                if event.type == "ranks_free":
-                    kept, given_back = event.ranks
-                    assert (await http.post(f"/v1/engines/{kept}/drain", json={"timeout_s": 0.0})).status_code == 200
-            after = await states(http)
-            assert (await http.post(f"/v1/engines/{kept}/restore")).json()["state"] == "active"
-    assert after[kept] == "drained"
-    assert after[given_back] == "active"
 
 
 class PlannedMoves(FakeMoves):
@@ -183,3 +167,77 @@ async def test_no_rank_is_freed_where_the_rest_has_no_room(engine, http: httpx.A
     assert answer["freed"] is None
     assert len(answer["groups"]) == 8
     assert await states(http) == ["active", "drained"]
+
+
+async def test_a_trainer_starts_when_ranks_are_free_and_the_next_rollout_waits_for_it(engine, app, monkeypatch):
+    engine.moves.num_ranks = 2
+    engine.step_s = 0.002
+    happened = []
+
+    def noted(what, call):
+        def wrapper(*args, **kwargs):
+            happened.append(what)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    for owner, name in [
+        (freed_ranks.StreamTrainer, "begin"), (freed_ranks.StreamTrainer, "add"), (freed_ranks.StreamTrainer, "finish"),
+        (freed_ranks.AsyncRolloutClient, "stream"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    monkeypatch.setattr(freed_ranks, "print", lambda line: happened.append(line.split()[0]), raising=False)
+    monkeypatch.setattr(freed_ranks, "STEPS", 2)
+    with serving(app) as url:
+        await freed_ranks.main(url)
+    assert happened == ["begin", "stream", "ranks", *["add"] * freed_ranks.PROMPTS, "finish", "step"] * 2
+
+
+TWO = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}]
+LENGTHS = {0: 4, 1: 12, 2: 13, 3: 14}
+REASON = "rank 1 of the engine died"
+
+
+async def rolled_out(http: httpx.AsyncClient, **fields: object) -> RolloutAnswer:
+    body = {"prompts": TWO, "group_size": 3, "redundancy": 1, "sampling": {"seed": 7}, **fields}
+    answer = await http.post("/v1/rollouts", json=body)
+    assert answer.status_code == 200, answer.text
+    return RolloutAnswer.model_validate_json(answer.content)
+
+
+async def test_without_retry_what_had_ended_is_returned_and_the_reason_is_said(http, engine: FakeEngine) -> None:
+    engine.lengths, engine.losses = LENGTHS, {"b": 8}
+    whole, lost = (await rolled_out(http)).groups
+    assert (whole.status, len(whole.trajectories)) == ("complete", 3)
+    assert lost.status == "incomplete"
+    assert lost.reason.endswith(f"(3 failed): {REASON}")
+    assert [trajectory.index for trajectory in lost.trajectories] == [0]
+    assert [(c.index, c.state, c.num_tokens) for c in lost.candidates] == [(i, "failed", 8) for i in (1, 2, 3)]
+
+
+async def test_with_retry_the_answer_is_that_of_an_engine_that_never_died(http, engine: FakeEngine) -> None:
+    engine.lengths = LENGTHS
+    expected = await rolled_out(http)
+    engine.losses = {"a": 2, "b": 8}
+    answer = await rolled_out(http, on_engine_failure="retry")
+    without_ids = [group.model_dump(exclude={"group_id"}) for group in answer.groups]
+    assert without_ids == [group.model_dump(exclude={"group_id"}) for group in expected.groups]
+    assert answer.usage.num_restarted == 2
+    assert answer.usage.model_copy(update={"num_restarted": 0}) == expected.usage
+
+
+def test_a_stream_says_that_a_group_begins_anew_and_what_came_before_is_void(client, engine):
+    engine.lengths, engine.losses = LENGTHS, {"b": 8}
+    options = {"sampling": {"seed": 7}, "on_engine_failure": "retry"}
+    events = list(client.stream(TWO, 3, 1, stream_tokens=1, **options))
+    (restart,) = [position for position, event in enumerate(events) if isinstance(event, RestartedEvent)]
+    assert (events[restart].prompt_id, events[restart].reason) == ("b", REASON)
+    tokens: dict[int, list[int]] = {}
+    for event in events[restart:]:
+        if isinstance(event, TokensEvent) and event.prompt_id == "b":
+            assert event.offset == len(tokens.setdefault(event.index, []))
+            tokens[event.index] += event.token_ids
+        elif isinstance(event, TrajectoryEvent) and event.prompt_id == "b":
+            assert tokens[event.trajectory.index] == event.trajectory.token_ids
+    (group,) = [event for event in events if isinstance(event, GroupEvent) and event.prompt_id == "b"]
+    assert (group.status, group.selected) == ("complete", [0, 1, 2])

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_rollout.config import MAX_BODY_BYTES
+from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH
+from vllm_rollout.group.plans.fields import MAX_MIN_LABELS
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.boundary import HeldBodies, RolloutRoute
 
@@ -46,7 +47,12 @@ BAD = {
     "group_size_bool": (body(group_size=True), 422, "group_size", ["got true", "integer"]),
     "group_size_beyond_server": (body(group_size=65), 422, "group_size", ["max_num_seqs (64)", "--max-num-seqs 65"]),
     "redundancy_negative": (body(redundancy=-1), 422, "redundancy", ["got -1", "0 to 4096"]),
-    "redundancy_word": (body(redundancy="much"), 422, "redundancy", ["got much", "0 to 4096"]),
+    "redundancy_word": (body(redundancy="much"), 422, "redundancy", ["got much", "0 to 4096", "'auto'"]),
+    "redundancy_bool": (body(redundancy=True), 422, "redundancy", ["integer", "true"]),
+    "tradeoff_0": (
+        body(redundancy={"auto": {"tradeoff": 0}}), 422, "redundancy.auto.tradeoff", ["greater than 0", "got 0"]
+    ),
+    "unknown_field_of_auto": (body(redundancy={"auto": {"tradeof": 1}}), 422, "redundancy.auto.tradeof", ["tradeoff"]),
     "too_many_candidates": (
         body(group_size=40, redundancy=40), 422, "redundancy",
         ["40 + 40 = 80", "max_num_seqs (64)", "--max-num-seqs 80"],
@@ -90,8 +96,16 @@ BAD = {
         ["got 3", "below group_size (2)"],
     ),
     "early_stop_with_dual_end": (
-        body(selection={"dual_end": {}}, early_stop=True), 422, "early_stop", ["dual_end", "to false"]
+        body(selection={"dual_end": {}}, early_stop=True), 422, "early_stop", ["dual_end", "to false", '"auto"']
     ),
+    "early_stop_word": (body(early_stop="true"), 422, "early_stop", ["'auto'", "true"]),
+    "patience_below_1": (
+        body(selection={"dual_end": {"patience": 0.5}}), 422, "selection.dual_end.patience", ["1", "0.5"]
+    ),
+    "dual_end_word": (body(selection="dual_end"), 422, "selection", ["shortest", "dual_end"]),
+    **{f"audit_ratio_{it}": (body(audit_ratio=it), 422, "audit_ratio", []) for it in (-0.1, 1.5, "half", True)},
+    **{f"{field}_of_one_rank": (body(**{field: "auto"}), 422, field, []) for field in ("migration", "scale_down")},
+    "on_engine_failure_unknown": (body(on_engine_failure="pray"), 422, "on_engine_failure", ["pray", "fail", "retry"]),
     "stream_tokens_without_stream": (body(stream_tokens=4), 422, "stream_tokens", ["needs stream", "leave it out"]),
     "stream_tokens_0": (body(stream=True, stream_tokens=0), 422, "stream_tokens", ["got 0", "1 to 1000000"]),
     "return_null": (body(**{"return": None}), 422, "return", ["got null"]),
@@ -109,6 +123,57 @@ BAD = {
     "model_unknown": (body(model="other"), 404, "model", ["'other'", "fake-model", "Leave the field out"]),
     "message_deep": (prompts({"messages": [{"content": deep(40)}]}), 422, None, ["nested more than 32 levels"]),
 }  # fmt: skip
+
+
+def pruning(**fields: Any) -> dict[str, Any]:
+    return body(pruning={"detection_length": 8, **fields}, redundancy=2)
+
+
+BAD_PRUNING = {
+    # name: body, param, words of the message
+    "number": (body(pruning=8), "pruning", ["got 8", "detection_length"]),
+    "empty": (body(pruning={}), "pruning.detection_length", ["required", f"1 to {MAX_DETECTION_LENGTH}"]),
+    "detection_length_0": (pruning(detection_length=0), "pruning.detection_length", ["got 0", "from 1 to"]),
+    "detection_length_huge": (
+        pruning(detection_length=MAX_DETECTION_LENGTH + 1), "pruning.detection_length",
+        [f"got {MAX_DETECTION_LENGTH + 1}", f"1 to {MAX_DETECTION_LENGTH}"],
+    ),
+    "keep_ratio_0": (pruning(keep_ratio=0), "pruning.keep_ratio", ["got 0", "(0, 1]"]),
+    "keep_ratio_string": (pruning(keep_ratio="half"), "pruning.keep_ratio", ["got half", "(0, 1]"]),
+    "target_1": (pruning(target_positive_ratio=1), "pruning.target_positive_ratio", ["got 1", "(0, 1)"]),
+    "strength_negative": (pruning(strength=-1), "pruning.strength", ["got -1", "[0, 1000]"]),
+    "max_survival_above_1": (pruning(max_survival=1.1), "pruning.max_survival", ["got 1.1", "(0, 1]"]),
+    "survival_crossed": (
+        pruning(min_survival=0.6, max_survival=0.4), "pruning.min_survival",
+        ["at most pruning.max_survival", "0.6 and 0.4"],
+    ),
+    "max_survival_below_default": (
+        pruning(max_survival=0.01), "pruning.max_survival", ["pruning.min_survival", "0.05 and 0.01"],
+    ),
+    "keep_ratio_beyond_the_bounds": (
+        pruning(keep_ratio=0.5, min_survival=0.3, max_survival=0.3), "pruning.keep_ratio",
+        ["between pruning.min_survival and pruning.max_survival", "got 0.5", "0.3 and 0.3"],
+    ),
+    "rule_unknown": (pruning(rule="best"), "pruning.rule", ["got best", "'balance' or 'paper'"]),
+    "min_labels_beyond_memory": (
+        pruning(min_labels=MAX_MIN_LABELS + 1), "pruning.min_labels", [f"1 to {MAX_MIN_LABELS}"],
+    ),
+    "unknown_field": (pruning(keep=0.5), "pruning.keep", ["not a field", "keep_ratio"]),
+    "lengths_twice": (pruning(detection_length=[8, 8], mode="shadow"), "pruning.detection_length", ["different ones"]),
+    "lengths_that_would_prune": (
+        pruning(detection_length=[8, 4], mode="active"), "pruning.detection_length",
+        ["several lengths are compared in shadow mode only"],
+    ),
+    "no_lengths": (pruning(detection_length=[]), "pruning.detection_length", ["at least 1 item"]),
+    "many_lengths": (pruning(detection_length=[1] * 7), "pruning.detection_length", ["at most 6 items"]),
+    "lengths_0": (pruning(detection_length=[0]), "pruning.detection_length.0", ["greater than or equal to 1"]),
+    "length_word": (pruning(detection_length="best"), "pruning.detection_length", ["'auto'"]),
+    "nothing_to_spare": (
+        body(pruning={"detection_length": 8}), "pruning.allow_fewer",
+        ["nothing could ever be pruned", "all 2 candidates", "(redundancy)", "pruning.allow_fewer to true"],
+    ),
+}  # fmt: skip
+BAD |= {f"pruning_{name}": (bad, 422, param, words) for name, (bad, param, words) in BAD_PRUNING.items()}
 
 RAW = {
     "nan_sampling": (b'{"sampling": {"temperature": NaN}}', "sampling.temperature", ["finite", "nan"]),
@@ -163,9 +228,6 @@ async def post_beside_another(http: httpx.AsyncClient, engine: FakeEngine, **req
     assert engine.num_launched == num_launched + 4
     assert (engine.num_running, engine.num_aborted) == (0, 0)
     return response
-
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -286,17 +348,6 @@ async def test_bad_bodies_are_refused_before_a_stream_begins(http):
     check_error(response, 422, "group_size", ["--max-num-seqs"])
 
 
-@pytest.mark.thorough
-def test_bad_requests_over_a_socket_leave_the_server_serving(server_url, engine: FakeEngine):
-    with httpx.Client(base_url=server_url, timeout=30) as http:
-        for bad, status, param, words in BAD.values():
-            check_error(http.post("/v1/rollouts", json=bad), status, param, words)
-        over = http.post("/v1/rollouts", content=b" " * (MAX_BODY_BYTES + 1), headers=JSON)
-        check_error(over, 413, None, [])
-        assert http.post("/v1/rollouts", json=body()).status_code == 200
-    assert (engine.num_launched, engine.num_running) == (2, 0)
-
-
 async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine: FakeEngine, monkeypatch) -> None:
     held = HeldBodies(3000)
     monkeypatch.setattr(RolloutRoute, "held", held)
@@ -316,3 +367,11 @@ async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine
     assert held.num_bytes == 0
     alone = body(prompts=[{"id": "q", "prompt": "t" * 4000}])
     assert (await http.post("/v1/rollouts", json=alone)).status_code == 200, "one alone may be larger"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-Infinity"])
+@pytest.mark.parametrize("field", ["keep_ratio", "target_positive_ratio", "strength", "min_survival", "max_survival"])
+async def test_numbers_that_are_not_finite_are_explained(http, engine: FakeEngine, field, number):
+    fields = f'{{"pruning": {{"detection_length": 8, "{field}": {number}}}}}'.encode()
+    response = await post_beside_another(http, engine, content=raw(fields), headers=JSON)
+    check_error(response, 422, f"pruning.{field}", [])

@@ -1,17 +1,21 @@
-"""Rewards that the server computes while rollouts run: what comes back, what is learned, what is not waited for."""
+"""Rewards that the server computes while rollouts run: what comes back, is learned and is not waited for."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.group.types import Assessment, Confidence
+from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.grading import service
@@ -22,8 +26,6 @@ from .learning_steps import PRUNING
 from .test_errors import check_error
 from .test_metrics import samples
 from .test_runs import TERMS, make, play, prompts
-
-pytestmark = pytest.mark.anyio
 
 PROMPTS = [
     {"id": "a", "prompt": "1 + 1", "data": {"answer": "2"}},
@@ -94,13 +96,6 @@ async def test_each_returned_trajectory_has_its_reward_and_its_group_advantages(
     assert {(name, timeout_s) for name, _, timeout_s in graders.asked} == {("even", 7)}
     asked = {str(trajectory.prompt): trajectory.data for _, trajectory, _ in graders.asked}
     assert asked == {"1 + 1": {"answer": "2"}, "[{'role': 'u', 'content': 'x'}]": None}
-
-
-async def test_without_a_reward_nothing_is_graded(http, graders):
-    answer = await roll(http, reward=None)
-    assert graders.asked == []
-    assert {group.rewards for group in answer.groups} == {None}
-    assert {t.reward_status for group in answer.groups for t in group.trajectories} == {None}
 
 
 async def test_a_stream_has_a_reward_after_each_trajectory_and_a_group_after_its_rewards(http):
@@ -178,14 +173,6 @@ async def test_the_server_learns_from_its_own_rewards(http, graders):
     assert {result["status"] for result in receipt["results"]} == {"duplicate"}
 
 
-async def test_a_group_that_runs_again_is_graded_again(http, engine, graders):
-    engine.losses, engine.lengths = {"a": 10}, {i: 5 + 5 * i for i in range(4)}
-    answer = await roll(http, prompts=PROMPTS[:1], redundancy=0, on_engine_failure="retry")
-    (group,) = answer.groups
-    assert answer.usage.num_restarted == 1
-    assert [t.reward for t in group.trajectories] == [float(t.num_tokens % 2 == 0) for t in group.trajectories]
-
-
 async def test_names_of_rewards_are_told_and_too_many_trajectories_are_refused(http, graders, monkeypatch):
     response = await roll(http, 422, reward="odd")
     check_error(response, 422, "reward", ["even, other", "--rollout-reward"])
@@ -219,22 +206,6 @@ async def test_a_client_that_leaves_stops_what_is_graded_for_it(http, engine, gr
     assert (await roll(http)).usage.num_rewards == 8
 
 
-async def test_a_round_filters_by_rewards_of_its_own_without_a_stream(http, graders):
-    graders.function = lambda t: Grade("ok", 1.0) if "question 1" in t.prompt else by_length(t)
-    await make(http, filter="zero_variance", reward="even", group_size=4)
-    answer = await play(http, prompts=prompts(0, 6), reserve=prompts(6, 3), idempotency_key="k")
-    assert "q1" in answer["filtered"] or "q1" in answer["deferred"]
-    assert len(answer["groups"]) == 4
-    for group in answer["groups"]:
-        assert group["rewards"]["teaches"]
-        assert [t["reward"] for t in group["trajectories"]] == [
-            float(t["num_tokens"] % 2 == 0) for t in group["trajectories"]
-        ]
-    num_graded = len(graders.asked)
-    assert await play(http, prompts=prompts(0, 6), reserve=prompts(6, 3), idempotency_key="k") == answer
-    assert len(graders.asked) == num_graded
-
-
 async def test_a_short_round_is_over_when_enough_of_its_groups_teach(http, engine, graders):
     graders.function = lambda t: Grade("ok", 1.0) if t.prompt in ("question 1", "question 2") else by_length(t)
     await make(http, reward="even", until="variance", max_candidates=1000, response_speculation=1.0)
@@ -249,16 +220,6 @@ async def test_a_short_round_is_over_when_enough_of_its_groups_teach(http, engin
     graders.function = by_length
     rest = await play(http, kind="long")
     assert [group["rewards"]["teaches"] for group in rest["groups"]] == [True, True]
-
-
-async def test_a_round_that_filters_goes_on_for_groups_that_never_teach(http, engine, graders):
-    graders.function = lambda t: Grade("ok", 1.0) if t.prompt in ("question 0", "question 1") else by_length(t)
-    await make(http, reward="even", until="variance", max_candidates=8, filter="zero_variance", prompt_speculation=1.0)
-    answer = await play(http, prompts=prompts(0, 4), reserve=prompts(4, 3))
-    assert sorted(answer["filtered"]) == ["q0", "q1"]
-    assert [group["prompt_id"] for group in answer["groups"]] == ["q2", "q3", "q4", "q5"]
-    assert answer["unstarted"] == ["q6"]
-    assert engine.num_running == 0
 
 
 async def test_a_deferred_group_launches_nobody_in_place_of_a_void_one(http, engine, graders):
@@ -291,17 +252,6 @@ async def group_of(http: httpx.AsyncClient, **fields: Any) -> Any:
     return group
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-async def test_a_void_candidate_leaves_its_place_to_a_spare_or_to_a_new_one(http, engine, graders, early_stop):
-    engine.lengths = {index: index + 1 for index in range(64)}
-    graders.function = first_ones(1.0, None, 0.0, None, 1.0)
-    group = await group_of(http, group_size=4, redundancy=1, early_stop=early_stop)
-    assert group.status == "complete"
-    assert [t.reward_status for t in group.trajectories] == ["ok"] * 4
-    assert {1} <= {c.index for c in group.candidates if c.state == "finished"} <= {1, 3}
-    assert group.rewards.num_rewards == 4
-
-
 async def test_who_was_dropped_is_graded_when_its_place_comes_free(http, engine, graders):
     engine.lengths = {0: 1, 1: 2, 2: 3, 3: 30}
     may_end = {0: asyncio.Event(), 1: asyncio.Event(), 2: asyncio.Event(), 3: asyncio.Event()}
@@ -332,14 +282,6 @@ async def test_a_stream_says_that_a_void_trajectory_is_out(http, engine, graders
     assert told.index(("reward", 0, None)) < told.index(("candidate", None, 0))
     (group,) = [event for event in events if event["type"] == "group"]
     assert group["selected"] == [1, 2]
-
-
-async def test_who_is_always_void_does_not_run_for_ever(http, engine, graders):
-    graders.function = lambda trajectory: Grade("void", reason="always")
-    group = await group_of(http, group_size=2, redundancy=0, max_candidates=7)
-    assert (group.status, group.trajectories, len(group.candidates)) == ("incomplete", [], 7)
-    assert "7 void" in group.reason
-    assert engine.num_running == 0
 
 
 async def test_until_variance_goes_on_until_rewards_differ(http, engine, graders):
@@ -409,14 +351,6 @@ async def test_the_head_decides_whether_spares_run_while_rewards_are_awaited(
     await rolling
 
 
-async def test_until_variance_gives_up_at_max_candidates(http, engine, graders):
-    graders.function = lambda trajectory: Grade("ok", 0.0)
-    group = await group_of(http, group_size=2, until="variance", max_candidates=9)
-    assert (group.status, group.rewards.teaches, group.rewards.num_graded) == ("complete", False, 9)
-    assert len(group.trajectories) + len(group.candidates) == 9
-    assert engine.num_running == 0
-
-
 async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, engine, graders):
     engine.lengths = {index: 2 if index < 4 else 4000 for index in range(64)}
     graders.function = lambda trajectory: Grade("ok", 0.0)
@@ -445,3 +379,98 @@ async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(ht
 )
 async def test_until_variance_says_what_it_needs(http, fields, words):
     check_error(await roll(http, 422, until="variance", **fields), 422, "until", [words])
+
+
+class ChanceGraders:
+    """Grades by chance, after a few turns of the loop."""
+
+    names = ("chance",)
+    limits = TimeLimits()
+
+    def __init__(self, chance: random.Random, success: float, trouble: float) -> None:
+        self._chance, self._success, self._trouble = chance, success, trouble
+        self.running: list[Trajectory] = []
+
+    async def grade(
+        self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: Urgency
+    ) -> Grade:
+        self.running.append(trajectory)
+        try:
+            for _ in range(self._chance.randrange(20)):
+                await asyncio.sleep(0)
+        finally:
+            self.running.remove(trajectory)
+        if self._chance.random() < self._trouble:
+            status = self._chance.choice(["void", "error", "timeout"])
+            return Grade(status, 0.0 if status == "timeout" else None, status)
+        return Grade("ok", float(self._chance.random() < self._success))
+
+
+async def rolled(seed: int, success: float, trouble: float, losses: dict[str, int], body: dict[str, Any]) -> None:
+    engine = FakeEngine(losses=dict(losses), failures={3: 2})
+    graders = ChanceGraders(random.Random(seed), success, trouble)
+    app = make_app(engine, graders=graders)
+    async with http_of(app) as http:
+        if body.pop("stream"):
+            events = await events_of(http, "/v1/rollouts", **body)
+            groups = [event for event in events if event["type"] == "group"]
+            assert events[-1]["type"] == "done", events[-1]
+            usage = events[-1]["usage"]
+            assert len(groups) == len(body["prompts"])
+        else:
+            response = await http.post("/v1/rollouts", json=body)
+            assert response.status_code == 200, response.text
+            answer = RolloutAnswer.model_validate_json(response.content)
+            usage = answer.usage.model_dump()
+            for group in answer.groups:
+                check(group, body)
+    assert engine.num_running == 0
+    assert graders.running == []
+    assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
+
+
+def check(group: Any, body: dict[str, Any]) -> None:
+    indices = [each.index for each in (*group.trajectories, *group.candidates)]
+    assert len(indices) == len(set(indices))
+    assert len(indices) <= body["max_candidates"]
+    assert (len(group.trajectories) == body["group_size"]) == (group.status == "complete")
+    assert all(t.reward_status in ("ok", "timeout", "error") for t in group.trajectories)
+    assert [a is None for a in group.rewards.advantages] == [t.reward is None for t in group.trajectories]
+    if body["until"] == "variance":
+        rewards = [t.reward for t in group.trajectories]
+        assert None not in rewards
+        assert group.rewards.teaches == (len(set(rewards)) > 1)
+        assert group.rewards.teaches or group.status == "incomplete" or len(indices) == body["max_candidates"]
+
+
+@pytest.mark.thorough
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    success=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    trouble=st.sampled_from([0.0, 0.1, 0.9]),
+    until=st.sampled_from(["complete", "variance"]),
+    early_stop=st.booleans(),
+    group_size=st.integers(2, 5),
+    redundancy=st.integers(0, 3),
+    more=st.integers(0, 12),
+    stream=st.booleans(),
+    loss=st.none() | st.integers(0, 10),
+)
+def test_a_graded_rollout_keeps_its_promises(
+    seed, success, trouble, until, early_stop, group_size, redundancy, more, stream, loss
+):
+    body = {
+        "prompts": [{"id": id, "prompt": id} for id in "ab"],
+        "group_size": group_size,
+        "redundancy": redundancy,
+        "early_stop": early_stop,
+        "until": until,
+        "max_candidates": group_size + redundancy + more,
+        "reward": "chance",
+        "on_engine_failure": "retry" if seed % 2 else "fail",
+        "sampling": {"seed": seed % 1000},
+        "stream": stream,
+    }
+    losses = {} if loss is None else {"a": loss}
+    asyncio.run(asyncio.wait_for(rolled(seed, success, trouble, losses, body), 60))

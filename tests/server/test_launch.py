@@ -1,8 +1,10 @@
-"""The launch window: how much is in the engine, who is next, and what a client that goes leaves behind."""
+"""The launch window: how much is in the engine, who is next, what a client that goes leaves, and groups read as one."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +15,7 @@ from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.server import preparation
 from vllm_rollout.server.answers import Timing
 from vllm_rollout.server.engine import GroupOrder, RequestError
+from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.launch import Launcher
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
@@ -21,8 +24,6 @@ from vllm_rollout.server.shaping import history_key
 
 from .conftest import DEADLINE_S, http_of, make_app
 from .fake_engine import FakeEngine
-
-pytestmark = pytest.mark.anyio
 
 ENDLESS = {"min_tokens": 4000}
 
@@ -129,18 +130,6 @@ async def test_a_round_that_waits_for_all_its_prompts_starts_the_longest_first_a
             assert engine.started == sorted(engine.started)
 
 
-async def test_a_small_rollout_does_not_wait_behind_a_huge_one():
-    engine = WatchedEngine(num_launch_places=16)
-    service = service_of(engine)
-    huge = asyncio.create_task(run(service, request("huge", 200)))
-    await until(lambda: len(engine.started) >= 10)
-    started = len(engine.started)
-    await asyncio.wait_for(run(service, request("small", 2)), DEADLINE_S)
-    assert engine.started.index("small1") - started <= 6
-    assert not huge.done()
-    await asyncio.wait_for(huge, DEADLINE_S)
-
-
 async def test_of_those_that_wait_rollouts_with_a_lower_number_start_first():
     engine = WatchedEngine(num_launch_places=8)
     service = service_of(engine)
@@ -221,3 +210,110 @@ async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():
     places.release_all()
     places.release_all()
     assert (launcher.num_taken, launcher.num_waiting) == (0, 0)
+
+
+class Source:
+    """Says its name and a number, so often, and notes that it has been closed."""
+
+    def __init__(self, name: str, num: int, error: Exception | None = None) -> None:
+        self.name = name
+        self.num = num
+        self.error = error
+        self.num_said = 0
+        self.is_closed = False
+
+    async def items(self) -> AsyncGenerator[str, None]:
+        try:
+            while self.num_said < self.num:
+                self.num_said += 1
+                yield f"{self.name}{self.num_said}"
+            if self.error is not None:
+                raise self.error
+        finally:
+            await asyncio.sleep(0)
+            self.is_closed = True
+
+
+async def turns(num: int = 20) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def test_all_that_is_said_is_read_each_source_in_its_order() -> None:
+    fan_in: FanIn[str] = FanIn(2)
+    for name, num in (("a", 3), ("b", 0), ("c", 4)):
+        fan_in.add(Source(name, num).items())
+    read = [item async for item in fan_in]
+    assert Counter(read) == Counter(["a1", "a2", "a3", "c1", "c2", "c3", "c4"])
+    assert [item for item in read if item < "b"] == ["a1", "a2", "a3"]
+    assert [item for item in read if item > "b"] == ["c1", "c2", "c3", "c4"]
+
+
+async def test_the_first_error_ends_the_reading_after_what_was_said_before_it() -> None:
+    fan_in: FanIn[str] = FanIn(1)
+    endless = Source("b", 10**9)
+    fan_in.add(Source("a", 2, KeyError("lost")).items())
+    fan_in.add(endless.items())
+    read: list[str] = []
+
+    async def read_all() -> None:
+        async for item in fan_in:
+            read.append(item)
+
+    with pytest.raises(KeyError, match="lost"):
+        await read_all()
+    assert [item for item in read if item < "b"] == ["a1", "a2"]
+    await fan_in.close()
+    assert endless.is_closed
+
+
+async def test_a_source_waits_when_nobody_reads() -> None:
+    fan_in: FanIn[str] = FanIn(3)
+    source = Source("a", 9)
+    fan_in.add(source.items())
+    assert not fan_in.is_full
+    await turns()
+    assert fan_in.is_full
+    assert source.num_said == 4  # three have a place, and it waits with the next one
+    await fan_in.close()
+    assert (source.num_said, source.is_closed) == (4, True)
+
+
+async def test_close_waits_until_sources_have_cleaned_up_also_those_that_wait_themselves() -> None:
+    fan_in: FanIn[str] = FanIn(1)
+    closed = []
+
+    async def stuck() -> AsyncGenerator[str, None]:
+        try:
+            await asyncio.Event().wait()
+            yield "never"
+        finally:
+            await turns()
+            closed.append("stuck")
+
+    tasks = [fan_in.add(stuck()), fan_in.add(Source("a", 5).items())]
+    await turns()
+    await fan_in.close()
+    assert closed == ["stuck"]
+    assert all(task.done() for task in tasks)
+
+
+async def test_what_no_source_says_is_read_and_not_waited_for() -> None:
+    fan_in: FanIn[str] = FanIn(4)
+    await fan_in.put("news")
+    fan_in.add(Source("a", 1).items())
+    assert [item async for item in fan_in] == ["news", "a1"]
+    await fan_in.put("too late")
+    assert [item async for item in fan_in] == []
+
+
+async def test_sources_come_to_their_end_when_what_they_say_is_dropped() -> None:
+    fan_in: FanIn[str] = FanIn(1)
+    source = Source("a", 30)
+    task = fan_in.add(source.items())
+    await turns()
+    assert not task.done()
+    dropping = asyncio.create_task(fan_in.drop())
+    await asyncio.wait([task])
+    dropping.cancel()
+    assert (source.num_said, source.is_closed) == (30, True)

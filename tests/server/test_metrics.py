@@ -1,16 +1,19 @@
-"""`/metrics` counts what the answers say."""
+"""`/metrics` counts what the answers say; what is read from the engine is up to date there, without a wait for it."""
 
 from __future__ import annotations
+
+import asyncio
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_rollout.group.types import HeldGroups
+from vllm_rollout.server import gauges
 from vllm_rollout.server.answers import RolloutAnswer, Usage
+from vllm_rollout.server.gauges import FreshGauges
 
 from .fake_engine import FakeEngine
-
-pytestmark = pytest.mark.anyio
 
 
 async def samples(http: httpx.AsyncClient) -> dict[str, float]:
@@ -52,8 +55,31 @@ async def test_counters_add_up_over_rollouts_and_streams(http, engine: FakeEngin
     assert (await samples(http))["groups_total.complete"] == 3
 
 
-async def test_refused_requests_count_nothing(http):
-    before = await samples(http)
-    await http.post("/v1/rollouts", json={"prompts": [], "group_size": 1})
-    after = await samples(http)
-    assert {name for name in before if before[name] != after[name]} == set()
+@pytest.fixture
+def fresh(app) -> None:
+    app.add_middleware(FreshGauges)
+
+
+async def held(numbers: HeldGroups) -> HeldGroups:
+    return numbers
+
+
+@pytest.mark.usefixtures("fresh")
+async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "held_groups", lambda _: held(HeldGroups(2, 3, 0)))
+    values = await samples(http)
+    assert (values["groups_held.running"], values["groups_held.idle"]) == (2, 3)
+
+
+@pytest.mark.usefixtures("fresh")
+async def test_an_engine_that_does_not_answer_holds_nobody_up(http, monkeypatch):
+    monkeypatch.setattr(gauges, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(FakeEngine, "held_groups", lambda _: asyncio.Event().wait())
+    for _ in range(2):
+        assert (await http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.usefixtures("fresh")
+async def test_other_paths_ask_nothing_of_the_engine(http: httpx.AsyncClient, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "held_groups", None)
+    assert (await http.get("/health")).status_code == 200

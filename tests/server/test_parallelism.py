@@ -12,14 +12,12 @@ import pytest
 
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.ranks.forecast import EngineSize
-from vllm_rollout.group.ranks.planner import QUIET_ROUNDS, ParallelismPlanner
+from vllm_rollout.group.ranks.planner import ParallelismPlanner
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.parallelism import Parallelism, Resized
 
 from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine
-
-pytestmark = pytest.mark.anyio
 
 TOKENS_PER_DEVICE = 10
 """Candidates with more than that per device are preempted once."""
@@ -99,9 +97,7 @@ async def look(http: httpx.AsyncClient, run: str = "a") -> dict[str, Any]:
     return (await http.get(f"/v1/runs/{run}")).json()["parallelism"]
 
 
-async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(
-    http: httpx.AsyncClient, devices: Devices
-) -> None:
+async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(http, devices):
     assert await look(http) == {
         "tensor_parallel_size": 1, "allowed_sizes": [1, 2, 4], "next_size": 1, "reason": "start",
         "preemptions_per_candidate": None, "level": 0.0, "is_rebuilding": False, "num_rebuilds": 0,
@@ -122,27 +118,8 @@ async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(
     assert "vllm_rollout:engine_rebuild_seconds_sum 1.5" in metrics
 
 
-async def test_four_rounds_without_pressure_make_it_smaller_again(http: httpx.AsyncClient, devices: Devices) -> None:
-    await play(http, 15)
-    for number in range(QUIET_ROUNDS):
-        assert (await look(http))["tensor_parallel_size"] == (1 if number == 0 else 2)
-        await play(http, 3)
-    assert (await look(http))["reason"] == "quiet"
-    await play(http, 3)
-    assert devices.resized == [2, 1]
-
-
-async def test_under_as_many_tokens_it_stays_as_large(http: httpx.AsyncClient, devices: Devices) -> None:
-    for _ in range(QUIET_ROUNDS + 3):
-        said = await play(http, 15)
-    assert said["reason"] == "failed_before"
-    assert devices.resized == [2]
-
-
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
-async def test_a_round_of_another_run_is_waited_for_but_not_for_ever(
-    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, patience_s: float
-) -> None:
+async def test_a_round_of_another_run_is_waited_for_but_not_for_ever(http, devices, engine, monkeypatch, patience_s):
     monkeypatch.setattr("vllm_rollout.server.runs.parallelism.PATIENCE_S", patience_s)
     await make(http, "b")
     engine.step_s = 0.005
@@ -178,9 +155,7 @@ async def test_a_size_at_which_no_engine_starts_is_not_tried_again(http: httpx.A
     assert 'outcome="failed"} 1.0' in (await http.get("/metrics")).text
 
 
-async def test_before_weights_are_sent_it_is_rebuilt_if_nothing_runs(
-    http: httpx.AsyncClient, devices: Devices, parallelism: Any
-) -> None:
+async def test_before_weights_are_sent_it_is_rebuilt_if_nothing_runs(http, devices, parallelism):
     await parallelism.made.before_weights()
     assert devices.patience_s == []
     await play(http, 15)
@@ -191,9 +166,7 @@ async def test_before_weights_are_sent_it_is_rebuilt_if_nothing_runs(
     assert devices.resized == [2]
 
 
-async def test_rounds_that_begin_during_a_rebuild_wait_and_one_is_enough(
-    http: httpx.AsyncClient, devices: Devices, engine: FakeEngine
-) -> None:
+async def test_rounds_that_begin_during_a_rebuild_wait_and_one_is_enough(http, devices, engine):
     await make(http, "b")
     await play(http, 15)
     devices.gate = asyncio.Event()
@@ -245,9 +218,7 @@ async def profiled(engine: FakeEngine, devices: Devices, lines: list[str]) -> As
         yield client
 
 
-async def test_with_a_profile_the_first_run_begins_at_the_size_that_is_best_for_it(
-    profiled: httpx.AsyncClient, devices: Devices, lines: list[str]
-) -> None:
+async def test_with_a_profile_the_first_run_begins_at_the_size_that_is_best_for_it(profiled, devices, lines):
     await make(profiled, "a")
     said = await look(profiled)
     assert (said["tensor_parallel_size"], said["next_size"], said["reason"]) == (1, 2, "profile")
@@ -262,30 +233,7 @@ async def test_with_a_profile_the_first_run_begins_at_the_size_that_is_best_for_
     assert (said["tensor_parallel_size"], devices.resized) == (2, [2])
 
 
-async def test_a_size_that_the_profile_calls_slower_is_not_halved_to(
-    profiled: httpx.AsyncClient, devices: Devices
-) -> None:
-    await make(profiled, "a")
-    for _ in range(QUIET_ROUNDS + 2):
-        said = await play(profiled, 3)
-    assert (said["reason"], devices.resized) == ("slower_below", [2])
-
-
-async def test_the_lengths_that_were_seen_say_more_than_the_cap(
-    profiled: httpx.AsyncClient, engine: FakeEngine, devices: Devices
-) -> None:
-    body = {"prompts": [{"prompt": f"lesson {i}"} for i in range(8)], "group_size": 2}
-    sampling = {"min_tokens": 5, "max_tokens": 5}
-    assert (await profiled.post("/v1/rollouts", json={**body, "sampling": sampling})).status_code == 200
-    await make(profiled, "a")
-    forecasts = (await look(profiled))["forecasts"]
-    assert forecasts["1"]["num_preemptions"] == 0
-    assert forecasts["1"]["seconds"] < 1.0
-
-
-async def test_a_round_says_that_the_engine_was_rebuilt_before_it_and_a_stream_begins_with_it(
-    http: httpx.AsyncClient, devices: Devices
-) -> None:
+async def test_a_round_says_that_the_engine_was_rebuilt_before_it_and_a_stream_begins_with_it(http, devices):
     def body(first: int, num_tokens: int) -> dict[str, Any]:
         prompts = [{"id": f"p{first + i}", "prompt": "hello"} for i in range(2)]
         return {"prompts": prompts, "sampling": {"min_tokens": num_tokens, "max_tokens": num_tokens}}

@@ -5,12 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from vllm_rollout.client.client import RolloutClient, RolloutError
-
 from .conftest import DEADLINE_S
 from .fake_learning import succeeded
-
-pytestmark = pytest.mark.anyio
 
 PRUNING = {"detection_length": 2, "mode": "shadow", "signal": "confidence"}
 
@@ -89,31 +85,6 @@ async def test_what_is_wrong_is_named(http, query, status, named):
     answer = await http.get(f"/v1/rollouts/prompts?{query}")
     assert answer.status_code == status
     assert named in answer.json()["error"]["message"]
-
-
-async def test_nothing_is_known_at_first(http):
-    assert (await http.get("/v1/rollouts/prompts")).json() == {
-        "object": "list", "data": [], "num_prompts": 0, "has_more": False,
-    }  # fmt: skip
-
-
-def test_the_client_asks(server_url):
-    with RolloutClient(server_url) as client:
-        answer = client.rollout([prompt("a"), prompt("b")], 2, pruning=PRUNING, sampling={"min_tokens": 4})
-        client.post_rewards(answer.id, [(g.prompt_id, t.index, 1.0) for g in answer.groups for t in g.trajectories])
-        page = client.prompts(limit=1, sort="success")
-        rest = client.prompts(after=page.data[0].key, sort="success")
-        assert [each.id for each in (*page.data, *rest.data)] == ["a", "b"]
-        assert page.has_more
-        assert not rest.has_more
-        with pytest.raises(RolloutError, match="after") as refused:
-            client.prompts(after="id:nobody")
-        assert refused.value.status == 404
-
-
-async def test_a_dead_engine_says_so(http, engine):
-    engine.learning.dead = True
-    assert (await http.get("/v1/rollouts/prompts")).status_code == 503
 
 
 async def test_a_large_id_is_remembered_by_its_digest(http):

@@ -1,20 +1,19 @@
-"""`pruning` on POST /v1/rollouts: what is scored, what is stopped, and what the answer says of it."""
+"""`pruning` on POST /v1/rollouts: what is scored, what is stopped, what the answer says of it, and which lengths."""
 
 from __future__ import annotations
 
 import pytest
 
 from vllm_rollout import RolloutClient
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_DETECTION_LENGTHS, TRIAL_LENGTHS
 from vllm_rollout.group.plans.fields import MAX_MIN_LABELS
 from vllm_rollout.group.types import HeadKey
 from vllm_rollout.server.answers import EndedCandidate, RolloutAnswer
 from vllm_rollout.server.engine import HeadInfo
 
 from .fake_engine import FakeEngine
-from .learning_steps import DETECTION_LENGTH, PRUNING, body, roll, teach
-
-pytestmark = pytest.mark.anyio
+from .fake_learning import succeeded
+from .learning_steps import DETECTION_LENGTH, PRUNING, body, post, rewards_of, roll, teach
 
 NO_SCORE = dict.fromkeys(
     ("score", "success_probability", "survival_probability", "signal", "head_version", "confidence",
@@ -103,16 +102,6 @@ async def test_what_ends_before_detection_is_kept_for_sure_and_has_no_score(http
         assert all(c.score is not None for c in group.candidates)
 
 
-async def test_the_same_seeded_request_gets_the_same_verdicts(http):
-    await teach(http)
-    first, second = await roll(http), await roll(http)
-    assert [g.trajectories for g in first.groups] == [g.trajectories for g in second.groups]
-    assert [[(c.index, c.state) for c in g.candidates] for g in first.groups] == [
-        [(c.index, c.state) for c in g.candidates] for g in second.groups
-    ]
-    assert first.usage.num_pruned > 0
-
-
 async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_without_a_seed(http):
     seeds = []
     run_group = FakeEngine.run_group
@@ -178,15 +167,6 @@ async def test_one_detection_length_too_many_is_said(http):
     assert f"judges at {MAX_DETECTION_LENGTHS} different values" in warning
 
 
-async def test_keep_ratio_1_scores_and_keeps_everyone_without_a_warning(http):
-    every = {**PRUNING, "keep_ratio": 1}
-    assert (await roll(http, pruning=every)).warnings == []
-    await teach(http)
-    answer = await roll(http, pruning=every, redundancy=0)
-    assert (answer.usage.num_scored, answer.usage.num_pruned) == (12, 0)
-    assert {ended.survival_probability for ended in everyone(answer)} == {1.0}
-
-
 async def test_a_shadow_of_pruning_that_could_never_prune_says_so(http):
     await teach(http)
     answer = await roll(http, pruning={**PRUNING, "mode": "shadow"}, redundancy=0)
@@ -216,3 +196,98 @@ async def test_a_failed_report_does_not_fail_the_rollout(http, engine: FakeEngin
 def test_a_stream_s_last_event_has_the_warnings(client: RolloutClient):
     *_, done = client.stream(["a"], 2, 2, pruning=PRUNING, sampling={"max_tokens": 4})
     assert done.warnings[0].startswith("detection_length (8) is not below max_tokens (4)")
+
+
+LENGTHS = [10, 4, 8]
+LONG = {"min_tokens": TRIAL_LENGTHS[-1] + 10}
+PLAIN = {"group_size": 8, "redundancy": 0}
+PATH = "/v1/quality_head/detection_lengths"
+
+
+async def trial(http, **params) -> dict:
+    response = await http.get(PATH, params=params)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_without_a_trial_nothing_is_recommended_and_the_reason_says_what_to_do(http):
+    answer = await trial(http)
+    assert (answer["recommended"], answer["lengths"], answer["num_candidates"]) == (None, [], 0)
+    assert '"detection_length": [16, 48, 128]' in answer["reason"]
+
+
+@pytest.mark.parametrize("ratio", ["0", "1.5", "much"])
+async def test_a_keep_ratio_out_of_range_is_explained(http, ratio):
+    response = await http.get(PATH, params={"keep_ratio": ratio})
+    assert response.status_code == 422
+    assert response.json()["error"]["param"] == "keep_ratio"
+
+
+@pytest.mark.thorough
+async def test_auto_compares_first_says_so_and_then_prunes_at_what_is_recommended(http):
+    plan = {**PRUNING, "detection_length": "auto"}
+    fields = {"pruning": plan, "sampling": {"seed": 5, **LONG}}
+    answer = await roll(http, **fields)
+    warning, *_ = answer.warnings
+    assert warning.startswith('detection_length: "auto" cannot choose yet')
+    assert ", ".join(map(str, TRIAL_LENGTHS)) in warning
+    assert answer.usage.num_pruned == 0
+    for seed in range(30):
+        answer = await roll(http, **{**fields, "sampling": {"seed": seed, **LONG}})
+        await post(http, answer)
+    recommended = (await trial(http))["recommended"]
+    assert recommended == TRIAL_LENGTHS[0]
+    answer = await roll(http, **fields)
+    assert (answer.warnings, answer.detection_length) == ([], recommended)
+    assert answer.usage.num_pruned > 0
+    assert {c.num_tokens for group in answer.groups for c in group.candidates if c.state == "pruned"} == {recommended}
+    num_tried = (await trial(http))["num_candidates"]
+    await post(http, answer)
+    assert (await trial(http))["num_candidates"] == num_tried
+    answer = await roll(http, **fields, audit_ratio=1.0)
+    assert (answer.usage.num_pruned, answer.detection_length) == (0, recommended)
+    receipt = await post(http, answer)
+    assert (await trial(http))["num_candidates"] == num_tried + receipt.counts.accepted, "the choice can be another one"
+
+
+async def test_every_trajectory_has_a_final_score_that_votes_can_take(http, engine: FakeEngine):
+    plan = {**PRUNING, "final_score": True, "mode": "shadow"}
+    engine.lengths = {index: 4 if index < 2 else 20 for index in range(8)}
+    answer = await roll(http, pruning=plan, **PLAIN, sampling={"seed": 3})
+    assert all(t.final_score is None for group in answer.groups for t in group.trajectories), "no head is trained"
+    await post(http, answer)
+    for seed in range(8):
+        answer = await roll(http, pruning=plan, **PLAIN, sampling={"seed": 100 + seed})
+        assert (await post(http, answer)).counts.accepted == 24, "also those that ended before detection"
+    for group in answer.groups:
+        short = [t for t in group.trajectories if t.num_tokens < DETECTION_LENGTH]
+        assert len(short) == 2
+        assert all(t.score is None for t in short)
+        for t in group.trajectories:
+            assert t.final_score is not None
+            assert 0 < t.final_success_probability < 1
+        answers = ["right" if succeeded(t.token_ids) else "wrong" for t in group.trajectories]
+        weights = [t.final_score for t in group.trajectories]
+        vote = await http.post("/v1/votes", json={"answers": answers, "method": "quality", "weights": weights})
+        assert vote.json()["num_without_weight"] == 0
+    right = [t.final_score for g in answer.groups for t in g.trajectories if succeeded(t.token_ids)]
+    wrong = [t.final_score for g in answer.groups for t in g.trajectories if not succeeded(t.token_ids)]
+    assert sum(right) / len(right) > sum(wrong) / len(wrong)
+    report = await http.get("/v1/quality_head/report", params={"detection_length": 0})
+    assert report.json()["head"]["detection_length"] == 0
+    report = await http.get("/v1/quality_head/report")
+    assert report.json()["detection_length"] == DETECTION_LENGTH, "that of ends is asked for by name"
+
+
+async def test_a_list_stops_nobody_and_a_client_asks_for_the_report_of_each_length(http, client: RolloutClient):
+    plan = {**PRUNING, "detection_length": LENGTHS}
+    answer = await roll(http, pruning=plan, **PLAIN)
+    assert (answer.detection_length, answer.usage.num_pruned) == (4, 0)
+    assert all(t.would_prune is False for group in answer.groups for t in group.trajectories)
+    await teach(http, 2, pruning=plan, **PLAIN)
+    report = client.detection_lengths(keep_ratio=0.25)
+    assert [row.detection_length for row in report.lengths] == sorted(LENGTHS)
+    assert (report.keep_ratio, report.num_candidates) == (0.25, 2 * 24)
+    for length in LENGTHS:  # each has a calibration and a head of its own
+        assert client.report(length).head.detection_length == length
+    assert len(rewards_of(await roll(http))) == 12

@@ -1,89 +1,32 @@
-"""Heads, reports and state go out and come back in; what does not fit is refused with both values."""
+"""What is no head and no state is refused, and so is who has not the admin key, where the server was given one."""
 
 from __future__ import annotations
-
-import json
 
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import load, save
+from fastapi import FastAPI
+from safetensors.numpy import save
 
-from vllm_rollout import RolloutClient
+from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
-from vllm_rollout.group.types import HeadKey
+from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.engine import HeadInfo
-from vllm_rollout.server.learning.body import HEAD_HEADER
+from vllm_rollout.server.learning.body import ADMIN_HEADER
 
-from .conftest import make_app
+from .conftest import serving
 from .fake_engine import FakeEngine
-from .fake_learning import HIDDEN_SIZE, MODEL, FakeLearning, succeeded
-from .learning_steps import PRUNING, post, roll, teach
+from .fake_learning import FakeLearning
+from .learning_steps import teach
 from .test_errors import check_error
-
-pytestmark = pytest.mark.anyio
 
 HEAD = "/v1/quality_head"
 REPORT = "/v1/quality_head/report"
 STATE = "/v1/rollouts/state"
-HEAD_FIELDS = {
-    "detection_length": 8, "hidden_size": HIDDEN_SIZE, "version": 3, "num_steps": 9, "num_labels": 90,
-}  # fmt: skip
-BYTES = {"content-type": "application/octet-stream"}
+CUT = FakeLearning.head_file(HeadInfo(8, 16, 3, 9, 90))[:40]
 
 
-def head_file(model: str = MODEL, **changes: int) -> bytes:
-    return FakeLearning.head_file(HeadInfo(**{**HEAD_FIELDS, **changes}), model)
-
-
-async def test_before_the_first_rewards_there_is_neither_head_nor_report(http):
-    for path in (HEAD, REPORT):
-        check_error(await http.get(path), 404, "detection_length", ["Post rewards"])
-        response = await http.get(path, params={"detection_length": 8})
-        check_error(response, 404, "detection_length", ["for 8"])
-
-
-async def test_a_trained_head_comes_as_safetensors_and_says_what_it_is_for(http, engine: FakeEngine):
-    await teach(http)
-    response = await http.get(HEAD)
-    assert response.headers["content-type"] == "application/octet-stream"
-    head = json.loads(response.headers[HEAD_HEADER])
-    assert head["object"] == "quality_head"
-    assert (head["detection_length"], head["hidden_size"], head["num_labels"]) == (8, HIDDEN_SIZE, 96)
-    assert head["version"] == engine.learning.heads[HeadKey(8)].version > 0
-    assert load(response.content).keys() == {"w1"}
-    assert (await http.get(HEAD, params={"detection_length": 8})).headers[HEAD_HEADER] == response.headers[HEAD_HEADER]
-
-
-async def test_a_head_that_is_put_in_place_scores_the_next_rollout(http):
-    response = await http.put(HEAD, content=head_file(), headers=BYTES)
-    assert response.status_code == 200, response.text
-    assert response.json() == {"object": "quality_head", **HEAD_FIELDS, "adapter": ""}
-    answer = await roll(http)
-    assert {t.head_version for group in answer.groups for t in group.trajectories} == {3}
-
-
-async def test_several_heads_have_to_be_named(http):
-    await http.put(HEAD, content=head_file())
-    await http.put(HEAD, content=head_file(detection_length=16))
-    check_error(await http.get(HEAD), 409, "detection_length", ["8, 16"])
-    head = json.loads((await http.get(HEAD, params={"detection_length": 16})).headers[HEAD_HEADER])
-    assert head["detection_length"] == 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_size": 99}, ["hidden size 99", f"this server has {HIDDEN_SIZE}"]),
-        ({"model": "other"}, ["model other", f"this server has {MODEL}"]),
-    ],
-)
-async def test_a_head_of_another_model_is_a_409_with_both_values(http, engine: FakeEngine, changes, words):
-    check_error(await http.put(HEAD, content=head_file(**changes)), 409, None, words)
-    assert engine.learning.heads == {}
-
-
-@pytest.mark.parametrize("content", [b"x", b"\xff" * 100, b'{"head": 1}', head_file()[:40], save({"w": np.zeros(2)})])
+@pytest.mark.parametrize("content", [b"x", b"\xff" * 100, b'{"head": 1}', CUT, save({"w": np.zeros(2)})])
 async def test_what_is_no_head_is_explained(http, engine: FakeEngine, content):
     check_error(await http.put(HEAD, content=content), 422, None, ["no quality head", "GET /v1/quality_head"])
     assert engine.learning.heads == {}
@@ -101,48 +44,16 @@ async def test_a_detection_length_out_of_range_is_explained(http, path, length):
     check_error(response, 422, "detection_length", [])
 
 
-async def test_the_report_adds_up(http):
-    await teach(http)
-    report = (await http.get(REPORT)).json()
-    assert report["detection_length"] == 8
-    assert report["head"]["version"] == len(report["losses"]) > 0
-    confidence, head = report["signals"]["confidence"], report["signals"]["head"]
-    assert confidence["num_positive"] + confidence["num_negative"] == 96
-    assert 0 < head["num_positive"] + head["num_negative"] < 96
-    assert head["auc"] > 0.85
-    assert 0 <= head["brier"] < 0.25
-    assert len(head["bins"]) == 10
-    assert sum(b["num_labels"] for b in head["bins"]) <= head["num_positive"] + head["num_negative"]
-    assert (report["num_awaiting"], report["num_evicted"]) == (0, 0)
-    assert report["active"]["num_pruned"] > 0
-
-
-async def test_state_restores_what_was_learned_on_another_server(http):
-    await teach(http)
-    response = await http.get(STATE)
-    assert response.headers["content-type"] == "application/octet-stream"
-    app = make_app(FakeEngine())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://other") as other:
-        assert "cold start" in (await roll(other)).warnings[0]
-        put = await other.put(STATE, content=response.content, headers=BYTES)
-        assert (put.status_code, put.content) == (204, b"")
-        assert (await other.get(REPORT)).json()["signals"] == ((await http.get(REPORT)).json()["signals"])
-        here, there = await roll(http), await roll(other)
-        assert [g.trajectories for g in here.groups] == [g.trajectories for g in there.groups]
-        assert there.usage.num_pruned == here.usage.num_pruned > 0
-
-
-@pytest.mark.parametrize("content", [b"x", b"\x00" * 64, b"{}", b"[" * 100_000, b'{"model": "fake-model"}'])
+@pytest.mark.parametrize("content", [
+    b"x", b"\x00" * 64, b"{}", b"[" * 100_000, b'{"model": "fake-model"}', b'{"format": 3, "runs": 10}\n[]',
+    b'{"format": 3}\n[]', b'{"format": 3, "runs": 2}\n{}', b'{"format": 3, "runs": 2}\n[]',
+    b'{"format": 4, "runs": 2}\n[]',
+])  # fmt: skip
 async def test_what_is_no_state_is_explained_and_changes_nothing(http, content):
     await teach(http, 1)
     before = (await http.get(STATE)).content
     check_error(await http.put(STATE, content=content), 422, None, ["not a rollout state", f"GET {STATE}"])
     assert (await http.get(STATE)).content == before
-
-
-async def test_a_state_of_another_model_is_a_409_with_both_values(http):
-    state = (await http.get(STATE)).content.replace(MODEL.encode(), b"other")
-    check_error(await http.put(STATE, content=state), 409, None, ["model other", f"this server has {MODEL}"])
 
 
 async def test_a_state_may_be_larger_than_other_bodies_up_to_a_limit_of_its_own(http):
@@ -157,32 +68,71 @@ async def test_a_dead_engine_is_a_503(http, engine: FakeEngine):
     await teach(http, 1)
     state = (await http.get(STATE)).content
     engine.learning.dead = True
-    for path in (HEAD, REPORT, STATE):
-        check_error(await http.get(path), 503, None, ["restart the server"])
-    for path, content in ((HEAD, b"x"), (STATE, state)):
-        check_error(await http.put(path, content=content), 503, None, ["restart the server"])
+    rollout = {"prompts": [{"prompt": "a"}], "group_size": 4, "redundancy": "auto"}
+    rewards = {"rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}]}
+    answers = [await http.get(path) for path in (HEAD, REPORT, STATE, "/v1/rollouts/prompts")]
+    answers += [await http.put(path, content=content) for path, content in ((HEAD, b"x"), (STATE, state))]
+    answers += [await http.post("/v1/rollouts", json=rollout)]
+    answers += [await http.post("/v1/rollouts/any/rewards", json=rewards)]
+    for answer in answers:
+        check_error(answer, 503, None, ["restart the server"])
 
 
-def test_the_client_brings_heads_reports_and_state_back(client: RolloutClient, engine: FakeEngine):
-    for seed in range(12):
-        rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling={"min_tokens": 12, "seed": seed})
-        rewards = [("0", t.index, succeeded(t.token_ids)) for t in rollout.groups[0].trajectories]
-        client.post_rewards(rollout.id, rewards)
-    head, report, state = client.quality_head(), client.report(8), client.state()
-    assert head.head.version == report.head.version > 0
-    assert report.signals["head"].auc > 0.5
-    engine.learning.heads.clear()
-    assert client.set_quality_head(head.weights) == head.head
-    client.set_state(state)
-    assert (client.quality_head(8).head, client.report()) == (head.head, report)
+KEY = "a long secret — ü"
+PUTS = ("/v1/quality_head", "/v1/rollouts/state")
 
 
-async def test_rewards_after_a_restart_are_a_404_and_say_so(http, engine: FakeEngine):
-    answer = await roll(http)
-    app = make_app(FakeEngine())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://restarted") as restarted:
-        await restarted.put(STATE, content=(await http.get(STATE)).content)
-        rewards = [{"prompt_id": "a", "index": 0, "reward": 1.0}]
-        response = await restarted.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": rewards})
-        check_error(response, 404, None, ["before the next restart"])
-    assert (await post(http, answer)).counts.accepted == 12
+@pytest.fixture
+def guarded(app: FastAPI) -> FastAPI:
+    app.state.rollout_service.admin_key = AdminKey(KEY)
+    return app
+
+
+@pytest.mark.parametrize("path", PUTS)
+@pytest.mark.parametrize(("sent", "said"), [({}, "missing"), ({ADMIN_HEADER: "wrong"}, "another key")])
+async def test_a_put_without_the_key_is_refused(guarded, http: httpx.AsyncClient, path, sent, said):
+    answer = await http.put(path, content=b"x" * 1000, headers=sent)
+    assert answer.status_code == 401
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (ADMIN_HEADER, 401)
+    for part in (said, "--rollout-admin-key", "admin_key"):
+        assert part in error["message"]
+    assert KEY not in answer.text
+    assert "wrong" not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/engines/0/drain", "/v1/engines/0/restore"])
+async def test_ranks_are_emptied_by_whoever_has_the_key(guarded, engine: FakeEngine, http: httpx.AsyncClient, path):
+    engine.moves.num_ranks = 2
+    assert (await http.post(path)).status_code == 401
+    assert (await http.post(path, headers={ADMIN_HEADER: KEY.encode()})).status_code == 200
+    assert (await http.get("/v1/engines")).status_code == 200
+
+
+@pytest.mark.parametrize("path", PUTS)
+async def test_with_the_key_it_is_the_body_that_counts(guarded, http: httpx.AsyncClient, path):
+    answer = await http.put(path, content=b"no such thing", headers={ADMIN_HEADER: KEY.encode()})
+    assert answer.status_code == 422
+
+
+async def test_nothing_else_needs_the_key(guarded, http: httpx.AsyncClient):
+    assert (await http.get("/v1/rollouts/state")).status_code == 200
+    body = {"prompts": [{"prompt": "a"}], "group_size": 1}
+    assert (await http.post("/v1/rollouts", json=body)).status_code == 200
+
+
+async def test_the_key_is_not_shown(guarded, http: httpx.AsyncClient):
+    key = AdminKey(KEY)
+    assert str(key) == repr(key) == "***"
+    assert KEY not in str(vars(key))
+    assert KEY not in (await http.get("/metrics")).text
+
+
+def test_our_client_sends_the_key(guarded):
+    guarded.state.rollout_service.admin_key = AdminKey("plain")
+    with serving(guarded) as url:
+        with RolloutClient(url, admin_key="plain") as client:
+            client.set_state(client.state())
+        with RolloutClient(url) as client, pytest.raises(RolloutError) as raised:
+            client.set_state(client.state())
+        assert raised.value.status == 401

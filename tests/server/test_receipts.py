@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from vllm_rollout.server.recorder import TraceRecorder
@@ -16,9 +15,7 @@ from vllm_rollout.trace.rows import RolloutRow
 
 from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine
-from .test_runs import look, make, play, prompts, rewarded
-
-pytestmark = pytest.mark.anyio
+from .test_runs import look, make, play, prompts
 
 TOKENS = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens")
 
@@ -60,9 +57,7 @@ async def test_an_answer_a_stream_and_the_trace_have_it(engine: FakeEngine, tmp_
         ({"early_stop": False, "redundancy": 2, "pruning": {"detection_length": 500}}, False),
     ],
 )
-async def test_only_lengths_that_nothing_could_have_cut_are_checked(
-    engine: FakeEngine, app: Any, fields: dict[str, Any], is_checked: bool
-) -> None:
+async def test_only_lengths_that_nothing_could_have_cut_are_checked(engine, app, fields, is_checked):
     engine.lengths = {0: 40, 1: 10, 2: 25, 3: 20}
     async with http_of(app) as http:
         told = (await http.post("/v1/rollouts", json=body(**fields))).json()
@@ -87,11 +82,3 @@ async def test_rounds_have_it_and_a_run_their_sum(engine: FakeEngine, tmp_path: 
     assert told["saved_seconds"] == pytest.approx(told["waiting_seconds"] - told["seconds"])
     async with http_of(make_app(FakeEngine(), database=database)) as http:
         assert (await look(http))["receipt"] == told
-
-
-async def test_a_filtered_group_is_wasted_in_the_receipt_too(http: httpx.AsyncClient) -> None:
-    await make(http, filter="zero_variance")
-    done, filtered = await rewarded(http, {"q0", "q2", "q4"}, prompts=prompts(0, 6), reserve=prompts(6, 5))
-    assert filtered
-    usage = done["usage"]
-    assert {name: done["receipt"][name] for name in TOKENS} == {name: usage[name] for name in TOKENS}

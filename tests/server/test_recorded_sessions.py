@@ -1,9 +1,8 @@
-"""What `--rollout-record` leaves behind of groups of sessions: all that became of them, once they are over."""
+"""What viewers are told of groups of sessions as they go, and what `--rollout-record` leaves behind of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,15 @@ from tests.watching.browser import HOSTILE
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.sessions import seen
 from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.server.watch import viewers
 from vllm_rollout.trace import file as trace_file
 from vllm_rollout.trace.file import parse_row
 from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, TurnRow, add_session_rewards
 
-from .conftest import http_of, make_app
+from .conftest import make_app, serving
 from .fake_engine import FakeEngine
-from .test_seen_sessions import Clock
 from .test_sessions import PROMPT, begin, declared, play
-
-pytestmark = pytest.mark.anyio
+from .test_watch import watching
 
 
 @pytest.fixture
@@ -34,29 +32,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def app(path: Path) -> AsyncIterator[FastAPI]:
-    app = make_app(FakeEngine(), TraceRecorder(path))
-    yield app
-    for task in app.state.session_service._tasks:
-        task.cancel()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def service(app: FastAPI, clock: Clock) -> SessionService:
-    service: SessionService = app.state.session_service
-    service._clock = clock
-    return service
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as http:
-        yield http
+def app(path: Path) -> FastAPI:
+    return make_app(FakeEngine(), TraceRecorder(path))
 
 
 def rows_of(path: Path) -> list[Any]:
@@ -113,6 +90,8 @@ async def test_what_no_viewer_is_told_any_more_is_recorded_with_all_its_turns(se
     (id,) = group["to_begin"]
     for turn in range(5):
         play(service, id, [*PROMPT, *[110, 111] * turn], 2)
+    (seen_session,) = only(service)["sessions"]
+    assert (seen_session["num_turns"], seen_session["num_tokens"], len(seen_session["turns"])) == (5, 10, 2)
     await declared(http)
     await finish(http, id)
     ((session,),) = (row.sessions for row in rows_of(path))
@@ -183,17 +162,80 @@ async def test_names_may_be_anything(service, http, path, word):
     assert (row.id, row.sessions[0].id, len(row.sessions[0].turns)) == (word, f"{word} ", 2)
 
 
-async def test_a_row_that_a_killed_server_was_writing_spoils_no_other(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    for written in ("", "half"):
-        app = make_app(FakeEngine(), TraceRecorder(path))
-        service = app.state.session_service
-        async with http_of(app) as http:
-            for id in (f"{written} is over", f"{written} is amid"):
-                group = await declared(http, id=id)
-                play(service, group["to_begin"][0], rollout_last="over" in id)
-        service._ticker.cancel()
-        path.write_text(path.read_text() + path.read_text()[:100])
-    *rows, half = path.read_text().split("\n")
-    assert [parse_row(row).id for row in rows] == [" is over", "half is over"]
-    assert len(half) == 100
+def only(service: SessionService) -> dict[str, Any]:
+    """The group that has changed."""
+    (row,), gone = service.seen.news()
+    assert gone == []
+    return row
+
+
+async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock):
+    group = await declared(http, group_size=1, redundancy=1)
+    row = only(service)
+    assert (row["id"], row["status"], row["sessions"], row["num_to_begin"]) == (group["id"], "running", [], 2)
+    winner, _ = group["to_begin"]
+    clock.now = 101.0
+    turn = begin(service, winner)
+    (session,) = only(service)["sessions"]
+    assert (session["id"], session["state"], session["turns"]) == (winner, "turn", [TurnRow(1.0)])
+    clock.now = 103.5
+    service.end(turn, PROMPT, [110] * 7, finish_reason="stop")
+    (session,) = only(service)["sessions"]
+    assert (session["state"], session["turns"], session["num_tokens"]) == (
+        "between_turns",
+        [(1.0, 3.5, 7, 2, None, "first")],
+        7,
+    )
+    assert service.seen.news() == ([], [])
+    assert [row["id"] for row in service.seen.rows()] == [group["id"]]
+
+
+async def test_a_turn_that_came_to_no_end_is_not_told(service, http):
+    group = await declared(http)
+    turn = begin(service, group["to_begin"][0])
+    only(service)
+    service.leave(turn)
+    (session,) = only(service)["sessions"]
+    assert (session["state"], session["turns"]) == ("between_turns", [])
+
+
+async def test_a_group_that_was_cancelled_and_forgotten_is_told_as_over(service, http):
+    group = await declared(http)
+    play(service, group["to_begin"][0])
+    await http.delete(f"/v1/groups/{group['id']}")
+    row = only(service)
+    assert (row["status"], row["reason"], row["sessions"][0]["state"]) == ("deferred", "it was cancelled", "deferred")
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_SEEN_GROUPS", 3), ("MAX_SEEN_SESSIONS", 6)])
+async def test_groups_that_are_over_give_way_first(service, http, monkeypatch, bound, most):
+    monkeypatch.setattr(seen, bound, most)
+    groups = [await declared(http, group_size=1, id=f"g{i}") for i in range(3)]  # each may have two sessions
+    play(service, groups[1]["to_begin"][0])
+    await http.post(f"/v1/sessions/{groups[1]['to_begin'][0]}/finish", json={})
+    names = {row["id"]: row["name"] for row in service.seen.news()[0]}
+    await declared(http, id="g3")
+    rows, gone = service.seen.news()
+    assert ([row["id"] for row in rows], gone) == (["g3"], [names["g1"]])
+    await declared(http, id="g4")
+    rows, gone = service.seen.news()
+    assert ([row["id"] for row in rows], gone) == (["g4"], [names["g0"]]), "all run: the oldest"
+    play(service, groups[0]["to_begin"][0])
+    assert service.seen.news() == ([], []), "nobody is told of what was forgotten"
+    assert [row["id"] for row in service.seen.rows()] == ["g2", "g3", "g4"]
+
+
+async def test_viewers_see_sessions_as_they_go_and_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "TICK_S", 0.01)
+    monkeypatch.setattr(seen, "MAX_SEEN_GROUPS", 1)
+    with serving(make_app(FakeEngine())) as url:
+        async with httpx.AsyncClient(base_url=url) as client, watching(url) as viewer:
+            await viewer.until(lambda name, _: name == "ranks")
+            await client.post("/v1/groups", json={"group_size": 2, "id": "mine"})
+            row = await viewer.until(lambda name, _: name == "sessions")
+            assert (row["id"], row["num_to_begin"]) == ("mine", 2)
+            async with watching(url) as late:
+                assert (await late.until(lambda name, _: name == "sessions"))["name"] == row["name"]
+            await client.post("/v1/groups", json={"group_size": 2, "id": "other"})
+            gone = await viewer.until(lambda name, _: name == "gone")
+            assert gone == {"rollout_ids": [], "sessions": [row["name"]]}

@@ -6,9 +6,7 @@ import os
 from contextlib import aclosing
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
@@ -19,11 +17,9 @@ from vllm_rollout.trace import file as trace_file
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import TracedCandidate
 
-from .conftest import make_app, serving, wait_until
+from .conftest import http_of, make_app, serving, wait_until
 from .fake_engine import FakeEngine
 from .test_grading import FakeGraders
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -32,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recorded_app(engine: FakeEngine, path: Path):
+def app(engine: FakeEngine, path: Path):
     return make_app(engine, TraceRecorder(path))
 
 
@@ -42,13 +38,13 @@ def body(*ids: str, **fields) -> dict:
 
 
 async def post(app, *bodies: dict) -> list[dict]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    async with http_of(app) as http:
         return [(await http.post("/v1/rollouts", json=each)).json() for each in bodies]
 
 
-async def test_a_rollout_is_one_row(engine, recorded_app, path):
+async def test_a_rollout_is_one_row(engine, app, path):
     engine.lengths = {0: 40, 1: 10, 2: 25, 3: 20}
-    (answer, _) = await post(recorded_app, body("a", "b"), body("c", early_stop=False))
+    (answer, _) = await post(app, body("a", "b"), body("c", early_stop=False))
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert first["rollout_id"] == answer["id"]
     assert (first["model"], first["group_size"], first["max_tokens"]) == ("fake-model", 2, 30)
@@ -70,23 +66,12 @@ async def test_a_rollout_is_one_row(engine, recorded_app, path):
     )  # fmt: skip
 
 
-async def test_prompts_stand_in_their_order_and_a_nameless_one_is_known_by_its_tokens(engine, recorded_app, path):
-    engine.step_s = 0.0005
-    prompts = [{"prompt": "long", "id": "a"}, {"prompt": "short"}]
-    await post(recorded_app, body(prompts=prompts), body(prompts=[{"prompt": "short"}]))
-    first, second = (json.loads(line)["prompts"] for line in path.read_text().splitlines())
-    assert [prompt["id"] for prompt in first] == ["a", "1"]
-    assert "key" not in first[0]
-    assert first[1]["key"] == second[0]["key"]
-    assert first[1]["key"].startswith("tokens:")
-
-
-async def test_scores_and_accepted_rewards_are_recorded(engine, recorded_app, path):
+async def test_scores_and_accepted_rewards_are_recorded(engine, app, path):
     engine.lengths = dict.fromkeys(range(4), 20)
     shadow = {"detection_length": 5, "mode": "shadow"}
-    (answer,) = await post(recorded_app, body("a", pruning=shadow, early_stop=False))
+    (answer,) = await post(app, body("a", pruning=shadow, early_stop=False))
     rewards = [{"prompt_id": "a", "index": index, "reward": float(index)} for index in (0, 3, 3)]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(recorded_app), base_url="http://test") as http:
+    async with http_of(app) as http:
         posted = await http.post(f"/v1/rollouts/{answer['id']}/rewards", json={"rewards": rewards})
     assert posted.json()["counts"]["accepted"] == 2
     assert json.loads(path.read_text().splitlines()[0])["detection_length"] == 5
@@ -108,10 +93,10 @@ async def test_what_the_server_grades_is_in_the_row_once(engine, path):
     assert row["reward_status"].count("ok") == 2
 
 
-async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, recorded_app, path):
+async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, app, path):
     engine.lengths = dict.fromkeys(range(4), 20)
     engine.step_s = 0.001
-    with serving(recorded_app) as url:
+    with serving(app) as url:
         async with AsyncRolloutClient(url) as client:
             prompts = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]
             sampling = {"seed": 3, "min_tokens": 5}
@@ -126,14 +111,14 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, r
     assert row["prompts"]
 
 
-async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_that(engine, recorded_app, path):
+async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_that(app, path):
     class Watch:
         """What a rollout gives back at its end, which takes a while."""
 
         def __init__(self) -> None:
             self.reached, self.goes_on = asyncio.Event(), asyncio.Event()
 
-        def begin(self, tell: Any) -> None: ...
+        def begin(self, tell) -> None: ...
 
         def candidate_ended(self) -> None: ...
 
@@ -141,7 +126,7 @@ async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_th
             self.reached.set()
             await self.goes_on.wait()
 
-    service = recorded_app.state.rollout_service
+    service = app.state.rollout_service
     rollout = await service.prepare(RolloutRequest.model_validate(body("a")))
     rollout.watch = watch = Watch()
     answering = asyncio.create_task(service.answer(rollout))

@@ -1,43 +1,30 @@
-"""POST /v1/rollouts/{id}/rewards: every reward gets a status, and learning shows in the next rollout."""
+"""POST /v1/rollouts/{id}/rewards and /v1/rewards: every reward gets a status, and learning shows in the next one."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Any, get_args
 
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
-from vllm_rollout.group.judging.ledger import RewardStatus
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.server.learning.body import MAX_REWARDS, RewardEntry
+from vllm_rollout.group.judging.ledger import RewardStatus, request_name
+from vllm_rollout.server.clients import ClientNamespaces, client_namespace
+from vllm_rollout.server.learning.body import MAX_REWARDS, NamedRewardsAnswer, RewardEntry
 
 from .fake_engine import FakeEngine
 from .fake_learning import succeeded
-from .learning_steps import DETECTION_LENGTH, PRUNING, post, rewards_of, roll, teach
+from .learning_steps import PRUNING, post, rewards_of, roll, teach
 from .test_errors import check_error
 from .test_metrics import samples
-
-pytestmark = pytest.mark.anyio
 
 
 def entry(prompt_id: str, index: int, reward: float) -> dict[str, Any]:
     return {"prompt_id": prompt_id, "index": index, "reward": reward}
-
-
-async def test_rewards_of_all_trajectories_are_accepted(http):
-    answer = await roll(http)
-    rewards = rewards_of(answer)
-    receipt = await post(http, answer)
-    assert receipt.id == answer.id
-    assert [(r.prompt_id, r.index) for r in receipt.results] == [(r["prompt_id"], r["index"]) for r in rewards]
-    assert {(r.status, r.message) for r in receipt.results} == {("accepted", None)}
-    assert receipt.counts.model_dump() == {**dict.fromkeys(get_args(RewardStatus), 0), "accepted": 12}
-    assert (receipt.num_training, receipt.head_version, receipt.threshold) == (12, 0, 0.5)
 
 
 async def test_every_status_comes_in_the_order_of_the_list_with_its_reason(http, engine: FakeEngine):
@@ -72,50 +59,17 @@ async def test_every_status_comes_in_the_order_of_the_list_with_its_reason(http,
         assert result.message is None or words[result.status] in result.message
 
 
-async def test_rewards_of_pruned_candidates_are_not_expected(http):
-    await teach(http)
-    answer = await roll(http, pruning={**PRUNING, "allow_fewer": True})
-    pruned = [(g.prompt_id, c.index) for g in answer.groups for c in g.candidates if c.state == "pruned"]
-    receipt = await post(http, answer, rewards=[entry(*candidate, 0.0) for candidate in pruned])
-    assert receipt.counts.unfinished == len(pruned) > 0
-
-
-async def test_rewards_while_the_rollout_runs_are_unfinished_and_lost_by_no_one(http, engine: FakeEngine):
-    engine.step_s = 0.001
-    opened = []
-    prepare = engine.learning.judge.ledger.open
-
-    def spy(scoring, *args):
-        opened.append(scoring.rollout_id)
-        return prepare(scoring, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.learning.judge.ledger, "open", spy)
-        running = asyncio.create_task(roll(http))
-        while not opened:
-            await asyncio.sleep(0)
-        early = await post(http, opened[0], rewards=[entry("a", 0, 1.0)])
-        answer = await running
-    assert early.counts.unfinished == 1
-    assert (await post(http, answer)).counts.accepted == 12
-
-
-async def test_posting_again_changes_nothing(http):
-    answer = await roll(http)
-    await post(http, answer)
-    report = (await http.get("/v1/quality_head/report")).json()
-    again = await post(http, answer)
-    assert (again.counts.duplicate, again.num_training) == (12, 0)
-    assert (await http.get("/v1/quality_head/report")).json() == report
-
-
-async def test_partial_rewards_leave_the_others_awaited(http):
+async def test_partial_rewards_leave_the_others_awaited_and_posting_again_changes_nothing(http):
     answer = await roll(http)
     rewards = rewards_of(answer)
-    await post(http, answer, rewards=rewards[:5])
-    assert (await http.get("/v1/quality_head/report")).json()["num_awaiting"] == 7
-    await post(http, answer, rewards=rewards[5:])
-    assert (await http.get("/v1/quality_head/report")).json()["num_awaiting"] == 0
+    for num_posted in (5, 12, 12):
+        receipt = await post(http, answer, rewards=rewards[:num_posted])
+        assert (receipt.id, receipt.head_version, receipt.threshold) == (answer.id, 0, 0.5)
+        report = (await http.get("/v1/quality_head/report")).json()
+        assert report["num_awaiting"] == 12 - num_posted
+    assert (receipt.counts.duplicate, receipt.num_training) == (12, 0)
+    signal = report["signals"]["confidence"]
+    assert signal["num_positive"] + signal["num_negative"] == 12
 
 
 @pytest.mark.parametrize(
@@ -138,25 +92,13 @@ async def test_a_reward_above_the_threshold_is_positive(http, rewards, fields, n
     assert (signal["num_positive"], signal["num_negative"]) == (num_positive, 4 - num_positive)
 
 
-async def test_features_that_are_gone_teach_calibration_but_not_the_head(http, engine: FakeEngine):
-    engine.learning.evicts = True
-    receipt = await post(http, await roll(http))
-    assert (receipt.counts.accepted, receipt.num_training) == (12, 0)
-    report = (await http.get("/v1/quality_head/report")).json()
-    assert (report["num_evicted"], report["head"]) == (12, None)
-    assert report["signals"]["confidence"]["num_positive"] > 0
-
-
-@pytest.mark.parametrize("rollout_id", ["rollout-1", "state", "x" * 5000, "%00", "ä"])
+@pytest.mark.parametrize("rollout_id", ["rollout-1", "state", "x" * 5000, "%00", "ä", "without pruning"])
 async def test_a_rollout_nobody_knows_is_a_404_that_says_what_is_remembered(http, rollout_id):
+    if rollout_id == "without pruning":
+        rollout_id = (await roll(http, pruning=None)).id
     response = await http.post(f"/v1/rollouts/{rollout_id}/rewards", json={"rewards": [entry("a", 0, 1)]})
-    check_error(response, 404, None, ["with pruning", str(MAX_REMEMBERED_CANDIDATES), "from the rollout's answer"])
-
-
-async def test_a_rollout_without_pruning_has_no_rewards(http):
-    answer = await roll(http, pruning=None)
-    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": rewards_of(answer)})
-    check_error(response, 404, None, [answer.id, "asked for with pruning"])
+    words = ["asked for with pruning", str(MAX_REMEMBERED_CANDIDATES), "before the next restart"]
+    check_error(response, 404, None, [*words, "from the rollout's answer"])
 
 
 BAD = {
@@ -204,31 +146,6 @@ async def test_a_hundred_thousand_rewards_are_taken_at_once(http):
     many = rewards_of(answer) * (MAX_REWARDS // 12)
     receipt = await post(http, answer, rewards=many)
     assert (receipt.counts.accepted, receipt.counts.duplicate) == (12, len(many) - 12)
-
-
-def test_two_clients_that_post_the_same_rewards_at_once_teach_once(server_url, engine: FakeEngine):
-    async def run() -> tuple[list[dict[str, int]], dict[str, Any]]:
-        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
-            answer = await roll(http)
-            receipts = await asyncio.gather(*(post(http, answer) for _ in range(8)))
-            report = (await http.get("/v1/quality_head/report")).json()
-            return [receipt.counts.model_dump() for receipt in receipts], report
-
-    counts, report = asyncio.run(run())
-    assert sum(count["accepted"] for count in counts) == 12
-    assert sum(count["duplicate"] for count in counts) == 7 * 12
-    signal = report["signals"]["confidence"]
-    assert signal["num_positive"] + signal["num_negative"] == 12
-    assert engine.learning.heads[HeadKey(DETECTION_LENGTH)].num_labels == 12
-
-
-async def test_a_dead_engine_is_a_503_and_the_rewards_may_be_posted_again(http, engine: FakeEngine):
-    answer = await roll(http)
-    engine.learning.dead = True
-    response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json={"rewards": rewards_of(answer)})
-    check_error(response, 503, None, ["restart the server"])
-    engine.learning.dead = False
-    assert (await post(http, answer)).counts.accepted == 12
 
 
 async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: FakeEngine):
@@ -297,3 +214,84 @@ def test_a_rollout_id_cannot_reach_another_endpoint(client: RolloutClient):
     with pytest.raises(RolloutError, match=r"Not Found|no rollout") as raised:
         client.post_rewards("../../v1/votes?x=", [("0", 0, 1.0)])
     assert raised.value.status == 404
+
+
+async def post_named(http: httpx.AsyncClient, *rewards: dict[str, Any], **headers: str) -> NamedRewardsAnswer:
+    response = await http.post("/v1/rewards", json={"rewards": rewards}, headers=headers)
+    assert response.status_code == 200, response.text
+    return NamedRewardsAnswer.model_validate_json(response.content)
+
+
+async def test_a_client_names_the_requests_of_its_own_key_only(app, http, engine):
+    app.add_middleware(ClientNamespaces)
+    answer = await roll(http)
+    group = answer.groups[0]
+    digests = []
+    for key in ("Bearer one", "Bearer two"):
+        # What an engine does when a request of that client has its answer.
+        seen = await namespace_of(app, http, key)
+        digests.append(seen)
+        choices = {0: group.trajectories[len(digests) - 1].index}
+        engine.learning.judge.ledger.name(request_name(seen, "cmpl-1"), group.group_id, choices)
+    assert len({*digests, ""}) == 3
+    assert "one" not in digests[0]
+    mine = {"request_id": "cmpl-1", "index": 0, "reward": 1.0}
+    first, second, other = [
+        await post_named(http, mine, authorization=f"Bearer {key}") for key in ("one", "two", "three")
+    ]
+    assert (first.counts.accepted, second.counts.accepted, other.counts.unknown) == (1, 1, 1)
+
+
+async def test_a_name_has_the_namespace_that_its_request_came_with(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await roll(http)
+    group = answer.groups[0]
+    for namespace, trajectory in zip(("run-1", "run-2"), group.trajectories, strict=False):
+        engine.learning.judge.ledger.name(request_name("", "cmpl-1", namespace), group.group_id, {0: trajectory.index})
+
+    async def status(**namespace: str) -> str:
+        body = {"rewards": [{"request_id": "cmpl-1", "reward": 1.0}], **namespace}
+        (result,) = (await http.post("/v1/rewards", json=body)).json()["results"]
+        return result["status"]
+
+    assert [await status(), await status(namespace="run-3")] == ["unknown"] * 2
+    assert [await status(namespace="run-1"), await status(namespace="run-2")] == ["accepted"] * 2
+    assert await status(namespace="run-1") == "duplicate"
+
+
+async def namespace_of(app: FastAPI, http: httpx.AsyncClient, key: str) -> str:
+    if not any(route.path == "/namespace" for route in app.routes):
+        app.get("/namespace")(lambda: client_namespace())
+    return (await http.get("/namespace", headers={"authorization": key})).json()
+
+
+@pytest.mark.parametrize(
+    ("reward", "param", "words"),
+    [
+        ({"index": 0, "reward": 1.0}, "rewards.0", ["either request_id", "or group_id"]),
+        ({"request_id": "a", "group_id": "b", "reward": 1.0}, "rewards.0", ["either request_id", "or group_id"]),
+        ({"request_id": "", "reward": 1.0}, "rewards.0.request_id", ["at least 1"]),
+        ({"request_id": "a", "index": -1, "reward": 1.0}, "rewards.0.index", ["-1"]),
+        ({"request_id": "a", "reward": "high"}, "rewards.0.reward", ["high"]),
+        ({"request_id": "a", "reward": 1.0, "prompt_id": "p"}, "rewards.0.prompt_id", ["request_id, group_id"]),
+    ],
+)
+async def test_a_bad_entry_of_a_named_reward_is_named(http, reward, param, words):
+    check_error(await http.post("/v1/rewards", json={"rewards": [reward]}), 422, param, words)
+
+
+def test_the_client_posts_by_request_and_by_group(client: RolloutClient) -> None:
+    rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling={"min_tokens": 12})
+    (group,) = rollout.groups
+    first, second = group.trajectories[:2]
+    receipt = client.post_named_rewards(
+        [
+            {"group_id": group.group_id, "index": first.index, "reward": 1},
+            {"group_id": group.group_id, "index": second.index, "reward": 0.3},
+            ("chatcmpl-1", 0, 1.0),
+        ],
+        threshold=0.2,
+    )
+    assert [result.status for result in receipt.results] == ["accepted", "accepted", "unknown"]
+    assert receipt.threshold == 0.2
+    with pytest.raises(TypeError, match=r"rewards\[0\] must be \(request_id, index, reward\)"):
+        client.post_named_rewards([("chatcmpl-1", 0)])

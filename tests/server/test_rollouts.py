@@ -1,10 +1,8 @@
-"""POST /v1/rollouts keeps the contract of docs/http.md, streamed or not."""
+"""POST /v1/rollouts keeps the contract of docs/http.md, streamed or not, audited or not."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -17,16 +15,13 @@ from vllm_rollout.server.answers import (
     CandidateEvent,
     DoneEvent,
     Event,
-    GroupEvent,
     RolloutAnswer,
     TokensEvent,
     TrajectoryEvent,
 )
 
-from .conftest import wait_until
+from .conftest import events_of, http_of, make_app, wait_until
 from .fake_engine import FakeEngine
-
-pytestmark = pytest.mark.anyio
 
 PROMPTS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}, {"prompt": "three"}]
 ENDLESS = {"min_tokens": 4000}
@@ -56,27 +51,12 @@ async def test_complete_group_has_exactly_group_size_trajectories_in_index_order
         assert indices == sorted(indices)
         assert all_indices(answer, position) == list(range(8))
         assert group.allocation.num_candidates == 8
+        tokens = [t.num_tokens for t in group.trajectories]
+        assert (group.lengths.max, group.lengths.mean) == (max(tokens), pytest.approx(sum(tokens) / 4))
     assert answer.groups[1].prompt_token_ids == [1, 2, 3]
     assert len({group.group_id for group in answer.groups}) == 3
-
-
-async def test_usage_adds_up(http):
-    usage = (answer := await post(http)).usage
-    assert usage.generated_tokens == usage.returned_tokens + usage.wasted_tokens
-    assert usage.returned_tokens == sum(t.num_tokens for g in answer.groups for t in g.trajectories)
-    assert usage.wasted_tokens == sum(c.num_tokens for g in answer.groups for c in g.candidates)
-    assert usage.num_candidates == 24
-    assert usage.num_finished + usage.num_pruned + usage.num_surplus + usage.num_failed == 24
-    assert usage.num_surplus > 0
-    assert usage.prompt_tokens == sum(len(g.prompt_token_ids) for g in answer.groups)
+    assert answer.usage.prompt_tokens == sum(len(group.prompt_token_ids) for group in answer.groups)
     assert answer.timing.latency_s >= answer.timing.time_to_first_group_s > 0
-
-
-async def test_lengths_describe_the_returned_trajectories(http):
-    for group in (await post(http)).groups:
-        tokens = [t.num_tokens for t in group.trajectories]
-        assert group.lengths.max == max(tokens)
-        assert group.lengths.mean == pytest.approx(sum(tokens) / 4)
 
 
 async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http):
@@ -90,13 +70,6 @@ async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http)
     assert [tuple(t.token_ids) for t in again.groups[0].trajectories] == said[4:8], "wherever it stands"
 
 
-async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: FakeEngine):
-    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
-    for group in (await post(http)).groups:
-        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 20]
-        assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 20)}
-
-
 async def test_dual_end_returns_the_shortest_and_the_longest(http, engine: FakeEngine):
     engine.lengths = {i: 5 * (i + 1) for i in range(8)}
     answer = await post(http, selection={"dual_end": {"num_longest": 1}})
@@ -105,68 +78,17 @@ async def test_dual_end_returns_the_shortest_and_the_longest(http, engine: FakeE
         assert {c.state for c in group.candidates} == {"finished"}
 
 
-async def test_logprobs_are_as_long_as_tokens_and_come_unless_declined(http):
-    for group in (await post(http)).groups:
-        assert all(len(t.logprobs) == len(t.token_ids) == t.num_tokens for t in group.trajectories)
-    for group in (await post(http, **{"return": {"logprobs": False}})).groups:
-        assert all(t.logprobs is None for t in group.trajectories)
-
-
-async def test_text_comes_only_when_asked_for(http):
-    for group in (await post(http)).groups:
-        assert all(t.text is None for t in group.trajectories)
-    for group in (await post(http, **{"return": {"text": True}})).groups:
-        assert all(t.text for t in group.trajectories)
-
-
-async def test_unselected_tokens_come_only_when_asked_for(http):
-    plain = (await http.post("/v1/rollouts", json=body())).json()
-    assert all(c.keys().isdisjoint({"token_ids", "logprobs", "text"}) for g in plain["groups"] for c in g["candidates"])
-    for group in (await post(http, **{"return": {"unselected": True}})).groups:
-        for candidate in group.candidates:
-            assert len(candidate.token_ids) == len(candidate.logprobs) == candidate.num_tokens
-
-
-async def test_one_failed_candidate_does_not_fail_its_group(http, engine: FakeEngine):
-    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
-    engine.failures = {0: 2}
-    answer = await post(http)
-    assert answer.usage.num_failed == 3
-    for group in answer.groups:
-        assert group.status == "complete"
-        assert [t.index for t in group.trajectories] == [1, 2, 3, 4]
-        assert (group.candidates[0].state, group.candidates[0].num_tokens) == ("failed", 2)
-
-
-async def test_incomplete_group_says_why_and_returns_what_there_is(http, engine: FakeEngine):
-    engine.lengths = dict.fromkeys(range(4), 10)
-    engine.failures = {0: 2, 1: 3}
-    answer = await post(http, redundancy=0)
-    for position, group in enumerate(answer.groups):
-        assert group.status == "incomplete"
-        assert [t.index for t in group.trajectories] == [2, 3]
-        assert "2 of 4" in group.reason
-        assert "2 failed" in group.reason
-        assert all_indices(answer, position) == [0, 1, 2, 3]
-
-
-async def test_a_group_of_which_everything_failed_is_empty(http, engine: FakeEngine):
-    engine.lengths = dict.fromkeys(range(4), 10)
-    engine.failures = dict.fromkeys(range(4), 1)
-    answer = await post(http, redundancy=0)
-    assert answer.usage.returned_tokens == 0
-    assert answer.usage.wasted_tokens == answer.usage.generated_tokens == 12
-    for group in answer.groups:
-        assert (group.status, group.trajectories, group.lengths.max) == ("incomplete", [], 0)
-
-
-async def test_weight_version_is_named_when_there_is_one(http, engine: FakeEngine):
-    assert (await post(http)).weight_version is None
-    engine.weight_version = "v3"
-    answer = await post(http)
-    assert answer.weight_version == "v3"
-    trajectory = answer.groups[0].trajectories[0]
-    assert trajectory.weight_versions == [{"version": "v3", "start": 0, "end": trajectory.num_tokens}]
+async def test_tokens_have_logprobs_unless_declined_and_text_and_unselected_ones_come_when_asked_for(http):
+    for returned in ({}, {"logprobs": False}, {"text": True}, {"unselected": True}):
+        answer = (await http.post("/v1/rollouts", json=body(**{"return": returned}))).json()
+        for group in answer["groups"]:
+            for each in (*group["trajectories"], *(group["candidates"] if "unselected" in returned else ())):
+                assert (each["logprobs"] is None) == ("logprobs" in returned)
+                assert len(each["token_ids"]) == len(each["logprobs"] or each["token_ids"]) == each["num_tokens"]
+                assert (each["text"] is not None) == ("text" in returned)
+            if "unselected" not in returned:
+                fields = {"token_ids", "logprobs", "text"}
+                assert all(candidate.keys().isdisjoint(fields) for candidate in group["candidates"])
 
 
 async def test_engine_death_is_a_503_in_error_form(http, engine: FakeEngine):
@@ -189,40 +111,6 @@ async def test_a_bug_is_a_500_in_error_form(http, app):
 def stream(client: RolloutClient, **fields: Any) -> list[Event]:
     arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}, **fields}
     return list(client.stream(**arguments))
-
-
-def test_stream_names_trajectories_and_candidates_before_their_group_and_ends_with_done(client):
-    events = stream(client)
-    assert [type(event) for event in events].count(DoneEvent) == 1
-    assert isinstance(events[-1], DoneEvent)
-    over: set[str] = set()
-    named: dict[str, list[int]] = {}
-    for event in events[:-1]:
-        assert event.prompt_id not in over
-        if isinstance(event, GroupEvent):
-            over.add(event.prompt_id)
-            assert sorted(named[event.prompt_id]) == event.selected
-        elif isinstance(event, TrajectoryEvent):
-            named.setdefault(event.prompt_id, []).append(event.trajectory.index)
-    assert over == {"a", "b", "2"}
-
-
-def test_stream_has_the_content_of_the_answer(client):
-    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}}
-    arguments |= {"return_text": True, "return_unselected": True}
-    answer = client.rollout(**arguments)
-    events = list(client.stream(**arguments))
-    for group in answer.groups:
-        mine = [event for event in events[:-1] if event.prompt_id == group.prompt_id]
-        trajectories = [event.trajectory for event in mine if isinstance(event, TrajectoryEvent)]
-        candidates = [event.candidate for event in mine if isinstance(event, CandidateEvent)]
-        assert sorted(trajectories, key=lambda t: t.index) == group.trajectories
-        assert sorted(candidates, key=lambda c: c.index) == group.candidates
-        (over,) = [event for event in mine if isinstance(event, GroupEvent)]
-        for name in ("status", "reason", "prompt_token_ids", "lengths", "allocation"):
-            assert getattr(over, name) == getattr(group, name)
-    assert events[-1].usage == answer.usage
-    assert (events[-1].model, events[-1].weight_version) == (answer.model, answer.weight_version)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 1000])
@@ -254,16 +142,6 @@ def test_stream_is_server_sent_events(server_url):
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
 
 
-def test_engine_death_is_the_last_event_of_a_stream(server_url, engine: FakeEngine):
-    engine.dies_at_step = 3
-    response = httpx.post(f"{server_url}/v1/rollouts", json=body(stream=True, stream_tokens=1))
-    assert response.status_code == 200
-    *_, last = response.text.strip().split("\n\n")
-    assert last.startswith("event: error\n")
-    assert json.loads(last.split("data: ")[1])["error"]["code"] == 503
-    assert engine.num_running == 0
-
-
 @pytest.mark.parametrize("stream_tokens", [None, 1])
 def test_client_that_leaves_a_stream_aborts_its_candidates_and_no_others(client, engine: FakeEngine, stream_tokens):
     engine.step_s = 0.001
@@ -282,28 +160,7 @@ def test_client_that_leaves_a_stream_aborts_its_candidates_and_no_others(client,
     assert (engine.num_running, engine.num_aborted) == (0, num_aborted)
 
 
-def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(server_url, engine: FakeEngine):
-    engine.step_s = 0.001
-
-    async def leave_one_of_two() -> httpx.Response:
-        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
-            other = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling={"min_tokens": 400})))
-            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 24)
-            waiting = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling=ENDLESS)))
-            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 48)
-            waiting.cancel()
-            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 24)
-            return await other
-
-    response = asyncio.run(leave_one_of_two())
-    assert response.status_code == 200
-    assert all(group["status"] == "complete" for group in response.json()["groups"])
-    assert (engine.num_running, engine.num_aborted) == (0, 24)
-
-
-def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_counted(
-    client, server_url, engine: FakeEngine
-):
+def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_counted(client, server_url, engine):
     engine.lengths = {0: 3, **dict.fromkeys(range(1, 4), 4000)}
     engine.step_s = 0.001
     with closing(client.stream([{"id": "q", "prompt": "p"}], 4, stream_tokens=5)) as events:
@@ -315,13 +172,61 @@ def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_c
     assert httpx.get(f"{server_url}/metrics").text.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
 
 
-def test_many_rollouts_at_once_keep_apart(server_url, engine: FakeEngine):
-    async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
-            bodies = [body(sampling={"seed": seed % 4}) for seed in range(16)]
-            return await asyncio.gather(*(http.post("/v1/rollouts", json=b) for b in bodies))
+PRUNING = {"detection_length": 2, "keep_ratio": 0.5, "min_labels": 1}
 
-    answers = [RolloutAnswer.model_validate_json(response.content) for response in asyncio.run(run())]
-    tokens = [str([[t.token_ids for t in g.trajectories] for g in answer.groups]) for answer in answers]
-    assert sorted(Counter(tokens).values()) == [4, 4, 4, 4]
-    assert engine.num_launched == engine.num_ended == 16 * 24
+
+async def test_an_audited_rollout_returns_group_size_trajectories_and_stops_none(http):
+    answer = await post(http, audit_ratio=1.0, pruning=PRUNING)
+    for group in answer.groups:
+        assert group.audit
+        assert (group.status, len(group.trajectories), group.candidates) == ("complete", 4, [])
+        assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
+        assert [t.inclusion_probability for t in group.trajectories] == [1.0] * 4
+        assert {t.survival_probability for t in group.trajectories} == {1.0}
+        assert group.allocation.num_candidates == 4
+    assert answer.usage.num_surplus == answer.usage.num_pruned == answer.usage.wasted_tokens == 0
+    assert f"vllm_rollout:audit_groups_total {len(PROMPTS)}.0" in (await http.get("/metrics")).text
+
+
+async def test_in_a_race_nobody_knows_the_chance_to_be_returned(http):
+    answer = await post(http, audit_ratio=0.0, pruning=PRUNING)
+    assert not any(group.audit for group in answer.groups)
+    assert {t.inclusion_probability for group in answer.groups for t in group.trajectories} == {None}
+    plain = await post(http, redundancy=0)
+    assert {t.inclusion_probability for group in plain.groups for t in group.trajectories} == {1.0}
+
+
+async def audits_of(http: httpx.AsyncClient, **fields: Any) -> list[bool]:
+    prompts = [{"prompt": f"number {number}"} for number in range(40)]
+    return [group.audit for group in (await post(http, prompts=prompts, group_size=1, **fields)).groups]
+
+
+async def test_an_answer_is_audited_as_a_whole_and_a_stream_group_by_group(http):
+    settings = {"redundancy": 1, "audit_ratio": 0.5}
+    whole = [await audits_of(http, sampling={"seed": 1}, **settings) for _ in range(6)]
+    assert [set(marks) for marks in whole] == [{True}, {False}, {True}, {False}, {True}, {True}]
+    assert set(await audits_of(http, sampling={"seed": 1}, audit_unit="group", **settings)) == {True, False}
+    streamed = body(audit_ratio=0.5, prompts=[{"prompt": f"number {n}"} for n in range(40)])
+    events = await events_of(http, "/v1/rollouts", **streamed)
+    assert {event["audit"] for event in events if event["type"] == "group"} == {True, False}
+
+
+async def test_a_run_with_one_seed_and_one_batch_has_its_share_of_audits(http):
+    """The first, then by their number; what does not race, or has no audits, is not counted with them."""
+    pruning = {**PRUNING, "mode": "shadow"}
+    settings = {"sampling": {"seed": 1}, "pruning": pruning, "group_size": 1, "prompts": PROMPTS[:1]}
+    marks = []
+    for _ in range(36):
+        await post(http, audit_ratio=0.0, redundancy=1, **settings)
+        await post(http, audit_ratio=0.3, redundancy=0, **settings)
+        marks.append((await post(http, audit_ratio=0.05, redundancy=1, **settings)).groups[0].audit)
+    assert [number for number, audit in enumerate(marks) if audit] == [0, 13, 34]
+
+
+async def test_only_what_learns_is_audited_unless_a_request_says_so():
+    async with http_of(make_app(FakeEngine(), audit_ratio=1.0)) as http:
+        assert not (await post(http)).groups[0].audit
+        assert (await post(http, pruning=PRUNING)).groups[0].audit
+        assert (await post(http, redundancy="auto")).groups[0].audit
+        assert not (await post(http, pruning=PRUNING, audit_ratio=0.0)).groups[0].audit
+        assert (await post(http, audit_ratio=1.0)).groups[0].audit

@@ -14,8 +14,6 @@ from vllm_rollout.server.runs.store import RunStore
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
-pytestmark = pytest.mark.anyio
-
 TERMS = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "sampling": {"seed": 3}, "resume": True}
 
 
@@ -47,9 +45,7 @@ def message(response: httpx.Response, status: int) -> str:
     ("settings", "{}"), ("settings", '{"group_size": 7, "prompts_per_round": 2}'), ("model", b"\xff"), ("model", ""),
     ("created", "yesterday"), ("state", 17),
 ])  # fmt: skip
-async def test_a_run_that_cannot_be_read_stands_in_nobodys_way(
-    http: httpx.AsyncClient, store: RunStore, column: str, value: object
-) -> None:
+async def test_a_run_that_cannot_be_read_stands_in_nobodys_way(http, store, column, value):
     store._db.execute(f"UPDATE runs SET {column} = ?, owner = 'nobody' WHERE id = 'bad'", (value,))
     runs = (await http.get("/v1/runs")).json()
     assert [run["id"] for run in runs["data"]] == ["good"]
@@ -70,9 +66,7 @@ async def test_a_run_that_cannot_be_read_stands_in_nobodys_way(
 
 
 @pytest.mark.parametrize("id", [None, b"\xff"])
-async def test_a_run_whose_name_cannot_be_read_leaves_with_the_next_state(
-    http: httpx.AsyncClient, store: RunStore, id: object
-) -> None:
+async def test_a_run_whose_name_cannot_be_read_leaves_with_the_next_state(http, store, id):
     state = (await http.get("/v1/rollouts/state")).content
     store._db.execute("UPDATE runs SET id = ?, state = 'garbage' WHERE id = 'bad'", (id,))
     assert (await http.get("/v1/runs")).json()["unreadable"][0]["id"] == repr(id)
@@ -81,9 +75,7 @@ async def test_a_run_whose_name_cannot_be_read_leaves_with_the_next_state(
     assert (await http.post("/v1/runs/bad/rounds", json={"kind": "long"})).status_code == 200
 
 
-async def test_a_round_that_runs_protects_its_run_from_deletion_even_if_that_cannot_be_read(
-    http: httpx.AsyncClient, store: RunStore
-) -> None:
+async def test_a_round_that_runs_protects_its_run_from_deletion_even_if_that_cannot_be_read(http, store):
     owner = f"{store.owner.name}.7"
     store._db.execute("UPDATE runs SET state = 'garbage', owner = ? WHERE id = 'bad'", (owner,))
     assert "a round of run 'bad' is running" in message(await http.delete("/v1/runs/bad"), 409)
@@ -105,9 +97,7 @@ async def test_a_prompt_that_cannot_be_read_is_named(http: httpx.AsyncClient, st
 
 
 @pytest.mark.parametrize("value", [b"garbage", "text", b""])
-async def test_what_is_kept_of_a_prompt_and_cannot_be_read_starts_anew(
-    http: httpx.AsyncClient, store: RunStore, value: object
-) -> None:
+async def test_what_is_kept_of_a_prompt_and_cannot_be_read_starts_anew(http, store, value):
     store._db.execute("UPDATE prompts SET kept = ? WHERE run = 'bad'", (value,))
     answer = (await http.post("/v1/runs/bad/rounds", json={"kind": "long"})).json()
     assert any("starts anew: what is kept of it cannot be read from disk" in line for line in answer["warnings"])
@@ -136,9 +126,7 @@ async def test_a_round_whose_request_cannot_be_read_can_be_given_up(http: httpx.
     assert (await http.post("/v1/runs/bad/rounds", json={"kind": "long"})).status_code == 200
 
 
-async def test_a_damaged_file_says_what_is_lost_and_how_to_go_on(
-    http: httpx.AsyncClient, store: RunStore, tmp_path: Path
-) -> None:
+async def test_a_damaged_file_says_what_is_lost_and_how_to_go_on(http, store, tmp_path):
     store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (page,) = store._db.execute("PRAGMA page_size").fetchone()
     store.owner.close()

@@ -13,17 +13,8 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .conftest import http_of, make_app
+from .conftest import make_app
 from .fake_engine import FakeEngine
-
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def other() -> httpx.AsyncClient:
-    """Another server."""
-    async with http_of(make_app(FakeEngine())) as client:
-        yield client
 
 
 async def play(http: httpx.AsyncClient, num_rounds: int = 1, first: int = 0) -> dict:
@@ -36,27 +27,6 @@ async def play(http: httpx.AsyncClient, num_rounds: int = 1, first: int = 0) -> 
         response = await http.post("/v1/runs/a/rounds", json={"prompts": prompts})
         assert response.status_code == 200, response.text
     return (await http.get("/v1/runs/a")).json()
-
-
-async def test_a_state_carries_runs_to_another_server(http: httpx.AsyncClient, other: httpx.AsyncClient) -> None:
-    before = await play(http)
-    state = (await http.get("/v1/rollouts/state")).content
-    assert (await other.put("/v1/rollouts/state", content=state)).status_code == 204
-    assert (await other.get("/v1/runs/a")).json() == before
-    assert len(before["queue"]) == 2
-    response = await other.post("/v1/runs/a/rounds", json={"kind": "long"})
-    assert [group["prompt_id"] for group in response.json()["groups"]] == before["queue"]
-
-
-async def test_a_state_takes_the_place_of_the_runs_that_are_there(http: httpx.AsyncClient) -> None:
-    await play(http)
-    state = (await http.get("/v1/rollouts/state")).content
-    before = await play(http, 1, first=6)
-    await http.post("/v1/runs", json={"id": "b", "group_size": 2, "prompts_per_round": 4})
-    assert (await http.put("/v1/rollouts/state", content=state)).status_code == 204
-    after = (await http.get("/v1/runs")).json()["data"]
-    assert [run["id"] for run in after] == ["a"]
-    assert after[0]["num_rounds"] == before["num_rounds"] - 1
 
 
 async def test_what_was_learned_alone_is_no_state(http: httpx.AsyncClient) -> None:
@@ -98,6 +68,7 @@ def mutate(state: bytes, change) -> bytes:
     (lambda runs: runs[0]["prompts"][0].__setitem__(0, [0]), "number of a prompt"),
     (lambda runs: runs[0]["prompts"][0].__setitem__(0, True), "number of a prompt"),
     (lambda runs: runs[0]["prompts"][0].__setitem__(1, '{"id": "\ud800", "prompt": "a"}'), "body of a prompt"),
+    *((lambda runs, kept=kept: runs[0]["prompts"][0].__setitem__(2, kept), "") for kept in ("", "AAAA", "no base64")),
     (lambda runs: runs[0]["prompts"][0].__setitem__(2, 7), "of a run is none"),
 ])  # fmt: skip
 async def test_runs_that_nobody_saved_are_refused(http: httpx.AsyncClient, change, words: str) -> None:
@@ -110,16 +81,6 @@ async def test_runs_that_nobody_saved_are_refused(http: httpx.AsyncClient, chang
         f"(?s)not a rollout state .*{words}.* Send the bytes of GET /v1/rollouts/state as they are", message
     )
     assert (await http.get("/v1/runs/a")).json() == before
-
-
-@pytest.mark.parametrize("state", [
-    b'{"format": 3, "runs": 10}\n[]', b'{"format": 3}\n[]', b'{"format": 3, "runs": 2}\n{}',
-    b'{"format": 3, "runs": 2}\n[]',
-    b'{"format": 3, "runs": 2}\n[]\n{"format": 9}\n', b'{"format": 4, "runs": 2}\n[]',
-])  # fmt: skip
-async def test_what_is_no_state_is_refused(http: httpx.AsyncClient, state: bytes) -> None:
-    response = await http.put("/v1/rollouts/state", content=state)
-    assert response.status_code == 422, response.text
 
 
 def values() -> st.SearchStrategy[Any]:

@@ -1,8 +1,9 @@
-"""Bodies and events that are encoded beside the event loop: the same JSON, and nobody waits."""
+"""Bodies and events that are encoded and read beside the event loop: the same JSON, and nobody waits."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.server import serialised
+from vllm_rollout.server import parsed, serialised
 from vllm_rollout.server.answers import (
     Allocation,
     Candidate,
@@ -29,10 +30,6 @@ from vllm_rollout.server.answers import (
 )
 from vllm_rollout.server.learning.body import RewardCounts, RewardResult, RewardsAnswer
 from vllm_rollout.server.slices import each
-
-from .fake_engine import FakeEngine
-
-pytestmark = pytest.mark.anyio
 
 LISTS = st.lists(st.integers(0, 2**40), max_size=5)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -105,30 +102,7 @@ def test_a_body_is_what_pydantic_would_write(answer: RolloutAnswer):
     assert RolloutAnswer.model_validate_json(answer.model_dump_json()) == answer
 
 
-def test_a_body_has_the_fields_of_the_model_in_its_order():
-    trajectory = Trajectory(index=1, token_ids=[1], logprobs=[-0.25], num_tokens=1, finish_reason="stop")
-    dropped = Candidate(index=0, num_tokens=1, state="surplus")
-    group = GroupAnswer(
-        prompt_id="é", group_id="g", status="complete", prompt_token_ids=[3], trajectories=[trajectory],
-        candidates=[dropped], lengths=GroupLengths(mean=1, std=0, max=1),
-        allocation=Allocation(num_candidates=2, selection="first"),
-    )  # fmt: skip
-    answer = RolloutAnswer(id="r", created=1, model="m", groups=[group, group], usage=Usage(), timing=Timing())
-    answer.groups[1] = group.model_copy(update={"prompt_id": "b"})
-    assert asyncio.run(body_of(answer)).decode() == answer.model_dump_json()
-
-
-@pytest.mark.parametrize("num_parts", [0, 1, 7])
-def test_merged_parts_are_the_same_bytes_in_fewer_pieces(num_parts: int):
-    parts = [bytes([i]) * (serialised.PART_BYTES // 2) for i in range(num_parts)]
-    merged = serialised.merged(parts)
-    assert b"".join(merged) == b"".join(parts)
-    assert len(merged) == max(1, -(-num_parts // 2))
-
-
-async def test_large_trajectories_are_encoded_on_another_thread(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-):
+async def test_large_trajectories_are_encoded_on_another_thread(http, engine, monkeypatch):
     monkeypatch.setattr(serialised, "LARGE_TOKENS", 20)
     threads: list[tuple[int, str]] = []
     to_json = serialised.to_json
@@ -160,3 +134,63 @@ async def test_a_list_that_is_filled_in_is_what_pydantic_would_write():
     parts = serialised.filled(envelope, "results", await each(answer.results, serialised.to_json))
     assert b"".join(parts).decode() == answer.model_dump_json()
     assert b"".join(serialised.filled(envelope, "results", [])).decode() == envelope.model_dump_json()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+PROMPT = {"prompt": "a"}
+
+
+@given(JSON, st.booleans())
+def test_reading_is_what_the_standard_library_reads(value: Any, ascii: bool):
+    body = json.dumps(value, ensure_ascii=ascii).encode(errors="surrogatepass")
+    assert parsed.read_json(body) == json.loads(body)
+
+
+@pytest.mark.parametrize("body", [b"NaN", b'{"a": [NaN, 1e400]}', b'{"a": "\\ud800"}', b"\xef\xbb\xbf{}", b"[1]"])
+def test_reading_also_takes_what_only_the_standard_library_takes(body: bytes):
+    assert repr(parsed.read_json(body)) == repr(json.loads(body))
+
+
+BODIES: tuple[Any, ...] = (
+    {"prompts": [PROMPT], "group_size": 2},
+    {"prompts": [PROMPT], "group_size": "2"},
+    {"prompts": [PROMPT, {"promt": "a"}], "group_size": 2},
+    {"prompts": [{"prompt_token_ids": [1, 2, 2**70]}], "group_size": 2},
+    {"prompts": [{"id": "q", "prompt": "a"}, {"id": "q", "prompt": "b"}], "group_size": 2},
+    {"prompts": [PROMPT], "group_size": 2, "sampling": {"temperature": float("nan")}},
+    {"prompts": [PROMPT], "group_size": 2, "selection": {"dual_end": {"num_longest": -1}}},
+    [PROMPT],
+    "text",
+)
+
+
+@pytest.mark.parametrize("body", [*(json.dumps(body).encode() for body in BODIES), b"{", b"\xff", b"[" * 100_000])
+async def test_a_large_body_is_answered_as_a_small_one(http: httpx.AsyncClient, monkeypatch, body: bytes):
+    headers = {"content-type": "application/json"}
+    small = await http.post("/v1/rollouts", content=body, headers=headers)
+    monkeypatch.setattr(parsed, "LARGE_BODY_BYTES", 0)
+    large = await http.post("/v1/rollouts", content=body, headers=headers)
+    assert large.status_code == small.status_code
+    if small.status_code != 200:
+        assert large.json() == small.json()
+
+
+async def test_a_large_body_is_checked_on_another_thread(http: httpx.AsyncClient, monkeypatch):
+    threads = []
+    read_json = parsed.read_json
+
+    def watched(body: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return read_json(body)
+
+    monkeypatch.setattr(parsed, "read_json", watched)
+    prompts = [{"prompt_token_ids": [7] * 500} for _ in range(400)]
+    for few in (prompts[:1], prompts):
+        answer = await http.post("/v1/rollouts", json={"prompts": few, "group_size": 1})
+        assert answer.status_code == 200, answer.text
+    assert len(threads) == 1
+    assert threads[0].startswith("vllm_rollout-bodies")

@@ -1,15 +1,16 @@
-"""The service of sessions and its endpoints, where tests end the turns."""
+"""The service of sessions and its endpoints, where tests end the turns; how prompts go on from the turns before."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.plans.xargs import turn_from_xargs
@@ -17,32 +18,12 @@ from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.sessions import service as module
 from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.server.sessions.trajectory import Conversation, Turn
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
-pytestmark = pytest.mark.anyio
 PROMPT = [100, 101]
-
-
-@pytest.fixture
-async def app() -> AsyncIterator[FastAPI]:
-    app = make_app(FakeEngine())
-    yield app
-    for task in app.state.session_service._tasks:
-        task.cancel()
-
-
-@pytest.fixture
-def service(app: FastAPI) -> SessionService:
-    service: SessionService = app.state.session_service
-    return service
-
-
-@pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as http:
-        yield http
 
 
 def begin(service: SessionService, session: str, prompt: Sequence[int] = PROMPT, **xargs: Any) -> OpenTurn | None:
@@ -164,18 +145,6 @@ async def test_a_finish_that_is_refused_begins_no_session(service, http):
     assert (await http.get(f"/v1/groups/{group['id']}")).json()["to_begin"] == [session]
 
 
-async def test_bounds_hold_what_comes_and_not_what_is_there(service, http, monkeypatch):
-    monkeypatch.setattr(module, "MAX_OPEN_SESSIONS", 5)
-    first = await declared(http, group_size=2, max_sessions=2)
-    refused = await http.post("/v1/groups", json={"group_size": 2})
-    assert (refused.status_code, "at most 5" in message(refused)) == (503, True)
-    assert refused.headers["retry-after"] == "5"
-    for session in first["to_begin"]:
-        play(service, session)
-        await http.post(f"/v1/sessions/{session}/finish", json={})
-    await declared(http, group_size=2)
-
-
 async def test_groups_that_are_over_are_forgotten_the_oldest_first(service, http, monkeypatch):
     monkeypatch.setattr(module, "MAX_ENDED_SESSIONS", 4)
     ids = []
@@ -203,42 +172,6 @@ async def test_trajectories_that_are_over_give_way_and_then_turns_wait(service, 
     play(service, still, [*PROMPT, *[110] * 6], num_tokens=6)
     with pytest.raises(RequestError, match="open sessions have 14 tokens, at most 12 are held"):
         begin(service, still, [*PROMPT, *[110] * 12])
-
-
-async def test_a_turn_that_ends_after_its_group_was_cancelled_is_counted_and_not_kept(service, http):
-    group = await declared(http)
-    (session,) = group["to_begin"]
-    turn = begin(service, session)
-    assert turn is not None
-    assert (await http.delete(f"/v1/groups/{group['id']}")).status_code == 204
-    service.end(turn, PROMPT, [110] * 7, finish_reason="abort")
-    assert (service._num_held_tokens, service._groups, service._ended) == (0, {}, {})
-    metrics = (await http.get("/metrics")).text
-    assert 'vllm_rollout:groups_total{status="deferred"} 1.0' in metrics
-    assert 'vllm_rollout:tokens_total{kind="wasted"} 7.0' in metrics
-    assert "vllm_rollout:session_turns_total 1.0" in metrics
-
-
-async def test_a_stop_is_sent_again_until_the_turn_has_ended(app, service, http, monkeypatch):
-    """It may overtake its turn on the way to the engine."""
-    monkeypatch.setattr(module, "STOP_AGAIN_S", 0.0)
-    group = await declared(http, redundancy=1)
-    winner, loser = group["to_begin"]
-    turn = begin(service, loser)
-    assert turn is not None
-    sent: list[dict[str, list[int]]] = []
-
-    async def stop(indices: dict[str, list[int]]) -> None:
-        sent.append(dict(indices))
-        if len(sent) == 3:
-            service.end(turn, PROMPT, [110], finish_reason="abort")
-
-    service._stop_turns = stop
-    play(service, winner)
-    await http.post(f"/v1/sessions/{winner}/finish", json={})
-    for task in list(service._tasks - {service._ticker}):
-        await task
-    assert sent == [{turn.engine_id: [turn.index]}] * 3
 
 
 async def test_stops_of_many_groups_go_in_one_call_while_another_is_on_its_way(service, http):
@@ -300,3 +233,97 @@ async def test_sessions_need_one_api_process():
 @pytest.fixture(autouse=True)
 def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TICK_S", 0.01)
+
+
+WORDS = ["", "a", "b", "ab", " ", "\n", "<end>", "ba", "é", "�"]
+"""The vocabulary: "ab" is one token or two."""
+A, B, AB, SPACE, LINE, END, BA, ACUTE, BROKEN = range(1, 10)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(WORDS[token] for token in tokens)
+
+
+def turn(history: str = "first", **fields: object) -> Turn:
+    return Turn(history, 0, 0, 0, "stop", 0.0, 0.0, 0.0)
+
+
+def conversation(
+    prompt: Sequence[int], answer: Sequence[int], text: str | None = None, logprobs: Sequence[float] | None = None
+) -> Conversation:
+    begun = Conversation()
+    begun.add(turn(), prompt, answer, logprobs, decode(answer) if text is None else text)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("prompt", "history", "tokens"),
+    [
+        ([A, B, A, B, END, LINE, A], "extended", [A, B, A, B, END, LINE, A]),
+        ([A, B, A, B, END], "extended", [A, B, A, B, END]),
+        ([AB, A, B, END, LINE, A], "mended", [A, B, A, B, END, LINE, A]),
+        ([A, BA, B, END, LINE, A], "mended", [A, B, A, B, END, LINE, A]),
+        ([A, B, AB, END], "mended", [A, B, A, B, END]),
+        ([A, B, A, B, SPACE, END, LINE], "reformatted", None),
+        ([A, B, A, B, LINE, A], "reformatted", None),  # without the stop token
+        ([A, B, A, END, LINE, A], "rewritten", None),
+        ([A, B], "rewritten", None),  # cut
+        ([], "rewritten", None),
+    ],
+)
+def test_how_a_prompt_goes_on(prompt, history, tokens):
+    begun = conversation([A, B], [A, B, END], text="ab")
+    found = begun.follow(prompt, decode)
+    assert (found.history, list(found.token_ids)) == (history, prompt if tokens is None else tokens)
+
+
+def test_another_history_is_shown_where_it_begins():
+    begun = conversation([A, B], [A, A, END], text="aa")
+    found = begun.follow([A, B, A, B, END], decode)
+    assert found.where == "character 3 of the conversation: it was 'a', the request has 'b<end>'"
+
+
+def test_what_no_text_stands_for_is_not_mended():
+    """A token that is a part of a character has no text of its own."""
+    begun = conversation([A], [BROKEN, END], text="")
+    assert begun.follow([A, ACUTE, END], decode).history == "reformatted"
+
+
+def test_segments_hold_what_was_seen_and_who_generated_it():
+    begun = conversation([A, B], [A, END], logprobs=[-1.0, -2.0])
+    begun.add(turn("extended"), [A, B, A, END, LINE, B], [B, END], [-3.0, -4.0], "b")
+    begun.add(turn("rewritten"), [B], [A], None, "a")
+    first, second = begun.segments
+    assert list(first.token_ids) == [A, B, A, END, LINE, B, B, END]
+    assert list(first.mask) == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert list(first.logprobs or ()) == [0, 0, -1, -2, 0, 0, -3, -4]
+    assert (list(second.token_ids), list(second.mask), second.logprobs) == ([B, A], [0, 1], None)
+    assert begun.num_held_tokens == 10
+
+
+def test_log_probabilities_are_kept_where_every_turn_had_them():
+    begun = conversation([A], [B], logprobs=None)
+    begun.add(turn("extended"), [A, B, A], [B], [-1.0], "b")
+    assert begun.segments[0].logprobs is None
+    begun = conversation([A], [B], logprobs=[-1.0])
+    begun.add(turn("extended"), [A, B, A], [B], None, "b")
+    assert begun.segments[0].logprobs is None
+
+
+TOKENS = st.lists(st.sampled_from([A, B, AB, SPACE, END, BA]), min_size=1, max_size=12)
+
+
+@given(first=TOKENS, answer=TOKENS, more=TOKENS, data=st.data())
+def test_the_same_text_is_never_another_history_and_is_mended_to_the_tokens_that_were_there(first, answer, more, data):
+    begun = conversation(first, answer)
+    known = [*first, *answer]
+    text = decode(known)
+    written: list[int] = []
+    while text:  # in any tokens that say it
+        token = data.draw(st.sampled_from([t for t in (A, B, AB, SPACE, END, BA) if text.startswith(WORDS[t])]))
+        written.append(token)
+        text = text.removeprefix(WORDS[token])
+    found = begun.follow([*written, *more], decode)
+    assert found.history in ("extended", "mended")
+    assert list(found.token_ids)[: len(known)] == known
+    assert decode(found.token_ids) == decode([*written, *more])

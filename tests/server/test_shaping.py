@@ -1,4 +1,4 @@
-"""Redundancy "auto", dual-end with patience, and what the answer says of them."""
+"""Redundancy "auto", dual-end with patience, what the answer says of them, and what ranks are told to expect."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,17 +7,14 @@ import httpx
 import pytest
 
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.lengths.history import ObservedLength
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 from vllm_rollout.group.ranks.load import ArrivedKV
 from vllm_rollout.server import shaping
-from vllm_rollout.server.engine import RequestError, StepDrift
-from vllm_rollout.server.shaping import history_key
+from vllm_rollout.server.engine import Outlook, RequestError, StepDrift
 
 from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
 from .fake_parts import FakeShaping
-
-pytestmark = pytest.mark.anyio
 
 FLAT = CostModel(((100.0, PTLCurve((1.0, 64.0), (0.01, 0.011))),))
 """A step costs nearly the same for 64 candidates as for one: redundancy is cheap."""
@@ -63,20 +60,6 @@ async def test_a_server_that_has_seen_nothing_says_that_of_its_budget(engine, ht
     ]
 
 
-async def test_prompts_whose_lengths_vary_more_get_more_candidates(engine, http):
-    seen(engine, "calm", 50, 51, 52, 53)
-    seen(engine, "wild", 10, 60, 300, 900)
-    answer = await rollout(http, body("calm", "wild"))
-    calm, wild = (group["allocation"] for group in answer["groups"])
-    assert calm["num_candidates"] + wild["num_candidates"] == 12
-    assert (calm["weight"], wild["weight"]) == (0.0, 1.0)
-    assert wild["num_candidates"] == 8
-    assert wild["at_upper_bound"]
-    assert not calm["at_upper_bound"]
-    assert 1 < calm["std_tokens"] < 2
-    assert wild["std_tokens"] > 300
-
-
 async def test_the_profile_decides_the_budget(engine, http):
     seen(engine, "a", 50, 60, 300, 900)
     engine.shaping.cost_model = FLAT
@@ -102,19 +85,6 @@ async def test_where_few_have_places_answers_that_are_alike_get_no_spares(engine
     assert (waited_for["budget"]["source"], waited_for["budget"]["total"]) == ("default", 144)
 
 
-async def test_a_prompt_with_an_extreme_tail_returns_the_shortest_and_stops_early(engine, http):
-    seen(engine, "calm", 50, 51, 52, 53, times=30)
-    seen(engine, "wild", 10, 60, 300, 900)
-    engine.lengths = {index: 10 * (index + 1) for index in range(8)}
-    answer = await rollout(http, body("calm", "wild", selection={"dual_end": {"num_longest": 1}}))
-    calm, wild = answer["groups"]
-    assert calm["allocation"]["selection"] == "dual_end"
-    assert [t["num_tokens"] for t in calm["trajectories"]] == [10, 20, 30, 40]
-    assert wild["allocation"]["selection"] == "shortest"
-    assert [t["num_tokens"] for t in wild["trajectories"]] == [10, 20, 30, 40]
-    assert {c["state"] for c in wild["candidates"]} == {"surplus"}
-
-
 async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
     seen(engine, "calm", 50, 51, 52, 53, times=30)
     seen(engine, "wild", 10, 60, 300, 900)
@@ -126,30 +96,12 @@ async def test_a_dual_end_that_is_nowhere_applied_is_said(engine, http):
     assert (await rollout(http, body("wild", selection="shortest")))["warnings"] == []
 
 
-async def test_lengths_are_learned_from_every_rollout_whoever_decided_its_redundancy(engine, http):
-    await rollout(http, body("a", redundancy=2, early_stop=False))
-    moments = engine.learning.judge.memory.lengths.of("id:a")
-    assert moments.num_groups == 1
-    await rollout(http, body("a"))
-    assert engine.learning.judge.memory.lengths.of("id:a").num_groups == 2
-
-
 async def test_stopped_candidates_are_censored_and_failed_ones_are_left_out(engine, http):
     engine.lengths = dict.fromkeys(range(5), 30) | {0: 10, 1: 12, 2: 11}
     engine.failures = {2: 4}
     await rollout(http, body("a", group_size=2, redundancy=3))
     history = engine.learning.judge.memory.lengths.of("id:a")
     assert history.mean > 12, "two that finished after 10 and 12 tokens, two that were stopped at 12"
-
-
-async def test_a_prompt_without_an_id_is_known_by_its_tokens(engine, http):
-    nameless = {"prompts": [{"prompt": "same words"}], "group_size": 2}
-    await rollout(http, nameless)
-    await rollout(http, {**nameless, "prompts": [{"prompt": "other words"}, {"prompt": "same words"}]})
-    key = history_key(None, [ord(character) for character in "same words"])
-    assert key.startswith("tokens:")
-    assert engine.learning.judge.memory.lengths.of(key).num_groups == 2
-    assert len(engine.learning.judge.memory.lengths) == 2
 
 
 async def test_a_server_without_room_for_spare_candidates_says_so():
@@ -178,28 +130,6 @@ async def test_the_budget_comes_with_the_last_event_of_a_stream(http):
     assert '"budget":{"total":12' in answer.text.splitlines()[-2]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "said"),
-    [
-        ({"redundancy": "some"}, "redundancy", ["'auto'", "some"]),
-        ({"redundancy": True}, "redundancy", ["integer", "true"]),
-        ({"redundancy": {"auto": {"tradeoff": 0}}}, "redundancy.auto.tradeoff", ["greater than 0", "0"]),
-        ({"redundancy": {"auto": {"tradeof": 1}}}, "redundancy.auto.tradeof", ["tradeoff"]),
-        ({"early_stop": "true"}, "early_stop", ["'auto'", "true"]),
-        ({"early_stop": True, "selection": {"dual_end": {}}}, "early_stop", ["dual_end", '"auto"']),
-        ({"selection": {"dual_end": {"patience": 0.5}}}, "selection.dual_end.patience", ["1", "0.5"]),
-        ({"selection": "dual_end"}, "selection", ["shortest", "dual_end"]),
-    ],
-)
-async def test_what_cannot_be_is_refused_by_its_field(http, fields, param, said):
-    answer = await http.post("/v1/rollouts", json=body("a", **fields))
-    assert answer.status_code == 422, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    for part in said:
-        assert part in error["message"]
-
-
 async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     seen(engine, "calm", 50, 51, 52, 53)
     seen(engine, "wild", 10, 60, 300, 900)
@@ -212,13 +142,6 @@ async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     dataset = engine.learning.judge.memory.lengths.dataset()
     assert f'vllm_rollout:length_mean_tokens{{adapter=""}} {dataset.mean}' in metrics
     assert f'vllm_rollout:length_std_tokens{{adapter=""}} {dataset.std}' in metrics
-
-
-async def test_a_dead_engine_answers_503(engine, http):
-    engine.learning.dead = True
-    answer = await http.post("/v1/rollouts", json=body("a"))
-    assert answer.status_code == 503
-    assert "restart the server" in answer.json()["error"]["message"]
 
 
 async def test_an_engine_that_dies_while_it_is_told_of_lengths_does_not_spoil_the_answer(engine, http, monkeypatch):
@@ -277,8 +200,9 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     assert history.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
 
 
-async def test_metrics_tell_what_moved_to_each_rank(engine, http, monkeypatch):
+async def test_metrics_tell_what_moved_to_each_rank_and_what_groups_the_engine_holds(engine, http, monkeypatch):
     monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
+    engine.groups = dict.fromkeys("abc")
     engine.moves.num_ranks = 2
     engine.moves.arrived[1] = 0.25, ArrivedKV(2, 24, 1)
     await rollout(http, body("a", redundancy=0))
@@ -289,12 +213,34 @@ async def test_metrics_tell_what_moved_to_each_rank(engine, http, monkeypatch):
     ):  # fmt: skip
         assert f'vllm_rollout:{name}{{rank="0"}} 0.0' in metrics
         assert f'vllm_rollout:{name}{{rank="1"}} {value}' in metrics
-
-
-async def test_metrics_tell_what_groups_the_engine_holds(engine, http, monkeypatch):
-    monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
-    engine.groups = dict.fromkeys("abc")
-    await rollout(http, body("a", redundancy=0))
-    metrics = (await http.get("/metrics")).text
     assert 'vllm_rollout:groups_held{state="running"} 3.0' in metrics
     assert 'vllm_rollout:groups_held{state="idle"} 0.0' in metrics
+
+
+async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http):
+    engine.moves.num_ranks = 2
+    seen(engine, "a", 30, 34, 38)
+    of_a, dataset = engine.learning.judge.memory.lengths.of("id:a"), engine.learning.judge.memory.lengths.dataset()
+    for redundancy in (0, "auto"):
+        engine.learning.judge.memory.lengths = LengthHistory()
+        seen(engine, "a", 30, 34, 38)
+        await rollout(http, body("a", "b", redundancy=redundancy, sampling={"seed": 3, "max_tokens": 90}))
+        tokens = {id: len(f"prompt {id}") for id in "ab"}
+        assert engine.outlooks == {
+            "a": Outlook(of_a, tokens["a"], 90, "off"),
+            "b": Outlook(dataset, tokens["b"], 90, "off"),
+        }
+
+
+async def test_what_a_rollout_teaches_does_not_predict_its_own_groups(engine, http):
+    engine.moves.num_ranks, engine.num_launch_places = 2, 6
+    await rollout(http, body("a", "b", "c"))
+    assert [its.lengths for its in engine.outlooks.values()] == [None] * 3
+    await rollout(http, body("a", "b", "c"))
+    assert all(its.lengths is not None for its in engine.outlooks.values())
+
+
+async def test_one_rank_needs_no_predictions(engine, http):
+    seen(engine, "a", 30, 34, 38)
+    await rollout(http, body("a", redundancy=0))
+    assert engine.outlooks == {"a": None}

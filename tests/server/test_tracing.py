@@ -22,8 +22,6 @@ from .test_grading import FakeGraders
 from .test_receipts import body
 from .test_runs import make, play, prompts
 
-pytestmark = pytest.mark.anyio
-
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 WAIT_S = 0.05
 PHASES = ("preparing", "generating", "answering")
@@ -108,9 +106,7 @@ async def test_a_round_says_which_it_is(engine: TracedEngine, spans: InMemorySpa
     assert statuses == {"complete", "deferred"}
 
 
-async def test_grading_is_what_goes_on_after_the_last_candidate(
-    engine: TracedEngine, spans: InMemorySpanExporter
-) -> None:
+async def test_grading_is_what_goes_on_after_the_last_candidate(engine, spans):
     graders = FakeGraders()
     graders.may_end.clear()
     async with http_of(make_app(engine, graders=graders)) as http:

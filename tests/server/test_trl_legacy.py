@@ -12,8 +12,6 @@ from fastapi.responses import JSONResponse
 
 from vllm_rollout.server.compat import trl_legacy
 
-pytestmark = pytest.mark.anyio
-
 
 class OpenAI:
     """The two endpoints of an app that answers: a choice's tokens are its prompt's number, its own, and 7."""

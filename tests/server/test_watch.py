@@ -23,7 +23,6 @@ from vllm_rollout.trace.rows import RolloutRow
 from .conftest import http_of, make_app, serving
 from .fake_engine import FakeEngine
 
-pytestmark = pytest.mark.anyio
 Event = tuple[str, Any]
 
 
@@ -126,9 +125,7 @@ async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine,
         assert before < len(asked) == num_asked
 
 
-async def test_viewers_are_told_also_while_the_engine_says_nothing(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monkeypatch, caplog):
     async def fails(self: Any) -> list[EngineLoad]:
         raise ZeroDivisionError
 
