@@ -5,12 +5,15 @@ from argparse import Namespace
 
 import pytest
 
-from benchmarks.time_to_reward import report
+from benchmarks.time_to_reward import report, trl_record
 from benchmarks.time_to_reward.arms import ARMS, RIVALS, RandomHalf
 from benchmarks.time_to_reward.report import LONGER, SYNC_S, TRAINED_TOKENS_S, Point, draw, gpu_seconds, reached, read
 from benchmarks.time_to_reward.run import is_done
+from benchmarks.time_to_reward.trl_record import Record, RecordedClient
+from examples.grpo.task import problems
 from examples.grpo.train import Training, parse
-from vllm_rollout.server.answers import GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
+from vllm_rollout import RolloutClient
+from vllm_rollout.server.answers import GroupAnswer, GroupRewards, RolloutAnswer, Trajectory, UnselectedCandidate, Usage
 
 
 def step(at: int, lengths: list[int], **more: object) -> dict:
@@ -123,6 +126,70 @@ def test_random_pruning_is_a_random_half_whose_others_were_stopped_early():
     assert (made.arm, lines[0]["usage"]["generated_tokens"]) == ("random", 58)
 
 
-def test_every_arm_that_is_drawn_has_a_title_and_no_rival_is_trained_here():
+def test_every_arm_that_is_drawn_has_a_title_and_rivals_are_left_to_trl():
     assert {*report.PICTURED, *ARMS, *RIVALS} <= {*report.TITLES}
     assert not {*ARMS} & {*RIVALS}
+
+
+def test_a_training_by_trl_has_the_record_of_any_other(tmp_path, monkeypatch):
+    """Each step: 1 s to send weights, 10 s of an evaluation that does not count, 3 s of rollout, 6 s of training."""
+    now = [100.0]
+    monkeypatch.setattr(trl_record.time, "perf_counter", lambda: now[0])
+    (tmp_path / "trl_race-4").mkdir()
+    record = Record(tmp_path / "trl_race-4" / "record.jsonl", group_size=2, tokens_of_loss=600)
+
+    def lasts(what: str, seconds: float) -> None:
+        with record.clock(what):
+            now[0] += seconds
+
+    def evaluated(at: int) -> None:
+        lasts("evaluation", 10)
+        record.evaluated(at, [(problem, 20 + at, float(at)) for problem in problems("chain", "held-out", 4)])
+
+    for at, (lengths, rewards) in enumerate([([9, 1, 5, 5], [1, 0, 1, 1]), ([40, 20], [0, 1])]):
+        record.on_step_begin()
+        lasts("sync", 1)
+        if at == 0:
+            evaluated(0)
+        lasts("rollout", 3)
+        record.generated(lengths, [40], generated_tokens=sum(lengths) + 40, num_surplus=1)
+        record.graded(rewards)
+        now[0] += 6
+        record.on_step_end()
+        logs = {"grad_norm": "0.5", f"{trl_record.DIFFERENCE}/mean": 1e-6, f"{trl_record.DIFFERENCE}/max": 1e-5}
+        record.on_log(None, Namespace(global_step=at + 1), None, logs=logs)
+        now[0] += 7  # between steps
+    record.on_log(None, Namespace(global_step=2), None, logs={"train_runtime": 1.0})
+    evaluated(2)
+
+    (run,) = report.read(tmp_path)
+    first, second = run.steps
+    assert first["seconds"] == {"step": 10, "rollout": 3, "sync": 1, "training": 6}
+    assert (first["longest"], second["longest"]) == (40, 40)
+    assert (first["groups"], first["teaching"], first["reward"]) == (2, 1, 0.75)
+    assert first["gradient_norm"] == pytest.approx(0.5 * 600 / 20)
+    assert gpu_seconds(first) == pytest.approx(gpu_seconds({**step(0, [9, 1, 5, 5]), "other_lengths": [40]}))
+    assert [(p.steps, p.tokens, p.seconds) for p in run.points] == [(0, 0, 0), (2, 60 + 100, 20)]
+    row = report.row_of("trl_race", [report.summary(run)], 0)
+    assert (row["title"], row["start"], row["difference_max"]) == (RIVALS["trl_race"], 0, 1e-5)
+
+
+def test_a_rollout_tells_the_record_who_was_stopped_and_what_it_cost(tmp_path, monkeypatch):
+    answer = RolloutAnswer.model_construct(groups=[group([0.0, 0.0], [2])], usage=Usage(generated_tokens=3))
+    monkeypatch.setattr(RolloutClient, "rollout", lambda self, *args, **options: answer)
+    client, told = RecordedClient("http://127.0.0.1:1"), []
+    client.record = Record(tmp_path / "record.jsonl", 2, 1)
+    monkeypatch.setattr(client.record, "generated", lambda *args, **usage: told.append((*args, usage)))
+    assert client.rollout([[5]], 2, 1) is answer
+    assert told == [([1, 1], [1], {"generated_tokens": 3})]
+
+
+def test_what_comes_back_from_stock_vllm_is_all_that_was_generated(tmp_path):
+    record = Record(tmp_path / "record.jsonl", 2, 1)
+    record.generated([3, 4])
+    record.graded([0.0, 0.0])
+    logs = {"grad_norm": 0.0, f"{trl_record.DIFFERENCE}/mean": 0.0, f"{trl_record.DIFFERENCE}/max": 0.0}
+    record.on_log(None, Namespace(global_step=1), None, logs=logs)
+    line = json.loads((tmp_path / "record.jsonl").read_text())
+    assert line["usage"] == {"generated_tokens": 7, "num_candidates": 2}
+    assert (line["teaching"], line["other_lengths"], line["learned_from"]) == (0, [], 7)

@@ -56,4 +56,4 @@ ARMS = {
     "together": Arm("7 first + the longest, stopped ones teach", "--race --dual-end 1.5 --stopped-teach"),
 }
 RIVALS = {"trl": "TRL's trainer on stock vLLM, 8 of 8", "trl_race": "TRL's trainer, race, 8 of 16"}
-"""Titles of what a program that is retired has trained, by TRL; the committed result has their runs."""
+"""Titles of what `trl` trains, in an environment of its own; `run` leaves them to it."""

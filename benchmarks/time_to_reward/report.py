@@ -1,4 +1,4 @@
-"""Success against steps, tokens and seconds of trainings that `benchmarks.time_to_reward.run` has left.
+"""Success against steps, tokens and seconds of trainings that `benchmarks.time_to_reward.run` and `.trl` have left.
 
     python -m benchmarks.time_to_reward.report careful=runs/careful long_is_right=runs/thorough
     python -m benchmarks.time_to_reward.report careful=runs/more --with benchmarks/results/time_to_reward.json
