@@ -32,7 +32,7 @@ SNAPSHOTS = "tests/adapter/snapshots/"
 NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
 """Both model runners, and a server: groups, joined requests, what is missing."""
-SAME_EVERYWHERE = ("test_learning_calls.py", "test_lost_weights.py", "test_observing.py")
+SAME_EVERYWHERE = ("test_learning_calls.py", "test_observing.py")
 """Of tests/adapter: no test in them calls a function of vLLM's."""
 SELECTION = {
     "adapter": (
