@@ -17,6 +17,7 @@ from vllm_rollout.server.serialised import (
     EventStream,
     PartsResponse,
     event_stream_schema,
+    json_response,
     server_sent_events,
     unless_disconnected,
 )
@@ -68,7 +69,7 @@ async def create_vote(body: VoteRequest) -> Response:
 
     With `correct` and `k` also maj@k: how often the vote of k of these candidates is right.
     """
-    return Response((await votes.counter.count(body)).model_dump_json(), media_type="application/json")
+    return json_response(await votes.counter.count(body))
 
 
 router.include_router(learning_routes.router)

@@ -15,7 +15,7 @@ from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.group.lengths.censoring import fit_log_lengths
 from vllm_rollout.group.racing.sessions import SessionState
 from vllm_rollout.simulator.sessions import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
-from vllm_rollout.trace.file import parse_row, pieces
+from vllm_rollout.trace.file import rows_of
 from vllm_rollout.trace.rows import End, RolloutRow, Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.trace.session_rows import STOPPED_STATES, SessionGroupRow, SessionRow
 
@@ -30,15 +30,9 @@ MOST_FAILURES = 0.99
 def read_session_groups(path: Path) -> tuple[list[SessionGroupRow], int]:
     """In the order of their ends, and how many rollouts of answers there are. Raises: OSError."""
     groups, num_rollouts = [], 0
-    for piece in pieces(path):
-        with piece.open(encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                try:
-                    row = parse_row(line)
-                except ValueError:
-                    continue  # one that was being written
-                groups += [row] if isinstance(row, SessionGroupRow) else []
-                num_rollouts += isinstance(row, RolloutRow)
+    for row in rows_of(path, []):  # a broken one was being written
+        groups += [row] if isinstance(row, SessionGroupRow) else []
+        num_rollouts += isinstance(row, RolloutRow)
     return groups, num_rollouts
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -94,6 +94,23 @@ def pieces(path: Path) -> list[Path]:
 
 def older_piece(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
+
+
+def rows_of(path: Path, broken: list[str]) -> Iterator[TraceRow]:
+    """The rows of a trace by themselves. `broken`: takes what is wrong with each that is none. Raises: OSError."""
+    for piece in pieces(path):
+        with piece.open(encoding="utf-8", errors="surrogateescape") as lines:
+            yield from rows_in(lines, piece, broken)
+
+
+def rows_in(lines: Iterable[str], piece: Path, broken: list[str]) -> Iterator[TraceRow]:
+    """Those of one piece, which somebody else has opened."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield parse_row(line)
+            except ValueError as error:
+                broken.append(f"{piece}:{number}: {reason_of(error)}")
 
 
 class TraceFile:

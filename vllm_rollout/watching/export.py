@@ -19,7 +19,7 @@ import numpy as np
 import rich.progress
 from rich.console import Console
 
-from vllm_rollout.trace.file import TraceRow, parse_row, pieces, reason_of
+from vllm_rollout.trace.file import TraceRow, pieces, rows_in
 from vllm_rollout.trace.rows import RewardRow, RolloutRow
 from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, add_session_rewards
 from vllm_rollout.watching.scalars import add_rewards, known_lengths, scalars, session_scalars
@@ -91,14 +91,9 @@ def _rows(path: Path, doing: str, broken: list[str]) -> Iterator[TraceRow]:
     quiet = not console.is_terminal
     for piece in pieces(path):
         with rich.progress.open(
-            piece, "rb", description=doing, transient=True, console=console, disable=quiet
+            piece, encoding="utf-8", errors="replace", description=doing, transient=True, console=console, disable=quiet
         ) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield parse_row(line.decode(errors="replace"))
-                    except ValueError as error:
-                        broken.append(f"{piece}:{number}: {reason_of(error)}")
+            yield from rows_in(lines, piece, broken)
 
 
 def to_tensorboard(curves: Curves, out: Path) -> str:

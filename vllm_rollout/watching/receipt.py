@@ -27,7 +27,7 @@ from vllm_rollout.simulator.options import SimulateOptions, clock_of
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.trace.file import parse_row, pieces, read_trace, reason_of, told_reasons
+from vllm_rollout.trace.file import read_trace, rows_of, told_reasons
 from vllm_rollout.trace.rows import RolloutPrompt, RolloutRow, Trace
 from vllm_rollout.trace.session_rows import SessionGroupRow
 from vllm_rollout.watching.session_receipt import receipt_of_sessions, table_of_sessions
@@ -146,18 +146,9 @@ def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | Non
     rows: list[RolloutRow] = []
     groups: list[SessionGroupRow] = []
     broken: list[str] = []
-    for piece in pieces(path):
-        lines = piece.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = parse_row(line)
-            except ValueError as error:
-                broken.append(f"{piece}:{number}: {reason_of(error)}")
-                continue
-            rows += [row] if isinstance(row, RolloutRow) else []
-            groups += [row] if isinstance(row, SessionGroupRow) else []
+    for row in rows_of(path, broken):
+        rows += [row] if isinstance(row, RolloutRow) else []
+        groups += [row] if isinstance(row, SessionGroupRow) else []
     if groups and not rows:
         return [], groups, None, tuple(broken)
     trace = read_trace(path, skip_broken=True)

@@ -20,7 +20,7 @@ from vllm_rollout.server.engines.body import (
     state_of,
 )
 from vllm_rollout.server.errors import CHANGE_ERRORS, ERRORS
-from vllm_rollout.server.serialised import CLIENT_CLOSED_REQUEST, unless_disconnected
+from vllm_rollout.server.serialised import CLIENT_CLOSED_REQUEST, json_response, unless_disconnected
 from vllm_rollout.server.service import RolloutService
 
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
@@ -52,7 +52,7 @@ def _moves(rank: int, request: Request) -> MovesPart:
 async def get_engines(request: Request) -> Response:
     """One engine per data-parallel rank: what it has to do, and whether it is kept empty."""
     loads = await _service(request).moves.engine_loads()
-    return _json(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
+    return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
 
 
 @router.get("/v1/engines/advice", summary="Whether ranks could be freed", response_model=AdviceAnswer, responses=ERRORS)
@@ -67,7 +67,7 @@ async def get_advice(request: Request) -> Response:
         num_complete=progress.num_complete,
         scale_down=ScaleDownAdvice(reason=advice.reason, told=advice.explanation, ranks=list(advice.ranks)),
     )
-    return _json(answer)
+    return json_response(answer)
 
 
 @router.post(
@@ -94,7 +94,7 @@ async def drain_engine(rank: Rank, request: Request, body: DrainRequest = DEFAUL
         reasons=dict(drained.reasons),
         seconds=drained.seconds,
     )
-    return _json(answer)
+    return json_response(answer)
 
 
 @router.post(
@@ -108,8 +108,4 @@ async def restore_engine(rank: Rank, request: Request) -> Response:
     """Undoes a drain. Safe to repeat, also for a rank that was not drained."""
     moves = _moves(rank, request)
     await moves.restore(rank)
-    return _json(EngineAnswer.of(rank, (await moves.engine_loads())[rank]))
-
-
-def _json(answer: EnginesAnswer | EngineAnswer | DrainAnswer | AdviceAnswer) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return json_response(EngineAnswer.of(rank, (await moves.engine_loads())[rank]))

@@ -13,7 +13,6 @@ from vllm_rollout.group.judging.length_trial import LengthTrialReport, length_tr
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.server.engine import (
-    KeepState,
     LearningPart,
     LearningReport,
     RequestError,
@@ -136,13 +135,6 @@ class LearningService:
         adapter = self._adapter_name(model)
         weights = not_empty(weights, "the safetensors of GET /v1/quality_head")
         return await self._learning.set_quality_head(weights, adapter)
-
-    async def state(self) -> bytes:
-        return await self._learning.learning_state()
-
-    async def set_state(self, state: bytes, keep: KeepState) -> None:
-        """Raises: RequestError, 422 for what is no state, 409 for one of another model; and what `keep` raises."""
-        await self._learning.set_learning_state(state, keep)
 
     async def _posted(self, receipt: RewardsReceipt, rewards: Sequence[Reward]) -> None:
         self._metrics.rewards_posted(receipt.statuses, rewards)

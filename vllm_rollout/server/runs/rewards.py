@@ -12,7 +12,6 @@ from http import HTTPStatus
 from vllm_rollout.group.judging.ledger import RewardStatus
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.learning.body import (
-    EXPLANATIONS,
     NamedRewardEntry,
     NamedRewardResult,
     NamedRewardsAnswer,
@@ -57,10 +56,7 @@ class RunRewards:
             return answer.model_copy(update={"filtered": filtered})
         return RewardsAnswer(
             id=rollout_id,
-            results=[
-                RewardResult(prompt_id=entry.prompt_id, index=entry.index, status=status, message=EXPLANATIONS[status])
-                for entry, status in zip(request.rewards, statuses, strict=True)
-            ],
+            results=[RewardResult.of(entry, status) for entry, status in zip(request.rewards, statuses, strict=True)],
             counts=RewardCounts.of(statuses),
             threshold=request.threshold,
             num_training=0,

@@ -6,9 +6,9 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_rollout.server.answers import ErrorAnswer, RoundAnswer, RoundStreamEvent
+from vllm_rollout.server.answers import RoundAnswer, RoundStreamEvent
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.errors import ERRORS
+from vllm_rollout.server.errors import ERRORS, errors_of
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 from vllm_rollout.server.runs.replay import replayed
@@ -19,15 +19,12 @@ from vllm_rollout.server.serialised import (
     EventStream,
     PartsResponse,
     event_stream_schema,
+    json_response,
     server_sent_events,
     unless_disconnected,
 )
 
-RUN_ERRORS = {
-    **ERRORS,
-    int(HTTPStatus.CONFLICT): {"model": ErrorAnswer},
-    int(HTTPStatus.INSUFFICIENT_STORAGE): {"model": ErrorAnswer},
-}
+RUN_ERRORS = ERRORS | errors_of(409, 507)
 
 router = APIRouter(route_class=RolloutRoute, tags=["runs"])
 
@@ -52,8 +49,7 @@ async def create_run(body: RunRequest, request: Request) -> Response:
     `num_fresh_prompts` say what comes next.
     """
     answer, is_new = await _runs(request).create(body)
-    status = HTTPStatus.CREATED if is_new else HTTPStatus.OK
-    return Response(answer.model_dump_json(), status_code=status, media_type="application/json")
+    return json_response(answer, HTTPStatus.CREATED if is_new else HTTPStatus.OK)
 
 
 @router.get("/v1/runs", summary="All runs", response_model=RunsAnswer, responses=ERRORS)
@@ -86,8 +82,7 @@ async def delete_run(run_id: str, request: Request) -> Response:
     response_model=RoundAnswer | SessionRoundAnswer,
     responses={
         **RUN_ERRORS,
-        int(HTTPStatus.GONE): {"model": ErrorAnswer},
-        int(HTTPStatus.GATEWAY_TIMEOUT): {"model": ErrorAnswer},
+        **errors_of(410, 504),
         200: {
             "description": "The groups that the round returns; with `stream`, server-sent events.",
             "content": {"text/event-stream": event_stream_schema(RoundStreamEvent | SessionRoundEvent)},

@@ -208,7 +208,7 @@ class RunService:
 
     async def state(self) -> bytes:
         """All that was learned, and all runs."""
-        learned = await self._rollouts.learning.state()
+        learned = await self._engine.learning.learning_state()
         runs = await self._stored(self._store.dump)
         return await asyncio.to_thread(with_runs, runs, learned)
 
@@ -224,7 +224,8 @@ class RunService:
         except ValueError as error:
             raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
         await self._stored(self._store.check_all_idle)
-        await self._rollouts.learning.set_state(saved.learned, partial(self._stored, self._store.replace, saved.runs))
+        keep = partial(self._stored, self._store.replace, saved.runs)
+        await self._engine.learning.set_learning_state(saved.learned, keep)
 
     async def _take_again(self, id: str, request: RoundRequest, key: str) -> LiveRound:
         """A round that was interrupted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator
 
@@ -170,6 +170,3 @@ class GroupOverEvent(BaseModel):
     group_id: str
     status: GroupStatus
     selected: list[str]
-
-
-EVENTS = get_args(Literal["session", "group"])

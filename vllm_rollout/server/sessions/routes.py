@@ -8,14 +8,12 @@ from http import HTTPStatus
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel
 from starlette.convertors import StringConvertor, register_url_convertor
 
 from vllm_rollout.group.plans.fields import MAX_NAME_CHARS
-from vllm_rollout.server.answers import ErrorAnswer
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS, errors_of
-from vllm_rollout.server.serialised import EventStream, event_stream_schema, to_json
+from vllm_rollout.server.serialised import EventStream, event_stream_schema, json_response, to_json
 from vllm_rollout.server.sessions.body import (
     FinishAnswer,
     FinishRequest,
@@ -37,7 +35,7 @@ class NameConvertor(StringConvertor):
 
 register_url_convertor("name", NameConvertor())
 router = APIRouter(route_class=RolloutRoute, tags=["sessions"])
-SESSION_ERRORS = {**ERRORS, int(HTTPStatus.CONFLICT): {"model": ErrorAnswer}}
+SESSION_ERRORS = ERRORS | errors_of(409)
 Id = Annotated[str, Path(max_length=MAX_NAME_CHARS)]
 
 
@@ -56,14 +54,14 @@ def _sessions(request: Request) -> SessionService:
 async def create_group(body: SessionGroupRequest, request: Request) -> Response:
     """The answer has the ids of its sessions. A request whose header X-Session-ID is one of them is a turn of it,
     whatever client sends it; the first `group_size` sessions that finish make the group, and the others stop."""
-    return _json(_sessions(request).create(body), HTTPStatus.CREATED)
+    return json_response(_sessions(request).create(body), HTTPStatus.CREATED)
 
 
 @router.get(
     "/v1/groups/{group_id:name}", summary="A group as it is now", response_model=SessionGroupAnswer, responses=ERRORS
 )
 async def get_group(group_id: Id, request: Request) -> Response:
-    return _json(_sessions(request).read_group(group_id))
+    return json_response(_sessions(request).read_group(group_id))
 
 
 @router.delete(
@@ -109,7 +107,7 @@ async def session_events(
 )
 async def get_session(session_id: Id, request: Request) -> Response:
     """Token ids of every turn as the engine saw them, with a mask of those that the policy generated."""
-    return _json(_sessions(request).read(session_id))
+    return json_response(_sessions(request).read(session_id))
 
 
 @router.post(
@@ -120,7 +118,7 @@ async def get_session(session_id: Id, request: Request) -> Response:
 )
 async def finish_session(session_id: Id, body: FinishRequest, request: Request) -> Response:
     """With its reward, void, or with neither: then the group's reward function grades it, if it has one."""
-    return _json(await _sessions(request).finish(session_id, body))
+    return json_response(await _sessions(request).finish(session_id, body))
 
 
 async def _sent(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
@@ -128,7 +126,3 @@ async def _sent(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, No
         yield b": \n\n"
         async for event in events:
             yield b"event: %s\ndata: %s\n\n" % (event.type.encode(), to_json(event))
-
-
-def _json(answer: BaseModel, status: int = HTTPStatus.OK) -> Response:
-    return Response(answer.model_dump_json(), status_code=status, media_type="application/json")

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.errors import ERRORS, errors_of
-from vllm_rollout.server.serialised import EventStream
+from vllm_rollout.server.serialised import EventStream, json_response
 from vllm_rollout.server.slices import chained
 from vllm_rollout.server.watch.events import SCHEMA, GroupTexts
 from vllm_rollout.server.watch.page import require_on
@@ -53,5 +53,4 @@ async def read_texts(
     position: Annotated[int, Path(ge=0, le=MAX_POSITION)],
 ) -> Response:
     """What each of its candidates said, and why it ended; of those that run the last 512 tokens."""
-    texts = await _viewers(request).texts(rollout_id, position)
-    return Response(texts.model_dump_json(), media_type="application/json")
+    return json_response(await _viewers(request).texts(rollout_id, position))
