@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import runpy
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
-from tests.server.conftest import DEADLINE_S, wait_until
+from tests.server.conftest import DEADLINE_S, serving, wait_until
 from vllm_rollout import AgentGroup, AgentSession, AsyncRolloutClient, RolloutError, SessionLost, Void
 
 T = TypeVar("T")
@@ -34,17 +33,10 @@ def within(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def groups_of(
-    url: str,
-    prompts: list[Any],
-    group_size: int,
-    redundancy: int = 0,
-    client: Callable[..., AsyncRolloutClient] = AsyncRolloutClient,
-    **options: Any,
-) -> list[AgentGroup]:
+def groups_of(url: str, prompts: list[Any], group_size: int, redundancy: int = 0, **options: Any) -> list[AgentGroup]:
     async def collect() -> list[AgentGroup]:
-        async with client(url, **FAST) as asking:
-            found = [each async for each in asking.agents(prompts, group_size, redundancy, **options)]
+        async with AsyncRolloutClient(url, **FAST) as client:
+            found = [each async for each in client.agents(prompts, group_size, redundancy, **options)]
         assert len(asyncio.all_tasks()) == 1, "nothing goes on"
         return sorted(found, key=lambda group: group.position)
 
@@ -135,6 +127,33 @@ def test_void_sessions_are_replaced_and_what_was_raised_is_told(url, caplog):
     ]
 
 
+def test_a_function_that_always_fails_ends_its_group(url):
+    async def run(session: AgentSession) -> float:
+        raise RuntimeError("never")
+
+    (group,) = groups_of(url, ["p"], 2, 1, run=run)
+    assert (group.status, group.trajectories, len(group.others)) == ("incomplete", [], 6)
+    assert {str(each.error) for each in group.others} == {"never"}
+
+
+def test_a_function_without_a_turn_is_void(url):
+    async def run(session: AgentSession) -> float:
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, run=run, max_sessions=1)
+    assert [each.state for each in group.others] == ["void"]
+    assert "it begins with a turn" in str(group.others[0].error)
+
+
+def test_sessions_begin_until_rewards_differ(url):
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        return float(session.number >= 3)
+
+    (group,) = groups_of(url, ["p"], 2, run=run, until="variance", max_sessions=8)
+    assert (group.status, {each.reward for each in group.trajectories}) == ("complete", {0.0, 1.0})
+
+
 def test_a_session_that_a_limit_ends_still_brings_its_reward(url):
     async def run(session: AgentSession) -> float:
         await session.chat([USER], logprobs=False)
@@ -145,6 +164,21 @@ def test_a_session_that_a_limit_ends_still_brings_its_reward(url):
     (group,) = groups_of(url, ["p"], 1, run=run, max_turns=1)
     (trajectory,) = group.trajectories
     assert (trajectory.state, trajectory.reward, trajectory.segments[0].logprobs) == ("truncated", 0.25, None)
+
+
+def test_a_turn_that_was_left_does_not_forbid_the_finish(url):
+    async def run(session: AgentSession) -> float:
+        await session.chat([USER])
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(session.chat([USER, LONG]), 0.2)
+        assert not session.turns, "nothing is kept of turns that are over"
+        while (await session.read()).state == "turn":
+            pass  # the server has not seen yet that nobody waits
+        await session.chat([USER, USER])
+        return 1.0
+
+    (group,) = groups_of(url, ["p"], 1, run=run, history="rewritable")
+    assert group.trajectories[0].num_turns == 2
 
 
 def test_a_finish_that_a_turn_refused_is_sent_again_though_the_turn_has_ended_meanwhile(url, turns):
@@ -188,7 +222,11 @@ def test_other_clients_take_turns_with_headers_and_finish_for_themselves(url, tu
                 await session.complete("hiso hi!", logprobs=0)
                 await session.finish(2.0)
 
-    (group,) = groups_of(url, ["p"], 2, run=run, client=partial(AsyncRolloutClient, api_key="secret"))
+    async def collect() -> list[AgentGroup]:
+        async with AsyncRolloutClient(url, api_key="secret") as client:
+            return [each async for each in client.agents(["p"], 2, run=run)]
+
+    (group,) = within(collect())
     assert [(each.reward, each.num_turns) for each in group.trajectories] == [(2.0, 2), (3.0, 1)]
     assert [each.error for each in group.trajectories] == [None, None]
 
@@ -248,6 +286,33 @@ def test_leaving_cancels_everything_and_deletes_what_is_not_over(url, turns):
     within(leave())
 
 
+def test_a_server_that_dies_is_an_error(turns):
+    ended = []
+
+    async def run(session: AgentSession) -> float:
+        try:
+            if session.number:
+                await session.chat([USER])
+                await asyncio.Event().wait()
+            await session.chat([LONG])
+            return 1.0
+        finally:
+            ended.append(session.number)
+
+    async def collect(url: str, stop: Any) -> None:
+        async with AsyncRolloutClient(url, **FAST) as client, aclosing(client.agents([1, 2], 2, run=run)) as groups:
+            first = asyncio.ensure_future(anext(groups))
+            await asyncio.to_thread(wait_until, lambda: len(turns._stops) == 2)
+            await asyncio.to_thread(stop)
+            with pytest.raises(RolloutError, match="no connection"):
+                await first
+        assert sorted(ended) == [0, 0, 1, 1]
+
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(turns.app))
+        within(collect(url, stack.close))
+
+
 def test_a_stream_that_breaks_is_opened_again_and_nothing_is_missed(url, turns, monkeypatch):
     """Its first stream ends at once, before a session is wanted."""
     streams = []
@@ -269,7 +334,11 @@ def test_a_stream_that_breaks_is_opened_again_and_nothing_is_missed(url, turns, 
                 await http.post(f"{session.base_url}/sessions/{session.id}/finish", json={"void": True})
         return 1.0
 
-    (group,) = groups_of(url, ["p"], 2, run=run, client=Cut)
+    async def collect() -> list[AgentGroup]:
+        async with Cut(url) as client:
+            return [each async for each in client.agents(["p"], 2, run=run)]
+
+    (group,) = within(collect())
     assert ([each.number for each in group.trajectories], len(streams)) == ([0, 2], 2)
 
 
@@ -415,8 +484,12 @@ def test_a_client_that_fails_ends_the_group(url, fails):
                 raise OSError("no more files")
             return await super()._open(method, path, *rest)
 
+    async def collect() -> list[AgentGroup]:
+        async with Broken(url, **FAST) as client:
+            return [each async for each in client.agents(["p"], 1, run=two_turns)]
+
     with pytest.raises(OSError, match="no more files"):
-        groups_of(url, ["p"], 1, run=two_turns, client=Broken)
+        within(collect())
 
 
 def test_sessions_that_their_score_stopped_are_lost(url, turns):
@@ -455,6 +528,10 @@ def test_a_session_is_finished_once_and_one_that_has_lost_not_at_all(url):
                 await asyncio.Event().wait()
         return 0.0
 
-    (group,) = groups_of(url, ["p"], 2, 1, run=run, client=Counting)
+    async def collect() -> list[AgentGroup]:
+        async with Counting(url, **FAST) as client:
+            return [each async for each in client.agents(["p"], 2, 1, run=run)]
+
+    (group,) = within(collect())
     assert [each.reward for each in group.trajectories] == [1.0, 0.5]
     assert sorted(finished) == [("0/finish", 1.0), ("0/finish", 1.0), ("1/finish", 0.5)]

@@ -185,9 +185,26 @@ def test_mutated_bytes_are_never_the_servers_fault(local_client, data):
     check_answer(local_client.post("/v1/rollouts", content=content, headers=headers))
 
 
+ENDPOINTS = {
+    ("/v1/rollouts", "post"), ("/v1/rollouts/{rollout_id}/rewards", "post"), ("/v1/rewards", "post"),
+    ("/v1/votes", "post"),
+    ("/v1/quality_head", "get"), ("/v1/quality_head", "put"), ("/v1/quality_head/report", "get"),
+    ("/v1/quality_head/detection_lengths", "get"),
+    ("/v1/rollouts/prompts", "get"), ("/v1/rollouts/state", "get"), ("/v1/rollouts/state", "put"),
+    ("/v1/runs", "get"), ("/v1/runs", "post"), ("/v1/runs/{run_id}", "get"), ("/v1/runs/{run_id}", "delete"),
+    ("/v1/runs/{run_id}/rounds", "post"), ("/v1/runs/{run_id}/rounds/{number}", "delete"),
+    ("/v1/engines", "get"), ("/v1/engines/advice", "get"), ("/v1/engines/{rank}/drain", "post"),
+    ("/v1/engines/{rank}/restore", "post"),
+    ("/v1/groups", "post"), ("/v1/groups/{group_id}", "get"), ("/v1/groups/{group_id}", "delete"),
+    ("/v1/sessions/events", "get"), ("/v1/sessions/{session_id}", "get"), ("/v1/sessions/{session_id}/finish", "post"),
+    ("/v1/rollouts/watch", "get"), ("/v1/rollouts/watch/{rollout_id}/{position}", "get"),
+}  # fmt: skip
+
+
 def test_openapi_describes_every_endpoint_with_its_errors():
     paths = APP.openapi()["paths"]
     operations = {(path, method): operation for path, methods in paths.items() for method, operation in methods.items()}
+    assert operations.keys() == ENDPOINTS
     for operation in operations.values():
         assert operation["summary"]
         assert operation["responses"].keys() >= {"400", "404", "413", "422", "500", "503"}

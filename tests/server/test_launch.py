@@ -212,6 +212,18 @@ async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():
     assert (launcher.num_taken, launcher.num_waiting) == (0, 0)
 
 
+async def test_a_small_rollout_does_not_wait_behind_a_huge_one():
+    engine = WatchedEngine(num_launch_places=16)
+    service = service_of(engine)
+    huge = asyncio.create_task(run(service, request("huge", 200)))
+    await until(lambda: len(engine.started) >= 10)
+    started = len(engine.started)
+    await asyncio.wait_for(run(service, request("small", 2)), DEADLINE_S)
+    assert engine.started.index("small1") - started <= 6
+    assert not huge.done()
+    await asyncio.wait_for(huge, DEADLINE_S)
+
+
 class Source:
     """Says its name and a number, so often, and notes that it has been closed."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -15,6 +17,7 @@ from vllm_rollout.server.answers import (
     CandidateEvent,
     DoneEvent,
     Event,
+    GroupEvent,
     RolloutAnswer,
     TokensEvent,
     TrajectoryEvent,
@@ -170,6 +173,111 @@ def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_c
     # One of 3 tokens, and three that were longer than the 20 and more that they had become.
     assert engine.learning.judge.memory.lengths.of("id:q").mean > 25
     assert httpx.get(f"{server_url}/metrics").text.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
+
+
+async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    for group in (await post(http)).groups:
+        assert [t.num_tokens for t in group.trajectories] == [5, 10, 15, 20]
+        assert {(c.state, c.num_tokens) for c in group.candidates} == {("surplus", 20)}
+
+
+async def test_one_failed_candidate_does_not_fail_its_group(http, engine: FakeEngine):
+    engine.lengths = {i: 5 * (i + 1) for i in range(8)}
+    engine.failures = {0: 2}
+    answer = await post(http)
+    assert answer.usage.num_failed == 3
+    for group in answer.groups:
+        assert group.status == "complete"
+        assert [t.index for t in group.trajectories] == [1, 2, 3, 4]
+        assert (group.candidates[0].state, group.candidates[0].num_tokens) == ("failed", 2)
+
+
+async def test_incomplete_group_says_why_and_returns_what_there_is(http, engine: FakeEngine):
+    engine.lengths = dict.fromkeys(range(4), 10)
+    engine.failures = {0: 2, 1: 3}
+    answer = await post(http, redundancy=0)
+    for position, group in enumerate(answer.groups):
+        assert group.status == "incomplete"
+        assert [t.index for t in group.trajectories] == [2, 3]
+        assert "2 of 4" in group.reason
+        assert "2 failed" in group.reason
+        assert all_indices(answer, position) == [0, 1, 2, 3]
+
+
+def test_stream_names_trajectories_and_candidates_before_their_group_and_ends_with_done(client):
+    events = stream(client)
+    assert [type(event) for event in events].count(DoneEvent) == 1
+    assert isinstance(events[-1], DoneEvent)
+    over: set[str] = set()
+    named: dict[str, list[int]] = {}
+    for event in events[:-1]:
+        assert event.prompt_id not in over
+        if isinstance(event, GroupEvent):
+            over.add(event.prompt_id)
+            assert sorted(named[event.prompt_id]) == event.selected
+        elif isinstance(event, TrajectoryEvent):
+            named.setdefault(event.prompt_id, []).append(event.trajectory.index)
+    assert over == {"a", "b", "2"}
+
+
+def test_stream_has_the_content_of_the_answer(client):
+    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}}
+    arguments |= {"return_text": True, "return_unselected": True}
+    answer = client.rollout(**arguments)
+    events = list(client.stream(**arguments))
+    for group in answer.groups:
+        mine = [event for event in events[:-1] if event.prompt_id == group.prompt_id]
+        trajectories = [event.trajectory for event in mine if isinstance(event, TrajectoryEvent)]
+        candidates = [event.candidate for event in mine if isinstance(event, CandidateEvent)]
+        assert sorted(trajectories, key=lambda t: t.index) == group.trajectories
+        assert sorted(candidates, key=lambda c: c.index) == group.candidates
+        (over,) = [event for event in mine if isinstance(event, GroupEvent)]
+        for name in ("status", "reason", "prompt_token_ids", "lengths", "allocation"):
+            assert getattr(over, name) == getattr(group, name)
+    assert events[-1].usage == answer.usage
+    assert (events[-1].model, events[-1].weight_version) == (answer.model, answer.weight_version)
+
+
+def test_engine_death_is_the_last_event_of_a_stream(server_url, engine: FakeEngine):
+    engine.dies_at_step = 3
+    response = httpx.post(f"{server_url}/v1/rollouts", json=body(stream=True, stream_tokens=1))
+    assert response.status_code == 200
+    *_, last = response.text.strip().split("\n\n")
+    assert last.startswith("event: error\n")
+    assert json.loads(last.split("data: ")[1])["error"]["code"] == 503
+    assert engine.num_running == 0
+
+
+def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(server_url, engine: FakeEngine):
+    engine.step_s = 0.001
+
+    async def leave_one_of_two() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
+            other = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling={"min_tokens": 400})))
+            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 24)
+            waiting = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling=ENDLESS)))
+            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 48)
+            waiting.cancel()
+            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 24)
+            return await other
+
+    response = asyncio.run(leave_one_of_two())
+    assert response.status_code == 200
+    assert all(group["status"] == "complete" for group in response.json()["groups"])
+    assert (engine.num_running, engine.num_aborted) == (0, 24)
+
+
+def test_many_rollouts_at_once_keep_apart(server_url, engine: FakeEngine):
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
+            bodies = [body(sampling={"seed": seed % 4}) for seed in range(16)]
+            return await asyncio.gather(*(http.post("/v1/rollouts", json=b) for b in bodies))
+
+    answers = [RolloutAnswer.model_validate_json(response.content) for response in asyncio.run(run())]
+    tokens = [str([[t.token_ids for t in g.trajectories] for g in answer.groups]) for answer in answers]
+    assert sorted(Counter(tokens).values()) == [4, 4, 4, 4]
+    assert engine.num_launched == engine.num_ended == 16 * 24
 
 
 PRUNING = {"detection_length": 2, "keep_ratio": 0.5, "min_labels": 1}

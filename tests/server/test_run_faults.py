@@ -21,6 +21,8 @@ from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 from .fake_learning import FakeLearning
 
+pytestmark = pytest.mark.anyio
+
 RUN = {"id": "a", "group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling": {"seed": 3}}
 ROUND = {"prompts": [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(6)], "idempotency_key": "k"}
 IDS = {prompt["id"] for prompt in ROUND["prompts"]}
@@ -83,6 +85,14 @@ BIG = {"return": {"text": True}, "sampling": {"seed": 3, "stop": ["x" * 40_000]}
 
 
 @FAULTS
+async def test_a_run_that_cannot_be_written_is_refused(http, store, fault, status: int, words: str) -> None:
+    with fault(store):
+        check_refused(await http.post("/v1/runs", json={**RUN, **BIG}), status, words)
+        assert (await http.get("/v1/runs")).json()["data"] == []
+    assert (await http.post("/v1/runs", json={**RUN, **BIG})).status_code == 201
+
+
+@FAULTS
 async def test_a_round_that_cannot_be_written_takes_nothing(http, store, engine, fault, status: int, words) -> None:
     await http.post("/v1/runs", json=RUN)
     before = (await http.get("/v1/runs/a")).json()
@@ -133,7 +143,35 @@ async def test_an_answer_that_cannot_be_written_is_written_when_its_key_is_repea
     assert (await http.get("/v1/runs/a")).json()["num_rounds"] == 1
 
 
-async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_written(app, http, monkeypatch):
+async def test_a_client_that_leaves_while_its_answer_is_written_gets_it_later(
+    app, http, store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await http.post("/v1/runs", json=RUN)
+    writing, go_on = threading.Event(), threading.Event()
+    close = RunStore.close
+
+    def slow_close(self, *args, **kwargs):
+        writing.set()
+        assert go_on.wait(60)
+        return close(self, *args, **kwargs)
+
+    monkeypatch.setattr(RunStore, "close", slow_close)
+    request = asyncio.create_task(http.post("/v1/runs/a/rounds", json=ROUND))
+    await asyncio.to_thread(writing.wait, 60)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    again = asyncio.create_task(http.post("/v1/runs/a/rounds", json=ROUND))
+    go_on.set()
+    answer = await again
+    assert everybody(answer.json()) == sorted(IDS)
+    assert (await http.post("/v1/runs/a/rounds", json=ROUND)).content == answer.content
+    assert (await http.get("/v1/runs/a")).json()["num_rounds"] == 1
+
+
+async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_written(
+    app, http, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found by killing servers: the second of two trainers that share a run was refused the answer it had."""
     await http.post("/v1/runs", json={**RUN, "prompt_speculation": 1.0})
     first = {"prompts": [{"id": f"a{i}", "prompt": f"first {i}"} for i in range(4)], "idempotency_key": "one"}
@@ -157,6 +195,31 @@ async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_
     go_on.set()
     assert (await again).content == answer.content
     assert (await running).status_code == 200
+
+
+async def test_a_round_whose_end_could_not_be_written_is_no_longer_running(
+    http, store, engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await http.post("/v1/runs", json=RUN)
+    release, released = RunStore.release, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def faulty_release(self, id: str, owner: str) -> None:
+        try:
+            with locked(store):
+                release(self, id, owner)
+        finally:
+            loop.call_soon_threadsafe(released.set)
+
+    monkeypatch.setattr(RunStore, "release", faulty_release)
+    engine.dies_at_step = 0
+    response = await http.post("/v1/runs/a/rounds", json=ROUND)
+    assert response.status_code == 503
+    await released.wait()
+    assert (await http.get("/v1/runs/a")).json()["open_round"]["state"] == "interrupted"
+    engine.dies_at_step = None
+    answer = await http.post("/v1/runs/a/rounds", json=ROUND)
+    assert everybody(answer.json()) == sorted(IDS)
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from vllm_rollout.server.runs.store import RunStore
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
+pytestmark = pytest.mark.anyio
+
 RUN = {"id": "a", "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "sampling": {"seed": 3}}
 ROUNDS = "/v1/runs/a/rounds"
 
@@ -130,7 +132,23 @@ async def test_what_another_process_does_between_two_transactions_of_a_round_los
         assert (await theirs.post(ROUNDS, body)).content == again.content
 
 
-async def test_a_round_that_another_process_has_taken_over_is_closed_by_that_one_only(two, monkeypatch):
+async def test_a_round_is_planned_again_when_it_begins(two: tuple[Process, Process]) -> None:
+    """What was checked is what runs: not the same request in a run that has gone on."""
+    ours, theirs = two
+
+    async def happens() -> None:
+        assert (await theirs.post(ROUNDS, handed_in(10, "another"))).status_code == 200
+
+    ours.once_after_transaction(1, happens)
+    response = await ours.post(ROUNDS, handed_in(0, "k"))
+    assert response.status_code == 409
+    assert "has changed while this round was checked" in response.json()["error"]["message"]
+    assert (await theirs.look())["totals"]["num_prompts"] == 3
+
+
+async def test_a_round_that_another_process_has_taken_over_is_closed_by_that_one_only(
+    two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = two
     body = handed_in(0, "k")
     close = RunStore.close
@@ -160,7 +178,9 @@ async def test_a_round_that_another_process_has_taken_over_is_closed_by_that_one
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_whatever_goes_wrong_when_a_round_is_written_its_run_goes_on(two, monkeypatch, stream):
+async def test_whatever_goes_wrong_when_a_round_is_written_its_run_goes_on(
+    two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     ours, theirs = two
     body = handed_in(0, "k")
 
@@ -179,7 +199,9 @@ async def test_whatever_goes_wrong_when_a_round_is_written_its_run_goes_on(two, 
     assert (await ours.post(ROUNDS, handed_in(10, "next"))).status_code == 200
 
 
-async def test_a_round_that_could_not_be_let_go_on_disk_is_let_go_later(two, monkeypatch):
+async def test_a_round_that_could_not_be_let_go_on_disk_is_let_go_later(
+    two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = two
     release, faults = RunStore.release, iter([0, 1])
 

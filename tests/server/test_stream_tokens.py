@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from vllm_rollout.server.answers import (
     CandidateEvent,
     DoneEvent,
     Event,
+    GroupEvent,
     TokensEvent,
     TrajectoryEvent,
 )
@@ -29,9 +30,21 @@ from .conftest import DEADLINE_S, wait_until
 from .fake_engine import FakeEngine
 from .learning_steps import PRUNING, teach
 
+pytestmark = pytest.mark.anyio
+
 PROMPTS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}, {"prompt": "three"}]
 ENDLESS = {"min_tokens": 4000}
 RACE: dict[str, Any] = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}}
+
+
+def key_of(event: Event) -> tuple[str, int] | None:
+    """Whom a token, trajectory or candidate event is about."""
+    match event:
+        case TokensEvent():
+            return event.prompt_id, event.index
+        case TrajectoryEvent(trajectory=ended) | CandidateEvent(candidate=ended):
+            return event.prompt_id, ended.index
+    return None
 
 
 def announced(events: list[Event], state: str) -> list[int]:
@@ -46,6 +59,34 @@ def num_after(events: list[Event], position: int) -> int:
     return sum(len(event.token_ids) for event in later)
 
 
+def assert_announcements_hold(events: list[Event]) -> None:
+    """Whoever was announced is silent from then on and in no selection; everyone is announced or returned, once."""
+    dropped: set[tuple[str, int]] = set()
+    returned: set[tuple[str, int]] = set()
+    for event in events:
+        if isinstance(event, GroupEvent):
+            assert not dropped & {(event.prompt_id, index) for index in event.selected}
+        elif (key := key_of(event)) is not None:
+            assert key not in dropped | returned
+            if isinstance(event, CandidateEvent):
+                dropped.add(key)
+            elif isinstance(event, TrajectoryEvent):
+                returned.add(key)
+    assert len(dropped) + len(returned) == events[-1].usage.num_candidates
+
+
+def test_a_failed_candidate_is_announced_while_its_siblings_run(client: RolloutClient, engine: FakeEngine) -> None:
+    engine.lengths = {index: 20 + index for index in range(8)}
+    engine.failures = {2: 5}
+    events = list(client.stream(**RACE, stream_tokens=1))
+    positions = announced(events, "failed")
+    assert len(positions) == 3
+    for position in positions:
+        assert events[position].candidate.num_tokens == 5
+        assert num_after(events, position) >= 7 * 15  # until the fourth of the others ends
+    assert_announcements_hold(events)
+
+
 async def test_a_pruned_candidate_is_announced_while_its_siblings_run(app, http) -> None:
     await teach(http)
     service: RolloutService = app.state.rollout_service
@@ -57,6 +98,27 @@ async def test_a_pruned_candidate_is_announced_while_its_siblings_run(app, http)
     assert positions
     for position in positions:
         assert num_after(events, position) >= 4 * 20
+    assert_announcements_hold(events)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"early_stop": False},
+        {"early_stop": False, "selection": "shortest"},
+        {"selection": {"dual_end": {"num_longest": 2}}},
+        {"sampling": {"seed": 7, "max_tokens": 12}},
+        {"redundancy": 0, "group_size": 8},
+    ],
+)
+def test_announcements_hold_whatever_the_selection(client: RolloutClient, engine: FakeEngine, fields) -> None:
+    engine.failures = {1: 3, 6: 9}
+    for seed in range(8):
+        arguments = {**RACE, **fields}
+        arguments["sampling"] = {**arguments["sampling"], "seed": seed}
+        events = list(client.stream(**arguments, stream_tokens=3))
+        assert_announcements_hold(events)
 
 
 STALLED = [{"id": f"stalled-{i}", "prompt": "p"} for i in range(3)]
@@ -71,8 +133,15 @@ def num_held() -> int:
 
 async def test_for_a_reader_that_never_reads_a_bounded_number_of_events_is_held(engine: FakeEngine) -> None:
     service = RolloutService(engine, Metrics())
-    asked = {"prompts": STALLED, "group_size": 8, "sampling": ENDLESS, "stream": True, "stream_tokens": 1}
-    request = RolloutRequest.model_validate(asked)
+    request = RolloutRequest.model_validate(
+        {
+            "prompts": STALLED,
+            "group_size": 8,
+            "sampling": ENDLESS,
+            "stream": True,
+            "stream_tokens": 1,
+        }
+    )
     async with aclosing(service.events(await service.prepare(request))) as events:
         first = await anext(events)
         await asyncio.to_thread(wait_until, lambda: engine.is_idle)
@@ -80,6 +149,19 @@ async def test_for_a_reader_that_never_reads_a_bounded_number_of_events_is_held(
         assert engine.num_running == 24
     assert isinstance(first, TokensEvent)
     assert engine.num_running == 0
+
+
+def test_a_client_that_does_not_read_holds_up_nobody_else(client: RolloutClient, engine: FakeEngine) -> None:
+    with closing(client.stream(STALLED, 8, sampling=ENDLESS, stream_tokens=1)) as stalled:
+        next(stalled)
+        wait_until(lambda: engine.is_idle)
+        for _ in range(3):
+            assert client.rollout(PROMPTS, 4, 4).usage.num_candidates == 24
+            assert isinstance(list(client.stream(**RACE, stream_tokens=1))[-1], DoneEvent)
+        assert engine.num_running == 24
+        # Of 96,000: what the service holds, and what the client has parsed of one read.
+        assert num_held() < EVENT_BUFFER + 1000
+    wait_until(lambda: engine.num_running == 0)
 
 
 def sse(events: list[Event]) -> bytes:
@@ -129,6 +211,16 @@ def test_tokens_that_do_not_join_are_an_error(events, words) -> None:
     ):
         list(client.stream(["p"], 1, stream_tokens=1))
     assert (raised.value.status, raised.value.type) == (None, "IncompleteStream")
+
+
+def test_tokens_that_join_are_passed_on_as_they_are() -> None:
+    events = [
+        tokens(3, 0, 1, 2), tokens(5, 0, 9), tokens(3, 2, 3), pruned(5, 1), trajectory(3, 1, 2, 3),
+        trajectory(4), DONE,
+    ]  # fmt: skip
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=sse(events)))
+    with RolloutClient(transport=transport) as client:
+        assert list(client.stream(["p"], 1, stream_tokens=1)) == events
 
 
 async def test_a_stream_that_nobody_reads_ends_after_a_while(app, engine: FakeEngine, monkeypatch) -> None:
