@@ -40,6 +40,36 @@ def test_a_long_candidate_nobody_streams_takes_a_handful_of_messages(new_run):
     assert run.tokens(id) == [*run.own_tokens(id, 999), EOS_TOKEN]
 
 
+def test_a_streamed_candidate_gets_every_token_in_its_own_message(new_run):
+    run = new_run()
+    ids = add_group(run, "g", [40, 60], group_size=1, interval=1)
+    run.run()
+    assert message_sizes(run, ids[0]) == [1] * 40
+    assert run.tokens(ids[0]) == [*run.own_tokens(ids[0], 39), EOS_TOKEN]
+    assert run.tokens(ids[1]) == run.own_tokens(ids[1], 40)
+
+
+@pytest.mark.parametrize("interval", [2, 7, 64])
+def test_whatever_the_interval_a_stopped_candidate_gets_all_its_tokens(new_run, interval):
+    run = new_run()
+    ids = add_group(run, "g", [50, 90, 90], group_size=1, interval=interval)
+    run.run()
+    for id in ids[1:]:
+        assert run.tokens(id) == run.own_tokens(id, 50)
+        assert set(message_sizes(run, id)[1:-1]) <= {interval}
+
+
+def test_a_preempted_candidate_that_is_stopped_gets_what_was_held(new_run):
+    run = new_run(num_blocks=30)
+    ids = add_group(run, "g", [150, 200, 200, 200], group_size=1, interval=256)
+    run.run()
+    stopped_early = [id for id in ids if run.num_tokens(id) < 150]
+    assert any(run.requests[id].num_preemptions for id in stopped_early)
+    for id in stopped_early:
+        assert run.tokens(id) == run.own_tokens(id, run.requests[id].num_output_tokens)
+        assert len(run.outputs[id]) == 2
+
+
 @pytest.mark.parametrize("interval", [1, 16, 256])
 def test_logprobs_line_up_with_tokens(new_run, interval):
     run = new_run()

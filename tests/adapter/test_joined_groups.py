@@ -101,6 +101,13 @@ SHADOW = {"rollout_redundancy": 1, "rollout_detection_length": 4, "rollout_pruni
 WON, LOST, PRUNED = ("stop", None), ("abort", "surplus"), ("abort", "pruned")
 
 
+async def test_siblings_that_share_a_prompt_race(llm: SteppedLLM) -> None:
+    siblings = [Sibling(llm, f"r{i}", length) for i, length in enumerate((9, 30, 5, 40))]
+    assert await race(llm, *siblings) == [WON, LOST, WON, LOST]
+    assert_nothing_left(llm.run)
+    assert len(llm._placement) == 0
+
+
 @pytest.mark.parametrize(
     "stranger",
     [

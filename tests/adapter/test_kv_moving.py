@@ -143,6 +143,21 @@ def test_seeds_of_the_hashes_may_differ(new_ranks, monkeypatch):
     assert moved(ranks, 2) < 2 * (BLOCK_SIZE + 2)
 
 
+def test_a_segment_that_is_gone_is_computed_again(new_ranks):
+    ranks = new_ranks()
+    (id,) = add_group(ranks.runs[0], "g", [200], group_size=1, prompt_token_ids=PROMPT)
+    ranks.until(id, NUM_TOKENS)
+    released = ranks.release("g", 0)
+    (segment,) = Parcel.decode(released.parcel).kv.segments
+    ranks.cores[0].kv.rollout_drop_kv([segment])
+    assert not path_of(segment).exists()
+    ranks.cores[1].adopt("g", released.parcel)
+    ranks.cores[0].confirm("g")
+    ranks.run()
+    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
+    assert_each_once(ranks, {id: 200})
+
+
 def test_another_file_at_its_place_is_not_read(new_ranks, tmp_path):
     ranks = new_ranks()
     (id,) = add_group(ranks.runs[0], "g", [200], group_size=1, prompt_token_ids=PROMPT)
@@ -203,6 +218,21 @@ def test_a_group_that_comes_back_leaves_nothing_shared(new_ranks):
     computed = ranks.cores[0].kv.num_computed
     ranks.run()
     assert ranks.cores[0].kv.num_computed - computed < 200 - NUM_TOKENS + BLOCK_SIZE + 2
+    assert_each_once(ranks, {id: 200})
+
+
+def test_workers_that_fail_leave_no_block_behind(new_ranks):
+    ranks = new_ranks()
+    (id,) = add_group(ranks.runs[0], "g", [200], group_size=1, prompt_token_ids=PROMPT)
+    ranks.until(id, NUM_TOKENS)
+    released = ranks.release("g", 0)
+    fetch, ranks.cores[1].kv.rollout_fetch_kv = ranks.cores[1].kv.rollout_fetch_kv, None
+    with pytest.raises(TypeError):
+        ranks.cores[1].adopt("g", released.parcel)
+    assert ranks.runs[1].num_free_blocks == ranks.runs[1].num_blocks_at_rest
+    ranks.cores[1].kv.rollout_fetch_kv = fetch
+    ranks.cores[0].keep("g")
+    ranks.run()
     assert_each_once(ranks, {id: 200})
 
 

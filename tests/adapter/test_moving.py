@@ -58,6 +58,33 @@ def test_winners_are_ordered_by_the_groups_own_step(new_ranks):
     assert run.note("g-1").end_step == run.note("g-0").end_step + 1
 
 
+def test_waiting_preempted_and_running_candidates_move(new_ranks):
+    ranks = new_ranks(num_blocks=30, max_num_seqs=3)
+    lengths = [150, 180, 170, 160, 30]
+    ids = add_group(ranks.runs[0], "g", lengths, group_size=5)
+    statuses = set()
+    while RequestStatus.PREEMPTED not in statuses:
+        ranks.step()
+        statuses = {ranks.runs[0].requests[id].status for id in ids}
+    assert {RequestStatus.RUNNING, RequestStatus.WAITING} <= statuses
+    ranks.move("g")
+    ranks.run()
+    assert [ranks.runs[0].state(id) for id in ids] == ["finished"] * 5
+    assert_each_once(ranks, ids_and_lengths(ids, lengths))
+
+
+def test_a_candidate_that_is_aborted_while_its_group_stops(two):
+    two.cores[0].release("g")
+    two.runs[0].scheduler.finish_requests(["g-0"], RequestStatus.FINISHED_ABORTED)
+    if two.runs[0]._depth == 1:  # it was released in one call, and an abort of what is not there is nothing
+        return
+    assert two.cores[0].release("g").outcome == "busy"
+    two.move("g")
+    two.run()
+    assert [two.runs[0].state(id) for id in ("g-0", "g-1")] == ["failed", "finished"]
+    assert_each_once(two, {"g-0": 50, "g-1": 70})
+
+
 def test_a_stop_string_across_the_move_is_found(new_ranks):
     ranks = new_ranks()
     run = ranks.runs[0]

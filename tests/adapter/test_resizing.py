@@ -256,6 +256,16 @@ async def test_an_engine_that_dies_before_it_is_stopped_is_a_dead_engine(started
 # -- whoever asks meanwhile
 
 
+async def test_what_a_closed_engine_is_asked_the_next_one_answers() -> None:
+    closed = ClosedEngine(Core(1))
+    asked = [asyncio.create_task(closed.call()) for _ in range(2)]
+    await turns()
+    assert not any(task.done() for task in asked)
+    assert (closed.resources.engine_dead, closed.size) == (False, 1)
+    closed.give_way(Core(2))
+    assert await asyncio.gather(*asked, closed.call()) == [2, 2, 2]
+
+
 async def test_who_leaves_while_waiting_takes_nobody_with_him() -> None:
     closed = ClosedEngine(Core(1))
     gone, stays = (asyncio.create_task(closed.call()) for _ in range(2))

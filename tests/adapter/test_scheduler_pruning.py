@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from scheduler_runs import ABORTED, CUT, LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
+from scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.judging.learning import Learning
@@ -18,6 +20,25 @@ from vllm_rollout.group.types import WHOLE, Assessment, Confidence, HeadKey, Obs
 
 PLAN = PruningPlan(detection_length=10, allow_fewer=True)
 SHADOW = replace(PLAN, mode="shadow")
+
+WON = ("finished", FinishReason.STOP, None)
+CUT = ("finished", FinishReason.LENGTH, None)
+LOST = ("surplus", FinishReason.ABORT, "surplus")
+PRUNED = ("pruned", FinishReason.ABORT, "pruned")
+ABORTED = ("failed", FinishReason.ABORT, None)
+
+
+def ending(run: TracedRun, request_id: str) -> tuple[str, FinishReason, int | str | None]:
+    last = run.last(request_id)
+    return run.state(request_id), last.finish_reason, last.stop_reason
+
+
+def endings(run: TracedRun, request_ids: list[str]) -> list[tuple]:
+    return [ending(run, request_id) for request_id in request_ids]
+
+
+def abort(run: TracedRun, *request_ids: str) -> None:
+    run.scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
 
 def reward(run: TracedRun, prompt_id: str, *indices: int) -> list[str]:
@@ -40,7 +61,7 @@ def test_pruned_candidates_stop_in_the_step_in_which_they_are_scored(pruning_run
     run = pruning_run()
     ids = add_group(run, "g", [50, 40, 60, 45], 4, pruning=PLAN, logits=[1, -1, 2, -2])
     run.run()
-    assert run.ends(ids) == [WON, PRUNED, WON, PRUNED]
+    assert endings(run, ids) == [WON, PRUNED, WON, PRUNED]
     assert [run.num_tokens(id) for id in ids] == [50, 10, 60, 10]
     assert [run.tokens(id) == run.own_tokens(id, 10) for id in (ids[1], ids[3])] == [True, True]
     assert [run.num_dropped(id) for id in (ids[1], ids[3])] == [loop.depth - 1] * 2
@@ -82,9 +103,38 @@ def test_who_is_pruned_and_who_is_judged(pruning_run, name):
     run = pruning_run()
     ids = add_group(run, "g", lengths, group_size, pruning=plan, logits=logits, **sampling)
     run.run()
-    assert run.ends(ids) == wanted
+    assert endings(run, ids) == wanted
     assert {run.num_tokens(id) for id, end in zip(ids, wanted, strict=True) if end in (PRUNED, CUT)} <= {10}
     assert sum(run.note(id).assessment is not None for id in ids) == num_judged
+    assert_nothing_left(run)
+
+
+def test_waiting_candidates_take_the_places_of_pruned_ones(pruning_run):
+    run = pruning_run(max_num_seqs=2)
+    ids = add_group(run, "g", [90, 80, 30, 20], 4, pruning=PLAN, logits=[-1, -1, 1, -1])
+    statuses: dict[str, RequestStatus] = {}
+
+    def look() -> None:
+        if "g-0" not in run.outputs or not run.outputs["g-0"][-1].finished:
+            statuses.update({id: request.status for id, request in run.requests.items()})
+
+    while run.step(before_update=look):
+        pass
+    assert [statuses[id] for id in ids[2:]] == [RequestStatus.WAITING] * 2
+    assert endings(run, ids) == [PRUNED, PRUNED, WON, PRUNED]
+    assert [run.num_tokens(id) for id in ids] == [10, 10, 30, 10]
+    assert_nothing_left(run)
+
+
+def test_a_preempted_candidate_is_judged_when_it_gets_there(pruning_run):
+    plan = replace(PLAN, detection_length=100)
+    run = pruning_run(num_blocks=25)
+    prune_by_sign(run, 100)
+    ids = add_group(run, "g", [150, 160, 170, 180], 4, pruning=plan, logits=[1, 1, -1, -1])
+    run.run()
+    assert any(run.requests[id].num_preemptions for id in ids[2:])
+    assert endings(run, ids) == [WON, WON, PRUNED, PRUNED]
+    assert [run.num_tokens(id) for id in ids] == [150, 160, 100, 100]
     assert_nothing_left(run)
 
 
@@ -97,7 +147,7 @@ def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_ste
     run.logits.update({"g-2": -1, "g-3": -1})
     run.scheduler.judge.memory.learnings[10].assess = partial(_prune_all, run)
     run.run()
-    assert run.ends(["g-0", "g-1", "g-2", "g-3"]) == [CUT, LOST, PRUNED, PRUNED]
+    assert endings(run, ["g-0", "g-1", "g-2", "g-3"]) == [CUT, LOST, PRUNED, PRUNED]
     assert [run.num_tokens(f"g-{i}") for i in range(4)] == [10] * 4
     assert_nothing_left(run)
 
@@ -112,11 +162,22 @@ def test_a_candidate_its_client_aborts_while_it_is_scored_is_failed(pruning_run)
     ids = add_group(run, "g", [50, 50, 50], 3, pruning=PLAN, logits=[-1, -1, 1])
     for _ in range(9):
         run.step()
-    run.step(before_update=lambda: run.abort("g-0"))
+    run.step(before_update=lambda: abort(run, "g-0"))
     run.run()
-    assert run.ends(ids) == [ABORTED, PRUNED, WON]
+    assert endings(run, ids) == [ABORTED, PRUNED, WON]
     assert [run.num_tokens(id) for id in ids] == [9, 10, 50]
     assert run.note("g-0").assessment is None
+    assert_nothing_left(run)
+
+
+def test_aborting_pruned_candidates_afterwards_changes_nothing(pruning_run):
+    run = pruning_run()
+    ids = add_group(run, "g", [50, 50], 2, pruning=PLAN, logits=[-1, 1])
+    for _ in range(12):
+        run.step()
+    abort(run, "g-0")
+    run.run()
+    assert endings(run, ids) == [PRUNED, WON]
     assert_nothing_left(run)
 
 
@@ -129,7 +190,7 @@ def test_a_candidate_that_is_scored_twice_is_judged_once(pruning_run):
     run.logits.update({"g-0": -9, "g-1": -9})
     run._scored_lengths.update(dict.fromkeys(ids, (11,)))
     run.run()
-    assert run.ends(ids) == [WON, WON]
+    assert endings(run, ids) == [WON, WON]
     assert [run.note(id).assessment.score for id in ids] == [1, 2]
 
 
@@ -162,8 +223,23 @@ def test_keeping_everybody_gives_what_no_pruning_gives(new_run, group_size):
     assert plain.num_steps == kept.num_steps
     for id in ids:
         assert delivered(kept, id) == delivered(plain, id)
-        assert kept.end(id) == plain.end(id)
+        assert ending(kept, id) == ending(plain, id)
         assert not kept.note(id).assessment.cold
+
+
+def test_untagged_requests_beside_pruning_get_what_stock_vllm_gives(pruning_run, new_run, loop):
+    stock, mixed = new_run(scheduler_cls=loop.stock_cls), pruning_run()
+    for run in (stock, mixed):
+        run.add("plain-0", 15)
+        run.add("plain-1", 70)
+    add_group(mixed, "g", [60, 60, 60], 2, pruning=PLAN, logits=[-1, 1, -1])
+    stock.run()
+    mixed.run()
+    for id in ("plain-0", "plain-1"):
+        assert delivered(mixed, id) == delivered(stock, id)
+        assert all(output.kv_transfer_params is None for output in mixed.outputs[id])
+        assert mixed.num_sampled[id] == stock.num_sampled[id]
+    assert mixed.state("g-0") == "pruned"
 
 
 def test_a_group_without_pruning_beside_one_with_it_is_not_judged(pruning_run):
@@ -171,7 +247,7 @@ def test_a_group_without_pruning_beside_one_with_it_is_not_judged(pruning_run):
     pruned = add_group(run, "a", [50, 50], 1, pruning=PLAN, logits=[-1, 1])
     plain = add_group(run, "b", [50, 60], 1, logits=[-1, -1])
     run.run()
-    assert run.ends([*pruned, *plain]) == [PRUNED, WON, WON, LOST]
+    assert endings(run, [*pruned, *plain]) == [PRUNED, WON, WON, LOST]
     assert run.note("b-0").assessment is None
 
 
@@ -184,7 +260,7 @@ def test_a_request_that_joins_with_another_plan_is_refused(pruning_run):
         run.add(f"g-{number}", 30, extra_args=tag.to_extra_args())
     run.logits.update({"g-0": -1, "g-1": 1})
     run.run()
-    assert run.ends(["g-0", "g-1"]) == [PRUNED, WON]
+    assert endings(run, ["g-0", "g-1"]) == [PRUNED, WON]
     refusals = [run.note(f"g-{number}").refusal for number in (2, 3, 4)]
     assert [run.num_tokens(f"g-{number}") for number in (2, 3, 4)] == [0, 0, 0]
     said = [refusal.partition(". ")[0] for refusal in refusals]
@@ -217,7 +293,7 @@ def test_scheduler_statistics_and_finished_sets_know_the_pruned_in_that_step(pru
     running = [answer.scheduler_stats.num_running_reqs for step in steps for answer in step.values()]
     assert running[8] == 4
     assert running[9] == 1
-    assert run.ends(ids) == [PRUNED, WON, PRUNED, PRUNED]
+    assert endings(run, ids) == [PRUNED, WON, PRUNED, PRUNED]
 
 
 def teach(run: TracedRun) -> None:
@@ -295,7 +371,7 @@ def test_who_finished_has_a_final_score_with_its_last_token_and_nobody_else(prun
     plan = replace(PLAN, final_score=True)
     ids = add_group(run, "g", [50, 40, 6, 90, 90], 3, pruning=plan, logits=[1, -1, 2, 3, 4])
     run.run()
-    assert run.ends(ids) == [WON, PRUNED, WON, WON, LOST]
+    assert endings(run, ids) == [WON, PRUNED, WON, WON, LOST]
     finals = [run.note(id).final for id in ids]
     assert [final and final.score for final in finals] == [2, None, 4, 6, None]
     assert run.note(ids[2]).assessment is None, "it ended before its detection length"
@@ -309,7 +385,7 @@ def test_an_aborted_candidate_has_no_final_score(new_run):
     ids = add_group(run, "g", [50, 40], 2, pruning=replace(SHADOW, final_score=True))
     for _ in range(20):
         run.step()
-    run.abort(ids[0])
+    abort(run, ids[0])
     run.run()
     assert [run.note(id).final is None for id in ids] == [True, False]
 
@@ -319,7 +395,7 @@ def test_several_lengths_stop_nobody_and_each_is_learned(new_run):
     plan = replace(SHADOW, trial_lengths=(15, 30))
     ids = add_group(run, "g", [50, 20, 40], 3, pruning=plan, logits=[1, -1, 2])
     run.run()
-    assert run.ends(ids) == [WON] * 3
+    assert endings(run, ids) == [WON] * 3
     assert reward(run, "g", 0, 1, 2) == ["accepted"] * 3
     learnings = run.scheduler.judge.memories.known("").learnings
     assert {length: len(learning.outcomes()) for length, learning in learnings.items()} == {10: 3, 15: 3, 30: 2}

@@ -1,3 +1,4 @@
+import itertools
 import math
 import statistics
 from statistics import NormalDist
@@ -34,12 +35,27 @@ def lengths(mean: float, std: float) -> LengthMoments:
     return LengthMoments(mean, std**2, 3)
 
 
+def objective(weights: list[float], shares: tuple[int, ...]) -> float:
+    """Eq. 5."""
+    return math.fsum(weight / share for weight, share in zip(weights, shares, strict=True))
+
+
 @st.composite
 def problems(draw, max_size=30, max_lower=8):
     weight = draw(weights.filter(lambda w: len(w) <= max_size))
     lower = draw(st.integers(1, max_lower))
     upper = draw(st.integers(lower, 2 * max_lower))
     return weight, draw(st.integers(len(weight) * lower, len(weight) * upper)), lower, upper
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_size=4, max_lower=3))
+def test_shares_are_the_optimum_of_eq_5(problem):
+    weight, total, lower, upper = problem
+    shares = allocate(*problem)
+    possible = itertools.product(range(lower, upper + 1), repeat=len(weight))
+    best = min(objective(weight, candidate) for candidate in possible if sum(candidate) == total)
+    assert objective(weight, tuple(shares)) == pytest.approx(best, abs=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -155,10 +171,17 @@ def test_any_history_gives_a_budget_within_its_bounds(mean, std, lower, spare, c
         assert value is None or math.isfinite(value)
 
 
-@pytest.mark.parametrize("tradeoff", [0.0, math.nan, math.inf])
-def test_budgets_without_a_meaning_are_refused(tradeoff):
-    with pytest.raises(ValueError, match=f"tradeoff must be a positive number, got {tradeoff}"):
-        optimal_budget(lengths(500, 300), MIXED, lower=64, upper=128, tradeoff=tradeoff)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tradeoff": 0.0}, "tradeoff must be a positive number, got 0.0"),
+        ({"tradeoff": math.nan}, "tradeoff must be a positive number"),
+        ({"tradeoff": math.inf}, "tradeoff must be a positive number"),
+    ],
+)
+def test_budgets_without_a_meaning_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        optimal_budget(lengths(500, 300), MIXED, **{"lower": 64, "upper": 128, **change})
 
 
 def test_a_batch_gives_most_to_the_prompts_that_spread_most():

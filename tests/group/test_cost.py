@@ -121,6 +121,12 @@ def test_a_step_does_not_get_quicker_with_contexts_that_were_not_measured():
     assert falling.ptl(1, 0) == 2.0
 
 
+def test_eq_4_by_hand():
+    # Three run 2 steps (0.3 s each), two 1 step (0.2 s), one 4 steps (0.1 s): whatever their order.
+    assert rollout_time([2, 3, 7], PER_CANDIDATE) == pytest.approx(2 * 0.3 + 0.2 + 4 * 0.1)
+    assert rollout_time([7, 2, 3], PER_CANDIDATE) == rollout_time([2, 3, 7], PER_CANDIDATE)
+
+
 @given(
     costs(), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 200)), max_size=12), st.none() | st.integers(0, 99)
 )

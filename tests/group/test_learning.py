@@ -1,10 +1,12 @@
+import json
 import random
 from dataclasses import replace
 
 import pytest
 
 from tests.support.reports import report_of
-from vllm_rollout.group.judging.learning import REPORT_WINDOW, Learning, Siblings
+from vllm_rollout.config import MAX_LABEL_WEIGHT
+from vllm_rollout.group.judging.learning import REPORT_WINDOW, Learning, Siblings, label_weight
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.types import Assessment, Confidence, Observation
 
@@ -128,6 +130,23 @@ def test_earlier_siblings_change_the_verdict():
     assert after[7].survival_probability < after[4].survival_probability
 
 
+def test_labels_of_survivors_weigh_by_their_rarity():
+    """Two labels at survival 1/4 and one at 1: 8 to 1. In shadow mode nobody was at stake: 2 to 1."""
+    told = {}
+    assert [label_weight(p) for p in (1.0, 0.25, 0.001)] == [1.0, 4.0, MAX_LABEL_WEIGHT]
+    cold = assess(Learning(16), {0: observation(0.0)})[0]
+    rare = replace(cold, survival_probability=0.25)
+    for active, weight in ((True, 4.0), (False, 1.0)):
+        learning = Learning(16)
+        learning.reward(observation(0.0), rare, 20, True, "g", active)
+        learning.reward(observation(0.0), rare, 20, True, "g", active)
+        learning.reward(observation(0.0), cold, 20, False, "g", active)
+        weights = [label[2] for label in learning.calibrators["head"].to_state()["labels"]]
+        assert weights == [weight, weight, 1.0]
+        told[active] = learning.calibrators["head"].success_probability(0.0, 1)
+    assert told[True] > told[False] > 0.5
+
+
 def test_report_of_a_signal_uses_what_was_said_before_the_reward():
     learning = taught(60)
     report = report_of(learning)
@@ -166,6 +185,21 @@ def test_active_report_estimates_what_nobody_saw():
     assert active.tokens_saved == num_pruned * 24
     assert active.positive_ratio == pytest.approx(4 / 6)
     assert active.survivors_positive_ratio == 0.5
+
+
+@pytest.mark.parametrize("plan", [SHADOW, PLAN])
+def test_restored_learning_decides_and_reports_as_the_saved_one(plan):
+    saved = taught(40, plan)
+    restored = Learning.from_state(json.loads(json.dumps(saved.to_state())))
+    assert report_of(restored) == report_of(saved)
+    rng = random.Random(7)
+    for g in range(5):
+        positives, observations = observe_group(rng)
+        judged = assess(saved, observations, plan, group=str(g))
+        assert assess(restored, observations, plan, group=str(g)) == judged
+        for learning in (saved, restored):
+            learning.reward(observations[0], judged[0], 40, positives[0], str(g), True)
+    assert restored.to_state() == saved.to_state()
 
 
 @pytest.mark.thorough

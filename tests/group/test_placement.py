@@ -19,6 +19,19 @@ def test_processes_that_share_nothing_agree_on_a_rank():
     assert set(Counter(agreed_rank(id, range(4)) for id in ids)) == {0, 1, 2, 3}
 
 
+def test_a_group_of_joined_siblings_is_forgotten_when_all_have_come_and_gone():
+    placement = Placement(2)
+    first = placement.join("q1", 2)
+    placement.leave_joined("q1")
+    assert len(placement) == 1
+    placement.place(Work(5), rank=first)
+    assert placement.join("q1", 2) == first  # its sibling still follows it
+    placement.leave_joined("q1")
+    assert len(placement) == 0
+    assert placement.join("q1", 2) == 1 - first  # the name may be used again
+    assert placement.loads[1 - first] == 1
+
+
 def test_another_may_come_in_the_place_of_one_that_was_refused():
     placement = Placement(2)
     for refused in (False, True, True):

@@ -159,6 +159,13 @@ def test_who_comes_when_it_is_over_has_lost():
         race.enter("one of a million", 1.0)
 
 
+def test_places_are_as_many_as_were_said():
+    race = race_of(1, 1)
+    entered(race, 2)
+    with pytest.raises(SessionRefused, match="this group has its 2 sessions"):
+        race.enter("third", 0.0)
+
+
 def test_silent_sessions_are_void_and_a_group_of_which_nobody_is_heard_ends():
     race = race_of(2, 1, SessionLimits(idle_timeout_s=5.0))
     a, b = entered(race, 2)

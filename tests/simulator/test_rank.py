@@ -10,6 +10,7 @@ from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_ran
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
+from vllm_rollout.group.lengths.history import observed_lengths
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.step.step import GroupSteps
@@ -34,6 +35,14 @@ def test_a_group_takes_what_equation_4_says():
     assert run.seconds == 3 * 4.0 + (7 - 3) * 1.5 + (10 - 7) * 1.0
     assert race.over_s == run.seconds
     assert run.curve == [(0.0, 4), (12.0, 2), (18.0, 1), (21.0, 0)]
+
+
+def test_candidates_that_end_in_one_step_tie():
+    race = Race("q", GroupPlan(1, 2), pool(5, 5, 9))
+    run_rank(Machine(FLAT), [race])
+    assert states(race) == ["finished", "surplus", "surplus"]
+    assert num_tokens(race) == [5, 5, 5]
+    assert observed_lengths(race.endings) == [(5, False), (5, False), (5, True)]
 
 
 def test_siblings_share_the_blocks_of_their_prompt():

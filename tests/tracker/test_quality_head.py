@@ -17,6 +17,7 @@ from vllm_rollout.tracker.quality_head import (
     QUALITY_HEAD_PASSES,
     QUALITY_HEAD_PUBLISH_STEPS,
     QUALITY_HEAD_REPLAY,
+    HeadMismatch,
     QualityHead,
 )
 from vllm_rollout.tracker.replay import MAX_MAGNITUDE, Replay, Standardiser
@@ -385,6 +386,12 @@ def test_bad_labels_are_refused(features, labels, weights, message):
     assert head.num_labels == 0
 
 
+def test_no_labels_change_nothing():
+    head = QualityHead(HIDDEN_SIZE, "model", 16)
+    head.add(torch.zeros(0, HIDDEN_SIZE), torch.zeros(0), torch.zeros(0))
+    assert (head.num_labels, head.num_pending_steps) == (0, 0)
+
+
 def test_weights_of_zero_teach_nothing_and_break_nothing():
     head = QualityHead(HIDDEN_SIZE, "model", 16)
     features, labels = states(500, seed=1, noise=0.0)
@@ -433,6 +440,20 @@ def test_an_imported_head_trains_on_from_where_it_was():
 def test_an_untrained_head_has_nothing_to_export():
     with pytest.raises(ValueError, match="detection_length 16 is not trained yet"):
         QualityHead(HIDDEN_SIZE, "model", 16).to_safetensors()
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "model", "field", "found", "expected"),
+    [(64, "model", "hidden_size", 48, 64), (48, "other", "model", "model", "other")],
+)
+def test_a_head_for_something_else_is_a_mismatch(hidden_size, model, field, found, expected):
+    head = trained(300)
+    for data, read in (
+        (head.to_safetensors(), QualityHead.from_safetensors),
+        (head.state(), QualityHead.restore),
+    ):
+        with pytest.raises(HeadMismatch, match=f"the head's {field} is {found!r}, but {expected!r} is served"):
+            read(data, hidden_size=hidden_size, model=model)
 
 
 def edited(data, drop=(), metadata=(), **tensors):

@@ -147,6 +147,18 @@ def decode(steps: Steps, requests: list[Request], num_steps: int) -> None:
         steps.step([(request, 1) for request in requests])
 
 
+@pytest.mark.parametrize("detection_length", [1, 2, 5, 40])
+def test_a_candidate_is_due_in_the_step_that_makes_its_token(detection_length):
+    steps = Steps()
+    request = Request("a", 7, detection_length)
+    steps.add(request)
+    steps.step([(request, 7)])
+    for num_tokens in range(1, detection_length + 5):
+        assert (steps.tracker.step.due is not None) == (num_tokens == detection_length)
+        steps.step([(request, 1)])
+    steps.check(request)
+
+
 def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_of_its_own():
     tracker = CandidateTracker(CPU, capacity=2)
     heads = {
@@ -229,6 +241,21 @@ def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(nu
         expected = (torch.relu(hidden[0].float() @ w1.T + b1) @ w2 + b2).item()
         assert values[0].item() == pytest.approx(expected, abs=1e-4)
         assert values[1:].isnan().tolist() == [num_before > 0] * (DUE_COLUMNS - 1)
+
+
+@pytest.mark.parametrize("num_dropped", [1, 2, 15])
+def test_tokens_that_are_dropped_and_sampled_again_count_once(num_dropped):
+    """What /reset_prefix_cache does to requests whose tokens are in flight."""
+    steps = Steps()
+    request, other = Request("a", 4, 20), Request("b", 2, None)
+    for new in (request, other):
+        steps.add(new)
+    steps.step([(request, 4), (other, 2)])
+    decode(steps, [request, other], 17)
+    steps.drop(request, num_dropped)
+    steps.step([(request, 4 + 18 - num_dropped), (other, 1)])
+    decode(steps, [request, other], 20)
+    steps.check(request)
 
 
 def test_nothing_is_due_when_no_hidden_states_were_seen():
