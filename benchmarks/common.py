@@ -131,9 +131,10 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-def with_error(values: Sequence[float]) -> dict[str, float]:
-    """Mean and its standard error. Raises: StatisticsError for fewer than two values."""
-    return {"mean": statistics.fmean(values), "error": statistics.stdev(values) / len(values) ** 0.5}
+def quartiles(values: Iterable[float]) -> dict[str, float]:
+    """The median, and the first and third quartile."""
+    values = list(values)
+    return {"median": median(values), "p25": percentile(values, 25), "p75": percentile(values, 75)}
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

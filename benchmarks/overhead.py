@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import arguments_of, median, percentile, publish, ratios, record_of_run
+from benchmarks.common import arguments_of, median, publish, quartiles, ratios, record_of_run
 from benchmarks.gpu_check.cost import GROUP, groups
 from benchmarks.gpu_check.engine import Engine, Settings
 from benchmarks.tables import columns, number
@@ -89,8 +89,7 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def ratio_to_stock(throughput: dict[str, list[float]], way: str) -> dict[str, float]:
     """Median and quartiles of the ratios within a repeat."""
-    found = ratios(throughput[way], throughput["stock_logprobs" if way.endswith("logprobs") else "stock"])
-    return {"median": median(found), "p25": percentile(found, 25), "p75": percentile(found, 75)}
+    return quartiles(ratios(throughput[way], throughput["stock_logprobs" if way.endswith("logprobs") else "stock"]))
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from contextlib import ExitStack
 
-from benchmarks.common import median, percentile
+from benchmarks.common import median, quartiles
 from benchmarks.gpu_check.engine import Engine, Engines, Settings, Wanted
 from benchmarks.gpu_check.pieces import Result
 
@@ -53,7 +53,7 @@ def overhead(engines: Engines, num_seqs: int, max_tokens: int) -> Result:
                     values.append(seconds["stock"] / seconds[way])
     result.values["step_ms_stock"] = round(1000 * median(seconds_of_stock) / max_tokens, 3)
     for way, values in ratios.items():
-        result.values[way] = {"p25": percentile(values, 25), "median": median(values), "p75": percentile(values, 75)}
+        result.values[way] = quartiles(values)
         enough = median(values) >= WANTED[way] or engines.small
         result.check(f"{way}: throughput over stock's", enough, round(median(values), 4), WANTED[way])
     return result

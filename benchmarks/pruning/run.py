@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def load(output: Path, sizes: Sizes, anew: bool = False) -> dict[str, Any]:
 
 
 def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, Any], console: Console) -> None:
-    """All that are asked for and not there. The server starts with the first one that needs it."""
+    """All that are asked for and not there, on one server, which goes on with what was learned."""
     work = arguments.output.with_suffix("")
     if arguments.again:
         forget(work, arguments.phases)
@@ -97,7 +96,11 @@ def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, An
         if phase not in todo:
             console.print(f"{phase}: in {arguments.output} already (--again makes it anew)")
     write_json(arguments.output, result)  # from here on it says which sizes the logs are of
-    with maybe_server(arguments, work, todo, console) as server:
+    if not todo:
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    flags = ["--rollout-state", str(work / "server.state")]
+    with long_run.running_server(arguments.model, arguments.at_once, flags, arguments.server_args, console) as server:
         for phase in todo:
             with long_run.progress(console) as progressed:
                 what_server_says = uvloop.run(run_phase(phase, sizes, work, server, progressed))
@@ -122,17 +125,6 @@ def forget(work: Path, phases: Sequence[Phase]) -> None:
     for phase in phases:
         learned = ("learned.state", "server.state") if phase == "learn" else ()
         long_run.remove(work, (f"{phase}.jsonl", *learned))
-
-
-def maybe_server(
-    arguments: argparse.Namespace, work: Path, phases: Sequence[Phase], console: Console
-) -> AbstractContextManager[ServerProcess | None]:
-    """A server that goes on with what was learned, when a phase is to run."""
-    if not phases:
-        return nullcontext()
-    work.mkdir(parents=True, exist_ok=True)
-    flags = ["--rollout-state", str(work / "server.state")]
-    return long_run.running_server(arguments.model, arguments.at_once, flags, arguments.server_args, console)
 
 
 def _phases(text: str) -> list[Phase]:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import uvloop
 from rich.console import Console
 
-from benchmarks.common import ROOT, arguments_of, median, percentile, publish, ratios, record_of_run
+from benchmarks.common import ROOT, arguments_of, median, percentile, publish, quartiles, ratios, record_of_run
 from benchmarks.rewards.fated import TestCase, stand_for_programs
 from benchmarks.rollpacker import GPU_SOURCE, MODELS, PROMPT_TOKENS, TAIL_SOURCE, TAILS
 from benchmarks.tables import INK, bars, columns, number, percent, picture
@@ -282,15 +282,11 @@ def results_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for way, mine in of_way.items()
             },
             "ratios": {
-                f"{slow}/{fast}": spread(ratios(*([row["round_s"] for row in of_way[way]] for way in (slow, fast))))
+                f"{slow}/{fast}": quartiles(ratios(*([row["round_s"] for row in of_way[way]] for way in (slow, fast))))
                 for slow, fast in RATIOS
             },
         })  # fmt: skip
     return results
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "p25": percentile(values, 25), "p75": percentile(values, 75)}
 
 
 def tables(result: dict[str, Any]) -> str:
