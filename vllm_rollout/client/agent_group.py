@@ -262,7 +262,7 @@ class RunningGroup:
 
     async def _returned(self, over: GroupOverEvent) -> AgentGroup:
         await self._see_out(over.selected)
-        answer = await self._client.send(self._read())
+        answer = await self._client.send(Call("GET", self._path, typed(SessionGroupAnswer)))
         return self.made(answer, await asyncio.gather(*(self._sessions[id].read() for id in over.selected)))
 
     async def _see_out(self, selected: Sequence[str]) -> None:
@@ -315,9 +315,6 @@ class RunningGroup:
             segments=None if trajectory is None else trajectory.segments,
             error=self._errors.get(answer.id),
         )
-
-    def _read(self) -> Call[SessionGroupAnswer]:
-        return Call("GET", self._path, typed(SessionGroupAnswer))
 
 
 def _unbegun(id: str) -> SessionAnswer:

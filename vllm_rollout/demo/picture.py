@@ -7,32 +7,21 @@ from pathlib import Path
 
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, RacedCandidate, compare_kept
+from vllm_rollout.drawing import INK, figure_at
 
 STATE_COLORS = {"kept": "#0f766e", "surplus": "#f59e0b", "unused": "#94a3b8"}
-INK = "#1e293b"
 AVOIDED_STYLE = {"facecolor": "#e2e8f0", "edgecolor": "#94a3b8", "hatch": "////", "lw": 0}
 NUM_COLUMNS = 4
 
 
 def draw(stock: Phase, race: Phase, options: Options, path: Path) -> None:
     """Write the picture: seconds of both ways, and per group every candidate up to its end or its stop."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
     num_columns = min(NUM_COLUMNS, options.prompts)
     num_rows = -(-options.prompts // num_columns)
-    style = {
-        "font.size": 9,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "font.family": "DejaVu Sans",
-    }
-    with plt.rc_context(style):
-        figure = plt.figure(figsize=(14, 2.9 + 2.9 * num_rows), dpi=120, facecolor="white")
+    style = {"font.size": 9, "axes.labelcolor": INK, "xtick.color": INK}
+    with figure_at(path, (14, 2.9 + 2.9 * num_rows), style) as figure:
         head, body = figure.subfigures(2, 1, height_ratios=[2.3, 2.9 * num_rows])
         _draw_seconds(head.add_axes((0.14, 0.06, 0.84, 0.52)), stock, race, options)
         head.text(
@@ -64,8 +53,6 @@ def draw(stock: Phase, race: Phase, options: Options, path: Path) -> None:
             ],
             loc="lower center", ncols=4, frameon=False, fontsize=10.5,
         )  # fmt: skip
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_seconds(axes, stock: Phase, race: Phase, options: Options) -> None:

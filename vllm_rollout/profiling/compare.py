@@ -9,7 +9,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from vllm_rollout.profiling.picture import CONTEXT_COLORS, INK, finish
+from vllm_rollout.drawing import INK, figure_at
+from vllm_rollout.profiling.picture import CONTEXT_COLORS, finish
 from vllm_rollout.profiling.profile_file import Profile, describe_hardware, describe_model
 
 
@@ -88,13 +89,8 @@ def comparison_table(pairs: list[Pair], names: tuple[str, str]) -> Table:
 
 def draw_comparison(pairs: list[Pair], names: tuple[str, str], path: Path) -> None:
     """The ratio over batch size, a line per tensor-parallel size and context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK}):
-        figure, axes = plt.subplots(figsize=(9, 5), dpi=120, facecolor="white", layout="constrained")
+    with figure_at(path, (9, 5), {"font.size": 10, "axes.labelcolor": INK}, layout="constrained") as figure:
+        axes = figure.subplots()
         for i, (size, context) in enumerate(sorted({pair[:2] for pair in pairs})):
             line = [pair for pair in pairs if pair[:2] == (size, context)]
             axes.plot(
@@ -106,8 +102,6 @@ def draw_comparison(pairs: list[Pair], names: tuple[str, str], path: Path) -> No
         sizes = sorted({pair.batch_size for pair in pairs})
         finish(axes, verdict(pairs, names), f"step time, {names[1]} / {names[0]}", sizes)
         axes.legend(frameon=False)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:

@@ -7,42 +7,28 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_rollout.drawing import INK, figure_at
 from vllm_rollout.profiling.profile_file import CurveFit, Point, Profile, describe_hardware
 
-INK = "#1e293b"
 FAINT = "#cbd5e1"
 CONTEXT_COLORS = ("#0f766e", "#f59e0b", "#4f46e5", "#be123c", "#0ea5e9", "#65a30d")
 ROW_INCHES = 4.6
 HEAD_INCHES = 1.15
-STYLE = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "font.family": "DejaVu Sans",
-}
+STYLE = {"font.size": 10, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
 
 
 def draw(profile: Profile, path: Path) -> None:
     """Points with their 10th and 90th percentile, fitted curves, breakpoints as diamonds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     sizes = profile.tensor_parallel_sizes
     height = HEAD_INCHES + ROW_INCHES * len(sizes)
-    with plt.rc_context(STYLE):
-        figure, rows = plt.subplots(len(sizes), 2, figsize=(13, height), dpi=120, squeeze=False, facecolor="white")
+    with figure_at(path, (13, height), STYLE) as figure:
+        rows = figure.subplots(len(sizes), 2, squeeze=False)
         top = 1 - HEAD_INCHES / height
         figure.subplots_adjust(left=0.06, right=0.985, top=top, bottom=0.62 / height, wspace=0.14, hspace=0.35)
         figure.text(0.02, 1 - 0.42 / height, _headline(profile), size=17, weight="bold")
         figure.text(0.02, 1 - 0.72 / height, _subtitle(profile), size=10)
         for (times, speeds), size in zip(rows, sizes, strict=True):
             draw_size(times, speeds, profile, size)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _headline(profile: Profile) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from vllm_rollout.drawing import INK, figure_at
 from vllm_rollout.simulator.machine import duration
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 
-INK = "#1e293b"
 PALE = "#cbd5e1"
 BASELINE, PLAIN, FASTEST, KEEPING = "#94a3b8", "#7dd3c8", "#0f766e", "#f59e0b"
 OTHER = "#6366f1"
@@ -43,19 +43,11 @@ def draw(sweep: Sweep, subtitle: str, path: Path) -> None:
 @contextmanager
 def sheet(path: Path, title: str, subtitle: str, height: float) -> Iterator[Any]:
     """A figure of so many inches with its head, written to `path` when it is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    with plt.rc_context({**style, "font.family": "DejaVu Sans"}):
-        figure = plt.figure(figsize=(14, height), dpi=120, facecolor="white")
+    style = {"font.size": 9.5, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with figure_at(path, (14, height), style) as figure:
         figure.text(0.02, 1 - 0.42 / height, title, size=17, weight="bold")
         figure.text(0.02, 1 - 0.62 / height, textwrap.fill(subtitle, LINE_CHARS), size=10, va="top")
         yield figure
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_times(axes, sweep: Sweep) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_rollout.demo.picture import AVOIDED_STYLE as IDLE
-from vllm_rollout.demo.picture import INK, only_bottom
+from vllm_rollout.demo.picture import only_bottom
 from vllm_rollout.demo.rounds.options import RoundsOptions
 from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
+from vllm_rollout.drawing import INK, figure_at
 
 OWN_ROUND = "#0f766e"
 LATER = "#f59e0b"
@@ -19,16 +20,13 @@ LABELS = {"plain": "round", "short": "short", "long": "long"}
 
 def draw(plain: Period, tail: Period, options: RoundsOptions, path: Path) -> None:
     """Write the picture: plain rounds above, tail batching below, each with its seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
     later = tail.deferred
     longest_s = max(plain.seconds, tail.seconds)
-    with plt.rc_context({"font.size": 10, "font.family": "DejaVu Sans", "text.color": INK, "xtick.color": INK}):
-        figure, panels = plt.subplots(2, 1, figsize=(14, 8.6), dpi=120, sharex=True, facecolor="white")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with figure_at(path, (14, 8.6), {"font.size": 10, "xtick.color": INK}) as figure:
+        panels = figure.subplots(2, 1, sharex=True)
         figure.subplots_adjust(left=0.02, right=0.985, top=0.80, bottom=0.125, hspace=0.34)
         figure.text(0.02, 0.945, _headline(plain, tail), size=19, weight="bold")
         figure.text(
@@ -58,9 +56,6 @@ def draw(plain: Period, tail: Period, options: RoundsOptions, path: Path) -> Non
             ],
             loc="lower center", ncols=3, frameon=False, fontsize=10.5,
         )  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _headline(plain: Period, tail: Period) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_rollout.demo.picture import INK
 from vllm_rollout.demo.training.curve import Answer, Curve
+from vllm_rollout.drawing import INK, figure_at
 
 COLORS = ("#94a3b8", "#f59e0b", "#0f766e")
 GOOD, BAD = "#0f766e", "#b91c1c"
@@ -18,14 +18,10 @@ MAX_SHOWN = 640
 
 def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> None:
     """Left: the curves. Right: what the last policy said at first, and says now."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with plt.rc_context({"font.size": 10, **colors}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), dpi=120, width_ratios=(1.15, 1))
+    colors = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with figure_at(path, (14, 5), {"font.size": 10, **colors}) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
         for curve, color in zip(curves, COLORS, strict=True):
             left.plot(curve.seconds, curve.success, "o-", color=color, lw=2.4, label=curve.title)
             end = f"  {curve.success[-1]:.2f} after {curve.seconds[-1]:.0f} s"
@@ -39,9 +35,6 @@ def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> No
         left.set_title("The same policy learns three times", loc="left", weight="bold")
         _draw_thoughts(right, said)
         figure.tight_layout(w_pad=3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
 
 
 def _draw_thoughts(axes: Any, said: tuple[Answer, Answer]) -> None:

@@ -5,7 +5,6 @@ Invariant: pages that are read one after the other while nothing runs have each 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Literal
@@ -14,7 +13,7 @@ from pydantic import BaseModel
 
 from vllm_rollout.group.judging.known_prompts import KnownPrompt, PromptOrder, in_order
 from vllm_rollout.group.plans.prompt_key import KEY_OF_ID
-from vllm_rollout.server.engine import LearningPart, RequestError
+from vllm_rollout.server.engine import RequestError
 
 MAX_PAGE = 10_000
 DEFAULT_PAGE = 1_000
@@ -67,15 +66,8 @@ class PromptsAnswer(BaseModel):
     has_more: bool
 
 
-async def prompts_page(
-    learning: LearningPart, limit: int, after: str | None, order: PromptOrder, adapter: str
-) -> PromptsAnswer:
+def prompts_page(prompts: Sequence[KnownPrompt], limit: int, after: str | None, order: PromptOrder) -> PromptsAnswer:
     """Raises: RequestError, 404 for an `after` that is not known."""
-    prompts = await learning.known_prompts(adapter)
-    return await asyncio.to_thread(_page, prompts, limit, after, order)
-
-
-def _page(prompts: Sequence[KnownPrompt], limit: int, after: str | None, order: PromptOrder) -> PromptsAnswer:
     ordered = in_order(prompts, order)
     start = 0
     if after is not None:

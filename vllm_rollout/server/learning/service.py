@@ -106,7 +106,8 @@ class LearningService:
 
     async def prompts(self, limit: int, after: str | None, order: PromptOrder, model: str | None) -> PromptsAnswer:
         """A page of what is known of each prompt. Raises: RequestError, 404 for an `after` that is not known."""
-        return await prompts_page(self._learning, limit, after, order, self._adapter_name(model))
+        known = await self._learning.known_prompts(self._adapter_name(model))
+        return await asyncio.to_thread(prompts_page, known, limit, after, order)
 
     async def length_trial(self, keep_ratio: float, model: str | None) -> LengthTrialReport:
         """What candidates that were scored at several lengths say of these."""
