@@ -68,9 +68,10 @@ def pip_would_install(folder: Path, extra: str) -> subprocess.CompletedProcess[s
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "vllm_rollout/__init__.py"):
         shutil.copy(ROOT / name, source / name)
     command = (sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--no-index", "--no-build-isolation")
+    no_wheels = {"PIP_CONFIG_FILE": os.devnull}  # such as a machine's find-links has
     return subprocess.run(
         [*command, "--report", str(folder / "report.json"), f"{source}{extra}"],
-        env={**os.environ, "PYTHONPATH": str(folder / "packages")},
+        env={**os.environ, "PYTHONPATH": str(folder / "packages"), **no_wheels},
         capture_output=True,
         text=True,
     )
