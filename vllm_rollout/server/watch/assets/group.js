@@ -16,7 +16,7 @@ function candidate(prompt, index, told) {
     reward === null || reward === undefined ? null : `reward ${number(reward, 3)}`,
     prompt.reward_status?.[index] && prompt.reward_status[index] !== "ok" ? prompt.reward_status[index] : null,
   ].filter(Boolean);
-  return el("article", { className: `candidate ${selected ? "selected" : ""}` },
+  return el("article", { className: `candidate ${selected ? "selected" : ""} ${end === "running" ? "runs" : ""}` },
     el("div", {}, el("b", { textContent: `${index} ` }), facts.join(" · ")),
     told ? el("pre", { tabIndex: 0 }, told.offset ? "… " : null, foreign(told.text, MOST_CHARACTERS)) : null);
 }
@@ -38,7 +38,7 @@ export function show(root, context) {
 }
 
 function ofRollout(root, context) {
-  const head = el("div"), body = el("div", { className: "candidates" });
+  const head = el("div"), body = el("div", { className: "candidates" }), looks = [];
   root.append(head, body);
   let texts = null, why = "", asked = "", askedAt = 0, answers = 0, drawn = "";
 
@@ -56,6 +56,16 @@ function ofRollout(root, context) {
     context.redraw();
   }
 
+  // Whoever looks the same stays, with the focus and as far as it was scrolled; of one that runs the newest text is seen.
+  function put(index, element) {
+    const before = body.children[index];
+    if (before && looks[index] === element.innerHTML + element.className) return;
+    looks[index] = element.innerHTML + element.className;
+    before ? before.replaceWith(element) : body.append(element);
+    const text = element.querySelector(".runs pre");
+    if (text) text.scrollTop = text.scrollHeight;
+  }
+
   return function draw() {
     const rollout = context.rollout();
     const position = Number(context.args[1] ?? Math.min(...(rollout?.prompts.keys() ?? [0])));
@@ -65,9 +75,9 @@ function ofRollout(root, context) {
     const state = `${rollout.rollout_id} ${position} ${ended} ${prompt.status}`;
     const runs = prompt.status === "running" && Date.now() - askedAt > EVERY_MS;
     if (asked !== state || runs) ask(rollout.rollout_id, position, state);
-    const looks = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${answers}`;
-    if (looks === drawn) return;
-    drawn = looks;
+    const now = `${state} ${JSON.stringify(prompt.lengths)} ${JSON.stringify(prompt.rewards)} ${why} ${answers}`;
+    if (now === drawn) return;
+    drawn = now;
     const others = [...rollout.prompts.keys()].sort((a, b) => a - b), place = others.indexOf(position);
     const link = (to, word) => to === undefined ? null
       : el("a", { href: `#group/${encodeURIComponent(rollout.rollout_id)}/${to}`, textContent: word });
@@ -76,6 +86,7 @@ function ofRollout(root, context) {
       el("p", {}, link(others[place - 1], "before"), " ", link(others[place + 1], "after")),
       texts?.prompt ? el("pre", {}, foreign(texts.prompt, 2000)) : el("p", { className: "soft", textContent: why }));
     const byIndex = new Map((texts?.candidates ?? []).map((told) => [told.index, told]));
-    body.replaceChildren(...prompt.lengths.map((_, index) => candidate(prompt, index, byIndex.get(index))));
+    prompt.lengths.forEach((_, index) => put(index, candidate(prompt, index, byIndex.get(index))));
+    while (body.children.length > prompt.lengths.length) body.lastChild.remove();
   };
 }
