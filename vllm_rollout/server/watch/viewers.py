@@ -1,7 +1,8 @@
 """Who looks at the server, and what they are told: rollouts on their way, and the last ones that are over.
 
 Invariants: without a viewer or a record the engine is asked nothing; with any number of them it is asked once per tick,
-and what has changed is encoded once. A viewer who is slow misses ticks, and is then told everything anew.
+and what has changed is encoded once. Only who reads the texts of a group that runs asks it besides. A viewer who is
+slow misses ticks, and is then told everything anew.
 """
 
 from __future__ import annotations

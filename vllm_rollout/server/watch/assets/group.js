@@ -58,9 +58,9 @@ function ofRollout(root, context) {
 
   // Whoever looks the same stays, with the focus and as far as it was scrolled; of one that runs the newest text is seen.
   function put(index, element) {
-    const before = body.children[index];
-    if (before && looks[index] === element.innerHTML + element.className) return;
-    looks[index] = element.innerHTML + element.className;
+    const before = body.children[index], now = element.outerHTML;
+    if (before && looks[index] === now) return;
+    looks[index] = now;
     before ? before.replaceWith(element) : body.append(element);
     const text = element.querySelector(".runs pre");
     if (text) text.scrollTop = text.scrollHeight;
