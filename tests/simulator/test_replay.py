@@ -6,12 +6,10 @@ from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
 from vllm_rollout.group.lengths.cost import CostModel
-from vllm_rollout.group.lengths.history import ObservedLength, observed_lengths
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.group.types import Ending
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed
@@ -211,16 +209,3 @@ def test_redundancy_auto_does_not_know_its_own_future():
     trace = traced({"a": [5, 6, 7, 8], "b": [50, 60, 70, 80]})
     outcome = replay(Pools(trace), Setting(2, "auto"), Machine(None))
     assert (outcome.num_without_history, outcome.upper_bound_share) == (2, 0)
-
-
-def test_the_history_hears_of_every_length_as_censored_or_not():
-    endings = (
-        Ending(0, "finished", 5),
-        Ending(1, "finished", 9, truncated=True),
-        Ending(2, "surplus", 4),
-        Ending(3, "surplus", 0),
-        Ending(4, "pruned", 3),
-        Ending(5, "failed", 2),
-    )
-    observed = observed_lengths(endings)
-    assert observed == [ObservedLength(5, False)] + [ObservedLength(n, True) for n in (9, 4, 3)]
