@@ -59,6 +59,8 @@ def main() -> None:
     add("--snapshot", action="store_true", help=snapshot)
     args = parser.parse_args()
     versions = [NAMED.get(version, version) for version in args.versions]
+    if args.at_once < 1:
+        parser.error(f"--at-once {args.at_once}: must be 1 or more.")
     if unknown := set(versions) - set(SUPPORTED_VLLM):
         parser.error(f"VERSION {', '.join(sorted(unknown))}: must be of {', '.join((*SUPPORTED_VLLM, *NAMED))}.")
     if args.snapshot:  # the preferred one first: it says what the others are asked for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from vllm_rollout.group.ranks.load import EngineLoad, RunningGroup
+from vllm_rollout.server.engine import CandidateTokens
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.watch import viewers
 from vllm_rollout.server.watch.seen import SeenGroup, SeenRollout
@@ -210,7 +212,10 @@ async def test_texts_are_there_while_it_runs_and_if_somebody_looked_at_its_end(e
     assert {c["end"] for c in told["candidates"] if not c["selected"]} == {"surplus"}
 
 
-async def test_what_runs_tells_its_last_tokens_until_it_ends(engine: FakeEngine, app: FastAPI):
+async def test_what_runs_tells_its_last_tokens_until_it_ends(
+    engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(viewers, "TICK_S", 0.001)  # for so long readers share what the engine said
     engine.step_s, engine.most_last_tokens = 0.005, 3
     engine.lengths = {0: 2, 1: 400, 2: 400, 3: 400}
     with serving(app) as url:
@@ -221,6 +226,7 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(engine: FakeEngine,
             row = await viewer.until(lambda name, data: name == "group" and data["prompt"]["ends"][0] == "stop")
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
             first, later = [(await http.get(path)).json()["candidates"] for _ in range(2)]
+            await asyncio.sleep(0.01)
             engine.learning.dead = True
             unheard = (await http.get(path)).json()["candidates"]
             engine.learning.dead = False
@@ -237,6 +243,40 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(engine: FakeEngine,
     assert later[1]["num_tokens"] >= first[1]["num_tokens"] > 0
     assert [c["index"] for c in unheard] == [0]
     assert "running" not in {c["end"] for c in last}
+
+
+async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
+    engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+    may_answer, last_tokens = threading.Event(), FakeEngine.last_tokens  # the server has a thread and a loop of its own
+
+    async def slow(engine: FakeEngine, group_id: str) -> list[CandidateTokens]:
+        asked.append(group_id)
+        while not may_answer.is_set():
+            await asyncio.sleep(0.001)
+        return await last_tokens(engine, group_id)
+
+    monkeypatch.setattr(FakeEngine, "last_tokens", slow)
+    monkeypatch.setattr(viewers, "TICK_S", 0.05)
+    engine.step_s, engine.lengths = 0.005, dict.fromkeys(range(4), 400)
+    with serving(app) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
+            await viewer.until(lambda name, _: name == "server")
+            answering = asyncio.create_task(http.post("/v1/rollouts", json=body("a", sampling={"max_tokens": 400})))
+            row = await viewer.until(lambda name, _: name == "group")
+            path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
+            leaves, *stay = [asyncio.create_task(http.get(path)) for _ in range(4)]
+            while not asked:
+                await asyncio.sleep(0.001)
+            leaves.cancel()
+            may_answer.set()
+            told = [(await reader).json()["candidates"] for reader in stay]
+            assert (len(asked), [len(candidates) for candidates in told]) == (1, [4, 4, 4])
+            await asyncio.sleep(0.1)
+            await http.get(path)
+            assert len(asked) == 2
+            await answering
 
 
 async def test_texts_of_long_rollouts_are_not_kept(app: FastAPI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):

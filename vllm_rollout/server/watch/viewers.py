@@ -1,8 +1,8 @@
 """Who looks at the server, and what they are told: rollouts on their way, and the last ones that are over.
 
 Invariants: without a viewer or a record the engine is asked nothing; with any number of them it is asked once per tick,
-and what has changed is encoded once. Only who reads the texts of a group that runs asks it besides. A viewer who is
-slow misses ticks, and is then told everything anew.
+and what has changed is encoded once. Who reads the texts of a group that runs asks it besides, for all who read them in
+the same tick. A viewer who is slow misses ticks, and is then told everything anew.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class Viewers:
         """Since the last tick; without what groups did."""
         self._ranks = b""
         """The last event about them."""
+        self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
+        """Texts of groups that run, for a tick: by rollout and position."""
         self.sessions: SeenSessions | None = None
         """Groups of sessions; None: this server has none."""
 
@@ -164,7 +166,16 @@ class Viewers:
                 "together.",
                 status=HTTPStatus.NOT_FOUND,
             )
-        running = [] if group.over_s is not None else await self._last_tokens(rollout.group_id(position))
+        if group.over_s is not None:
+            return await asyncio.to_thread(self._texts, rollout.prompts[position], group, [])
+        key, loop = (rollout_id, position), asyncio.get_running_loop()
+        if key not in self._read:
+            self._read[key] = reading = asyncio.create_task(self._running_texts(rollout, position, group))
+            reading.add_done_callback(lambda _: loop.call_later(TICK_S, self._read.pop, key))
+        return await asyncio.shield(self._read[key])  # a reader who leaves does not take it from the others
+
+    async def _running_texts(self, rollout: Rollout, position: int, group: SeenGroup) -> GroupTexts:
+        running = await self._last_tokens(rollout.group_id(position))
         return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
 
     async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
