@@ -1,5 +1,6 @@
 """The small policy, any other one, and what both ways of training need of them."""
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,9 +35,13 @@ def new_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def load(folder: Path | str) -> tuple[Any, Any]:
-    """Model, in float32, and tokenizer of any Hugging Face folder."""
+def load(folder: Path | str, rank: int = 0) -> tuple[Any, Any]:
+    """Model, in float32, and tokenizer of any Hugging Face folder. With a rank only LoRA's matrices of it learn."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    if rank:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     return model.eval(), AutoTokenizer.from_pretrained(folder)  # eval: no dropout, or log probabilities differ
 
 
@@ -50,8 +55,9 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """`model.safetensors`, which is all that a server reads again."""
+    """`model.safetensors`, which is all that a server reads again; what LoRA adds to a weight is added."""
     folder.mkdir(parents=True, exist_ok=True)
+    model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -84,9 +90,8 @@ def answer_logprobs(
 
     Padding is on the right and attention is causal, so the model needs no mask.
     """
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(prompts), width), PAD)
-    mask = torch.zeros((len(prompts), width))
+    shape = len(prompts), max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids, mask = torch.full(shape, PAD), torch.zeros(shape)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
         mask[row, len(prompt) : len(prompt) + len(answer)] = 1

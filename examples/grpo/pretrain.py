@@ -31,7 +31,6 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
         torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    rates = [MUON_LR, LR]
     began, shown, losses = time.monotonic(), -10.0, []
     for step in range(steps):
         share = step / steps
@@ -48,7 +47,7 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
+        for optimizer, rate in zip(optimizers, (MUON_LR, LR), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1, (step + 1) / 30) * min(1.0, 1.5 * (1 - share))
             optimizer.step()

@@ -139,6 +139,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(int(len(ordered) * percent / 100), len(ordered) - 1)]
 
 
+def mean(values: Sequence[float]) -> float | None:
+    return round(fmean(values), 4) if values else None
+
+
 def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
     """Success and lengths of answers (problem, tokens, reward), and what they have to do with each other.
 
@@ -151,18 +155,13 @@ def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
         alike.sort(key=itemgetter(0))  # stable: among equally long ones, chance decides
         for place, (_, r) in enumerate(alike):
             quarters[4 * place // len(alike)].append(r)
-
-    def mean(values: Sequence[float]) -> float | None:
-        return round(fmean(values), 4) if values else None
-
     middle = percentile([problem.difficulty for problem, _, _ in answers], 50)
     said: dict[str, Any] = {"success": mean(rewards), "length": mean(lengths)}
     said["easy"] = mean([r for problem, _, r in answers if problem.difficulty < middle])
     said["hard"] = mean([r for problem, _, r in answers if problem.difficulty >= middle])
     said |= {f"p{percent}": percentile(lengths, percent) for percent in (50, 90, 99)}
-    said |= {
-        f"length_{name}": mean([n for _, n, r in answers if r == value]) for name, value in (("right", 1), ("wrong", 0))
-    }
+    said["length_right"] = mean([n for _, n, r in answers if r == 1])
+    said["length_wrong"] = mean([n for _, n, r in answers if r == 0])
     return {**said, "quarters": [mean(quarter) for quarter in quarters]}
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from examples.grpo.loss import ALGORITHMS, Update
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
 from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields
-from examples.grpo.task import TASKS, Problem, describe, problems
+from examples.grpo.task import TASKS, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.server.answers import GroupAnswer
@@ -67,18 +67,15 @@ def teaches(group: GroupAnswer) -> bool:
     return group.rewards is not None and group.rewards.teaches
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)
-
-
 class Training:
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         torch.manual_seed(args.seed)
         self.args, self.server = args, server
-        self.model, self.tokenizer = load(args.model)
+        self.model, self.tokenizer = load(args.model, args.lora)
+        self.learned = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         check_server(server.client.base_url, self.model, self.tokenizer, args)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.trainer = StreamTrainer(self.model.parameters(), self.optimizer, max_norm=CLIP_NORM)
+        self.optimizer = torch.optim.AdamW(self.learned.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.trainer = StreamTrainer(self.learned.values(), self.optimizer, max_norm=CLIP_NORM)
         self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
         self.progress, self.run = Progress(), None
         self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
@@ -123,8 +120,7 @@ class Training:
         self.progress.step += 1
         self.progress.num_prompts += step.num_prompts
         self.progress.num_idle = 0 if step.result else self.progress.num_idle + 1
-        training_s = time.perf_counter() - rolled_out + streamed_s
-        step.seconds = {"rollout": rolled_out - began, "training": training_s}
+        step.seconds = {"rollout": rolled_out - began, "training": time.perf_counter() - rolled_out + streamed_s}
         return step
 
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
@@ -173,8 +169,8 @@ class Training:
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
         line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]
         write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
-        said = f"success {mean([r for _, _, r in ended]):.3f}, length {mean([n for _, n, _ in ended]):.1f}"
-        print(f"held out after step {line['step']}: {said}", flush=True)
+        success, length = mean([r for _, _, r in ended]), mean([n for _, n, _ in ended])
+        print(f"held out after step {line['step']}: success {success:.3f}, length {length:.1f}", flush=True)
 
     def persist(self, work: Callable[[], Any], attempts: int = 5) -> Any:
         """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
@@ -212,7 +208,7 @@ class Training:
         if self.args.prune or self.args.rounds or self.args.redundancy == "auto":
             self.progress.learned = self.server.client.state()
         self.progress.record_size = self.record.stat().st_size
-        content = {"weights": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
         file = io.BytesIO()
         torch.save({**content, "terms": self.terms_said()}, file)
@@ -228,7 +224,7 @@ class Training:
         saved = torch.load(self.checkpoint, weights_only=False)
         if other := dict(saved["terms"].items() - said.items()):
             raise RuntimeError(f"{self.checkpoint} was made with {other}. Say the same, or another output.")
-        self.model.load_state_dict(saved["weights"])
+        self.model.load_state_dict(saved["weights"], strict=False)
         self.optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])
         self.progress = Progress(**saved["progress"])
@@ -241,11 +237,11 @@ class Training:
         ended = [trajectory for group in step.groups + step.filtered for trajectory in group.trajectories]
         stopped = [other.num_tokens for group in step.groups + step.filtered for other in group.candidates]
         lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
-        line = {"kind": "step", "step": self.progress.step - 1, "reward": mean([r for r in rewards if r is not None])}
-        line |= {"length": mean(lengths), "longest": max([*lengths, *stopped], default=0), "groups": len(step.groups)}
-        line |= {"teaching": sum(map(teaches, step.groups)), "filtered": len(step.filtered)}
-        line |= {"gradient_norm": step.result.gradient_norm if step.result else 0.0, "usage": step.usage}
-        line |= {"learned_from": step.result.weight if step.result else 0.0}  # tokens or answers
+        line = {"kind": "step", "step": self.progress.step - 1, "groups": len(step.groups)}
+        line |= {"reward": mean([r for r in rewards if r is not None]) or 0.0, "length": mean(lengths) or 0.0}
+        line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered), "usage": step.usage}
+        norm, weight = (step.result.gradient_norm, step.result.weight) if step.result else (0.0, 0.0)
+        line |= {"teaching": sum(map(teaches, step.groups)), "gradient_norm": norm, "learned_from": weight}
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
@@ -285,6 +281,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--group-size", type=int, default=8, help="answers of each that come back")
     add("--max-tokens", type=int, default=512, help="of an answer")
     add("--lr", type=float, default=3e-4)
+    add("--lora", type=int, default=0, metavar="RANK", help="only LoRA's matrices learn (pip install peft)")
     add("--evaluate-every", type=int, default=5, metavar="STEPS")
     add("--held-out", type=int, default=256, help="problems of an evaluation, two answers each")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument

@@ -121,6 +121,20 @@ def test_a_step_whose_server_is_lost_is_done_again(tiny_model: str, server: Serv
     assert shaken.progress.num_prompts == steady.progress.num_prompts == 4
 
 
+def test_lora_learns_and_goes_on(tiny_model: str, server: Server, tmp_path: Path) -> None:
+    whole, broken = (words(tiny_model, tmp_path / name / "run", server.url, "--lora", "4") for name in "ab")
+    training(whole).go()
+    training([*broken, "--steps", "2"]).go()
+    training(broken).go()
+    for line, expected in zip(curve(tmp_path / "b" / "run"), curve(tmp_path / "a" / "run"), strict=True):
+        assert line.pop("gradient_norm", 0) == pytest.approx(expected.pop("gradient_norm", 0), rel=1e-3)
+        assert line == expected
+    steps = [json.loads(line) for line in (tmp_path / "b" / "run" / "record.jsonl").read_text().splitlines()]
+    assert [line["difference_max"] < 1e-4 for line in steps if line["kind"] == "step"] == [True] * NUM_STEPS
+    saved = torch.load(tmp_path / "a" / "run" / "checkpoint.pt", weights_only=False)["weights"]
+    assert all("lora" in name for name in saved)
+
+
 def test_what_does_not_fit_is_refused(tiny_model: str, server: Server, tmp_path: Path) -> None:
     tiny(tmp_path / "other", hidden_size=128)
     with pytest.raises(RuntimeError, match=r"'hidden_size': 256.*'hidden_size': 128.*--serve"):

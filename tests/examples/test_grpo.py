@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss, rows_of
-from examples.grpo.model import check_finite
+from examples.grpo.model import check_finite, load, new_model, new_tokenizer, save, save_weights
 from examples.grpo.server import rollout_fields, run_fields
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
@@ -192,6 +193,28 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         model.table[2, 2] = torch.inf
     with pytest.raises(ValueError, match=r"step 3: the weights table .*lower --lr"):
         check_finite(model, "step 3")
+
+
+def test_of_a_large_model_only_lora_learns_and_the_server_gets_what_it_adds(tmp_path: Path) -> None:
+    save(new_model(0), new_tokenizer(), tmp_path / "model")
+    (model, _), (before, _) = load(tmp_path / "model", 4), load(tmp_path / "model")
+    learned = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    assert {name.split(".")[-3] for name in learned} == {"lora_A", "lora_B"}
+    assert len(learned) == 4 * 7 * 2  # two for each matrix of each layer
+    with torch.no_grad():
+        for tensor in learned.values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (tmp_path / "given").mkdir()
+    for file in (tmp_path / "model").iterdir():
+        (tmp_path / "given" / file.name).write_bytes(file.read_bytes())
+    save_weights(model, tmp_path / "given")
+    given, _ = load(tmp_path / "given")
+    ids = torch.arange(40)[None]
+    told = [its(input_ids=ids).logits for its in (model, given, before)]
+    torch.testing.assert_close(told[1], told[0])
+    assert (told[2] - told[0]).abs().max() > 0.1
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())  # and it learns on
 
 
 HALF = {"detection_length": 24, "keep_ratio": 0.5}
