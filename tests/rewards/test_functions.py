@@ -5,7 +5,7 @@ import pytest
 
 from vllm_rollout.rewards.builtin import exact, math, regex
 from vllm_rollout.rewards.functions import caller, grade, load
-from vllm_rollout.rewards.values import VOID, Trajectory
+from vllm_rollout.rewards.values import VOID, Grade, Trajectory
 
 
 def grade_by(function, text="42", data=None, prompt="6 * 7?", token_ids=()):
@@ -99,6 +99,11 @@ def test_none_is_void():
         ({"format": "good"}, "as its part 'format'"),
         ({"score": None, "acc": 1}, "as its part 'score'"),
         ("x" * 10_000, "returned 'xxx"),
+        (1.7e308, "returned 1.7e+308"),
+        ({"format": 1e99, "right": (1.0, 1e100)}, "returned {'format'"),
+        (Grade("ok", float("nan")), "returned nan with status ok"),
+        (Grade("ok"), "returned None with status ok"),
+        (Grade("void", 1.0), "returned 1.0 with status void"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_shows_it(returned, said):
@@ -150,6 +155,8 @@ def test_built_in_rewards_say_what_the_data_lacks(reward):
         ("So it is \\boxed{\\frac{1}{2}}.", "0.5", 1),
         ("I get $x^2 + 2x + 1$", "$(x+1)^2$", 1),
         ("\\boxed{41}", 42, 0),
+        ("\\boxed{0.00001}", 0.00001, 1),
+        ("\\boxed{100000000000000000}", 1e17, 1),
         ("no number at all", "42", 0),
     ],
 )

@@ -127,6 +127,16 @@ def leaves_a_child_and_dies(text):
     os._exit(0)
 
 
+def dies_later(text):
+    threading.Timer(0.05, os._exit, [1]).start()
+    return 1
+
+
+def removes_its_folder(text):
+    os.rmdir(os.getcwd())
+    return 1
+
+
 BAD = {
     raises: "error: the reward function raised KeyError: 'answer'",
     is_no_number: "error: the reward function returned nan",
@@ -148,6 +158,7 @@ BAD = {
     leaves_an_alarm: "ok",
     leaves_a_child: "ok",
     leaves_a_child_and_dies: "error: the process of the reward function ended",
+    removes_its_folder: "ok",
 }
 
 
@@ -180,6 +191,36 @@ def test_bad_functions_harm_their_own_grades_only():
     assert [said(grade) for grade in grades[1::2]] == ["ok"] * len(BAD)
     assert {grade.reward for grade in grades[1::2]} == {1}
     assert comes_true(lambda: not processes_with("98765"))
+
+
+def test_a_process_that_ends_between_two_trajectories_costs_the_next_one_nothing():
+    async def both():
+        async with Grader({"dies_later": dies_later, "right": right}, num_processes=1, limits=SHORT) as grader:
+            first = await grader.grade("dies_later", ASKED)
+            await asyncio.sleep(1)
+            return [said(first), said(await grader.grade("right", ASKED))]
+
+    assert asyncio.run(both()) == ["ok", "ok"]
+
+
+KEPT: list[asyncio.AbstractEventLoop] = []
+LEFT: list[asyncio.Task[None]] = []
+
+
+async def keeps_its_loop(text):
+    """As a client does that a module keeps: what it opened belongs to the loop of the first trajectory."""
+    KEPT.append(asyncio.get_running_loop())
+    LEFT.append(asyncio.create_task(asyncio.sleep(1000)))
+    return float(not KEPT[0].is_closed() and len(asyncio.all_tasks()) == 2)
+
+
+def test_an_async_function_finds_the_loop_of_the_trajectory_before_and_none_of_its_tasks():
+    grades = grades_of({"keeps_its_loop": keeps_its_loop}, *[("keeps_its_loop", ASKED)] * 3)
+    assert [(said(grade), grade.reward) for grade in grades] == [("ok", 1)] * 3
+
+
+def test_integers_of_any_size_are_data():
+    assert [said(g) for g in grades_of({"exact": "exact"}, ("exact", Trajectory("", f"{2**70}", 2**70)))] == ["ok"]
 
 
 SERVER_ANSWERS = {

@@ -43,6 +43,18 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(rewards_http, "FIRST_PAUSE_S", 0.01)
 
 
+def test_what_may_be_secret_in_its_url_is_not_told():
+    async def refuse(request):
+        raise httpx.ConnectError("refused")
+
+    async def ask():
+        url = "http://user:s3cret@rewards:9000/grade?key=k3y"
+        async with RewardServer(url, httpx.MockTransport(refuse)) as server:
+            return await server.grade(ASKED, 0.05)
+
+    assert asyncio.run(ask()).reason == "the reward server rewards:9000 gave no reward: refused"
+
+
 def test_the_server_gets_the_trajectory_and_its_reward_comes_back():
     grade, (sent,) = grade_of([lambda asked: {"id": asked["id"], "reward": 0.5, "right": 1, "why": "close"}])
     assert (grade.status, grade.reward, grade.parts) == ("ok", 0.5, {"right": 1})

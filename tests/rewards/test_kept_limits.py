@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,21 @@ async def test_limits_go_on_where_another_grader_stopped_and_two_never_lower_eac
     found = TimeLimits(LimitTerms())
     KeptLimits(path, found)
     assert found.export() == {"both": 4.0, "4.0": 4.0, "3.0": 3.0}
+
+
+async def test_two_that_write_at_once_lose_nothing(tmp_path: Path, monkeypatch):
+    path, both_read = tmp_path / "limits.json", threading.Barrier(2)
+    write_whole = kept_limits.write_whole
+
+    def late(path: Path, content: bytes) -> None:
+        with suppress(threading.BrokenBarrierError):  # nobody else has read meanwhile
+            both_read.wait(0.2)
+        write_whole(path, content)
+
+    monkeypatch.setattr(kept_limits, "write_whole", late)
+    kept = KeptLimits(path, TimeLimits())
+    await asyncio.gather(*(asyncio.to_thread(kept._merge, {name: 1.0}) for name in "xy"))
+    assert kept._read() == {"x": 1.0, "y": 1.0}
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": "b"}', '{"a": -1}'])

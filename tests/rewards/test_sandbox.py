@@ -66,6 +66,23 @@ def f(x):
 }
 
 
+DATACLASS = """from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Node:
+    value: int
+    next: Node | None = None
+def f(x): return Node(2 * x).value
+"""
+SAYS_ERRORS = """import atexit, sys
+def f(x):
+    print("debug", file=sys.stderr)
+    return 2 * x
+atexit.register(lambda: print("bye", file=sys.stderr))
+if __name__ == "__main__": print(f(int(input())))
+"""
+
+
 def fenced(program):
     return f"First a thought.\n```python\nprint('not this one')\n```\nSo:\n```python\n{program}\n```\nThat is it."
 
@@ -115,6 +132,8 @@ def said(grade):
         (RIGHT, "assert f(3) > 5 and f(3) != 7", 1),
         (RIGHT, "def check(g): assert g(3) == 6\ncheck(f)", 1),
         (RIGHT, "assert f(3) ==", 0),
+        *((DATACLASS, test, 1) for test in ("assert f(3) == 6", "assert f(3) > 5")),
+        *((SAYS_ERRORS, test, 1) for test in ("assert f(3) == 6", "assert f(3) > 5", {"input": "4", "output": "8"})),
     ],
 )
 def test_tests_mean_what_they_mean_in_python(program, test, reward):
@@ -222,7 +241,7 @@ time.sleep(60)
         ({"output_bytes": 10_000}, "while True: print('x' * 1000)", "output"),
         ({"memory_bytes": 1 << 28}, FAMILY, "memory"),
         ({}, "import time; time.sleep(60)", "timeout"),
-        ({}, "print(input())", "exited"),
+        ({}, "import sys; print('x' * 99, file=sys.stderr); print(input())", "exited"),
     ],
 )
 def test_a_run_says_how_it_ended(bounds, program, end):
@@ -233,6 +252,18 @@ def test_a_run_says_how_it_ended(bounds, program, end):
     said = asyncio.run(run())
     assert said.end == end
     assert end != "exited" or (said.code, said.output) == (0, b"word\n")
+
+
+def test_nothing_is_left_of_programs_that_have_ended():
+    async def left():
+        async with Grader({"code": "code"}, num_processes=1, limits=LIMITS) as grader:
+            answers = map(fenced, [RIGHT, "import os\nos.fork()", "1 / 0", RIGHT, RIGHT])
+            await asyncio.gather(*(grader.grade("code", Trajectory("", answer, TESTS)) for answer in answers))
+            await asyncio.sleep(0.5)  # who is killed last may still be on its way
+            await grader.grade("code", Trajectory("", fenced(RIGHT), TESTS))
+            return [each.status() for each in psutil.Process().children(recursive=True)]
+
+    assert asyncio.run(left()).count(psutil.STATUS_ZOMBIE) <= 1
 
 
 def test_what_a_program_prints_is_compared_outside_of_it():

@@ -35,9 +35,13 @@ async def test_who_leaves_while_it_waits_takes_no_place_and_too_many_are_refused
     async with slots.one("a", Urgency()):
         waiting = asyncio.create_task(slots.one("a", Urgency()).__aenter__())
         await asyncio.sleep(0)
-        with pytest.raises(GraderBusy, match="1 trajectories wait"):
-            await slots.one("b", Urgency()).__aenter__()
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        with pytest.raises(GraderBusy, match="1 trajectories wait for the reward a"):
+            await slots.one("a", Urgency()).__aenter__()
+        other = asyncio.create_task(slots.one("b", Urgency()).__aenter__())  # of another reward there may be as many
+        await asyncio.sleep(0)
+        assert slots.num_waiting == {"a": 1, "b": 1}
+        for each in (waiting, other):
+            each.cancel()
+        await asyncio.gather(waiting, other, return_exceptions=True)
     async with slots.one("b", Urgency()):
         pass

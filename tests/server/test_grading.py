@@ -305,6 +305,15 @@ async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_sp
     assert (group.rewards.success, group.rewards.num_graded) == (0.5, 2)
 
 
+async def test_spares_that_ended_before_a_restart_are_not_waited_for():
+    """Nobody teaches until candidate 7, and 3 is what all wait for when the rank dies."""
+    lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 3)}
+    engine = FakeEngine(lengths=lengths, losses={"a": 20})
+    async with http_of(make_app(engine, graders=FakeGraders())) as http:
+        group = await group_of(http, redundancy=0, until="variance", on_engine_failure="retry")
+    assert (group.status, group.rewards.teaches) == ("complete", True)
+
+
 async def calm(engine: FakeEngine, num_launched: int = 1) -> None:
     """So many have been launched, nothing runs, and nothing is being launched."""
     num_turns = 0

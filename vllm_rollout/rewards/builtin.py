@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from vllm_rollout.group.checks import shown
@@ -51,4 +52,4 @@ def answer_of(data: Any) -> str:
         data = next((data[name] for name in ANSWERS if name in data), None)
     if isinstance(data, bool) or not isinstance(data, str | int | float):
         raise ValueError(f'the prompt needs "data": {{"answer": "…"}}, got {shown(data)}')
-    return str(data)
+    return format(Decimal(repr(data)), "f") if isinstance(data, float) else str(data)  # never 1e-05

@@ -18,7 +18,9 @@ from vllm_rollout.rewards.program_tests import InputOutput, TestJob, TestRun
 from vllm_rollout.rewards.sandbox import RunEnd, SandboxBounds
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
 
-FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(r"^[^\n`]*```[ \t]*([\w+.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+"""A block with its language. Every one is found, so that the end of another language's is not taken for a beginning."""
+PYTHON = re.compile(r"(?:py|python)?[\d.]*", re.IGNORECASE)
 MAX_TESTS = 1000
 
 HOW_IT_ENDED: dict[RunEnd, str] = {
@@ -68,6 +70,6 @@ class CodeReward:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block, else the whole text: whether it is a program shows where it runs."""
-    blocks = FENCED.findall(text)
-    return str(blocks[-1]) if blocks else text
+    """The last fenced block of Python, or of no language; else the whole text: a run shows whether it is one."""
+    blocks = FENCED.findall(text.replace("\r\n", "\n"))
+    return next((program for language, program in reversed(blocks) if PYTHON.fullmatch(language)), text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -36,6 +36,18 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 class GradingJob(msgspec.Struct, frozen=True, tag=True):
     name: str
     trajectory: Trajectory
+    """Without its data:"""
+    data: bytes
+    """JSON, which has integers of any size."""
+
+    @classmethod
+    def of(cls, name: str, trajectory: Trajectory) -> Self:
+        """Raises: TypeError or ValueError for data that is no JSON."""
+        return cls(name, msgspec.structs.replace(trajectory, data=None), msgspec.json.encode(trajectory.data))
+
+    @property
+    def asked(self) -> Trajectory:
+        return msgspec.structs.replace(self.trajectory, data=msgspec.json.decode(self.data))
 
 
 class GradedJob(msgspec.Struct, frozen=True):
@@ -45,7 +57,7 @@ class GradedJob(msgspec.Struct, frozen=True):
 
 
 def encode(message: Any) -> bytes:
-    """Raises: ValueError for what is too long to send, TypeError for data that is no JSON."""
+    """Raises: ValueError for what is too long to send."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a trajectory and its data may have {MAX_FRAME_BYTES >> 20} MiB, got {len(body) >> 20}")

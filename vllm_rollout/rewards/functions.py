@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -16,6 +15,10 @@ from vllm_rollout.group.checks import shown
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 RewardFunction = Callable[..., Any]
+MAX_REWARD = 1e100
+"""Of any size beyond it is nonsense, and its square, which a spread is made of, would be none."""
+_loop = asyncio.Runner()
+"""One for all trajectories: a function may keep a client, whose connections belong to a loop."""
 TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
 VERL_COLUMNS = {"data_source", "ground_truth", "extra_info"}
 TOTALS = ("score", "reward")
@@ -69,7 +72,9 @@ def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
     try:
         returned = call(trajectory)
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
+            returned = _loop.run(_awaited(returned))
+            for left in asyncio.all_tasks(_loop.get_loop()):
+                left.cancel()
         return grade_of(returned)
     except MemoryError:
         return failed("the reward function used up its memory")
@@ -80,7 +85,9 @@ def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
 def grade_of(returned: Any) -> Grade:
     """A number, None (void), verl's dictionary with a `score`, or parts: `{name: number or (number, weight)}`."""
     if isinstance(returned, Grade):
-        return returned
+        wants_none = returned.status in ("error", "void")
+        fits = returned.reward is None if wants_none else _number(returned.reward) is not None
+        return returned if fits else failed(_not_a_number(f" with status {returned.status}", returned.reward))
     if returned is None:
         return Grade("void", reason="the reward function says that the trajectory must not count")
     if not isinstance(returned, Mapping):
@@ -98,8 +105,8 @@ def grade_of(returned: Any) -> Grade:
     if not numbers:
         return failed("the reward function returned no part")
     parts = {name: number for name, number in numbers.items() if name != total}
-    reward = numbers[total] if total else sum(numbers[name] * weights[name] for name in numbers)
-    return Grade("ok", reward, parts=parts or None)
+    reward = _number(numbers[total] if total else sum(numbers[name] * weights[name] for name in numbers))
+    return failed(_not_a_number("", returned)) if reward is None else Grade("ok", reward, parts=parts or None)
 
 
 def _trl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -154,14 +161,14 @@ async def _awaited(returned: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or a numpy or torch scalar; a string is none."""
+    """A finite number up to MAX_REWARD, or a numpy or torch scalar; a string is none."""
     if isinstance(value, str | bytes):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MAX_REWARD else None
 
 
 def _not_a_number(where: str, value: Any) -> str:

@@ -92,6 +92,7 @@ class RewardServer:
         if not host_of(url):
             raise ValueError(f"a reward server must be a URL such as http://127.0.0.1:9000/grade, got {shown(url)}")
         self._url = url
+        self._host = httpx.URL(url).netloc.decode()  # the rest may be secret, and clients are told
         self._client = httpx.AsyncClient(transport=transport)
 
     async def __aenter__(self) -> Self:
@@ -109,7 +110,7 @@ class RewardServer:
             async with asyncio.timeout(limit_s):
                 grade = _grade_of(await question.answer(), asked["id"])
         except TimeoutError:
-            grade = failed(f"the reward server {self._url} {question.unanswered(limit_s)}")
+            grade = failed(f"the reward server {self._host} {question.unanswered(limit_s)}")
         except NoAnswer as error:
             grade = failed(f"the reward server {error}")
         return msgspec.structs.replace(grade, seconds=time.monotonic() - began)

@@ -6,7 +6,9 @@ Invariant: what is in the file is never lowered, so that several processes may k
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -43,9 +45,14 @@ class KeptLimits:
             logger.warning("the time limits in %s are not written: %s", self._path, error)
 
     def _merge(self, anchors: dict[str, float]) -> None:
-        before = self._read() if self._path.exists() else {}
-        merged = before | {case: max(seconds, before.get(case, 0.0)) for case, seconds in anchors.items()}
-        write_whole(self._path, msgspec.json.encode(dict(list(merged.items())[-self._limits.max_cases :])))
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
+            before = self._read() if self._path.exists() else {}
+            merged = before | {case: max(seconds, before.get(case, 0.0)) for case, seconds in anchors.items()}
+            write_whole(self._path, msgspec.json.encode(dict(list(merged.items())[-self._limits.max_cases :])))
+        finally:
+            os.close(folder)
 
     def _read(self) -> dict[str, float]:
         try:

@@ -60,6 +60,8 @@ class GradingProcesses:
         """Raises: OSError when they are closed, or none can be started."""
         if self._is_closed:
             raise OSError("its grader has ended")
+        while self._idle and self._idle[-1].is_spent:  # it ended meanwhile
+            self._end(self._idle.pop())
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds, self._home.name)
         self._in_use.add(process)
         try:
@@ -98,7 +100,8 @@ class GradingProcess:
         self._num_jobs = 0
         self._is_killed = False
         self._has_lost_children = False
-        self._first_bytes: int | None = None
+        self._first_bytes = 0
+        """After its first trajectory; 0 before."""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -132,14 +135,14 @@ class GradingProcess:
             return True
         if self._process.returncode is not None or self._num_jobs >= self._bounds.max_jobs:
             return True
-        return self._bytes() - (self._first_bytes or self._bytes()) > self._bounds.memory_bytes / 2
+        return bool(self._first_bytes) and self._bytes() - self._first_bytes > self._bounds.memory_bytes / 2
 
     async def grade(self, function: Load, trajectory: Trajectory, limit_s: float) -> Grade:
         """Its process is gone after a timeout, a cancellation or an answer that is none.
 
         Raises: TypeError or ValueError for data that cannot be sent.
         """
-        job = encode(GradingJob(function.name, trajectory))
+        job = encode(GradingJob.of(function.name, trajectory))
         loaded = await self.load(function)
         if loaded.status != "ok":
             return loaded

@@ -86,10 +86,13 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
                 _limit_memory(memory_bytes)
                 connection.sendall(encode(GradedJob(failed(call) if isinstance(call, str) else Grade("ok"))))
             elif isinstance(message, TestJob):
-                connection.sendall(encode(asyncio.run(run_test(message))))
+                run = asyncio.run(run_test(message))
+                _end_children()  # bubblewrap ends before the one that it has in its namespace
+                connection.sendall(encode(run))
             else:
+                os.makedirs(home, exist_ok=True)  # the one before may have removed it
                 os.chdir(home)
-                grade = _graded(calls[message.name], message.trajectory)
+                grade = _graded(calls[message.name], message.asked)
                 if os.getpid() != worker:  # the function forked, and both came back
                     os._exit(0)
                 signal.setitimer(signal.ITIMER_REAL, 0)

@@ -52,12 +52,13 @@ class _Asked(NamedTuple):
 
 
 PREPARE = """
-import os, sys
+import os, sys, types
 def prepared():
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with open("/program/answer.py") as file: answer = file.read()
-    exec(compile(answer, "answer.py", "exec"), scope := {"__name__": "answer"})
-    return scope
+    sys.modules["answer"] = module = types.ModuleType("answer")
+    exec(compile(answer, "answer.py", "exec"), vars(module))
+    return vars(module)
 """
 WITH_WORD = """
 def run():

@@ -43,7 +43,7 @@ class SandboxBounds:
     disk_bytes: int = 64 << 20
     """Of /tmp, and once more of /dev/shm."""
     output_bytes: int = 1 << 20
-    """Of what it prints; the rest is not read, and the program ends."""
+    """Of what it prints, errors among it; the rest is not read, and the program ends."""
     max_processes: int = 32
 
 
@@ -57,7 +57,9 @@ class ProgramRun(NamedTuple):
     code: int | None
     """Its exit status when it `exited`; negative: the signal that ended it."""
     output: bytes
-    """What it printed, errors among it."""
+    """What it printed."""
+    errors: bytes
+    """What it printed to its standard error."""
     seconds: float
     """Without waiting for a free core."""
 
@@ -165,7 +167,7 @@ class Sandbox:
                     *("/program/main.py", *arguments),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
+                    stderr=asyncio.subprocess.PIPE,
                     pass_fds=[filter_file],
                     start_new_session=True,
                     env={},
@@ -181,10 +183,13 @@ class _Running:
     def __init__(self, process: asyncio.subprocess.Process, bounds: SandboxBounds) -> None:
         self._process, self._bounds = process, bounds
         self._clock = WorkClock(process.pid)
-        self._output = bytearray()
+        self._output, self._errors = bytearray(), bytearray()
 
     async def watch(self, standard_input: bytes, limit_s: float) -> ProgramRun:
-        talk = [asyncio.create_task(each) for each in (self._feed(standard_input), self._read(), self._process.wait())]
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        reads = self._read(self._process.stdout, self._output), self._read(self._process.stderr, self._errors)
+        talk = [asyncio.create_task(each) for each in (self._feed(standard_input), *reads, self._process.wait())]
         end: RunEnd = "exited"
         try:
             while end == "exited" and not all(each.done() for each in talk):
@@ -197,10 +202,11 @@ class _Running:
                 each.cancel()
             await asyncio.wait(talk)
             await asyncio.wait_for(self._process.communicate(), KILL_S)
-        return ProgramRun(end, self._process.returncode if end == "exited" else None, bytes(self._output), seconds)
+        code = self._process.returncode if end == "exited" else None
+        return ProgramRun(end, code, bytes(self._output), bytes(self._errors), seconds)
 
     def _excess(self, limit_s: float) -> RunEnd:
-        if len(self._output) > self._bounds.output_bytes:
+        if self._num_printed > self._bounds.output_bytes:
             return "output"
         if self._process.returncode is not None:
             return "exited"
@@ -216,13 +222,16 @@ class _Running:
             await self._process.stdin.drain()
         self._process.stdin.close()
 
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        while len(self._output) <= self._bounds.output_bytes:
-            part = await self._process.stdout.read(1 << 16)
+    @property
+    def _num_printed(self) -> int:
+        return len(self._output) + len(self._errors)
+
+    async def _read(self, stream: asyncio.StreamReader, said: bytearray) -> None:
+        while self._num_printed <= self._bounds.output_bytes:
+            part = await stream.read(1 << 16)
             if not part:
                 return
-            self._output += part
+            said += part
 
     def _kill(self) -> None:
         """The first process of a process namespace takes all others with it."""
@@ -246,7 +255,7 @@ async def choose_sandbox(bounds: SandboxBounds | None = None) -> Sandbox:
             ours = [secret, Path.home() / ".ssh"]
             run = await sandbox.run({"main.py": PROBE}, arguments=[*map(str, limits), *map(str, ours)])
     if run.end != "exited" or run.code != 0 or run.output.strip() != b"closed":
-        said = run.output.decode(errors="replace").strip() or f"{run.end}, status {run.code}"
+        said = (run.output + run.errors).decode(errors="replace").strip() or f"{run.end}, status {run.code}"
         raise SandboxError(
             f"bubblewrap does not hold here: {said:.300}. Programs of a policy are not run without a sandbox; allow "
             "user namespaces (kernel.unprivileged_userns_clone=1, in a container --security-opt seccomp=unconfined)."

@@ -34,6 +34,7 @@ class Urgency:
 
 class Slots:
     def __init__(self, num_slots: int, max_waiting: int) -> None:
+        """`max_waiting`: for each reward."""
         self._num_free = num_slots
         self._max_waiting = max_waiting
         self._arrivals = count()
@@ -57,10 +58,10 @@ class Slots:
             self._pass_on(reward)
 
     async def _turn(self, reward: str, urgency: Urgency) -> None:
-        if self.num_waiting.total() >= self._max_waiting:
+        if self.num_waiting[reward] >= self._max_waiting:
             raise GraderBusy(
-                f"{self._max_waiting} trajectories wait for this grader already. Wait, give it more processes, or make "
-                "it faster."
+                f"{self._max_waiting} trajectories wait for the reward {reward} already. Wait, give it more processes, "
+                "or make it faster."
             )
         turn = asyncio.get_running_loop().create_future()
         arrival = next(self._arrivals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
@@ -41,6 +41,10 @@ class LaunchedCandidates:
             async for happening in happenings:
                 yield happening
         self._waves.discard(name)
+
+    @property
+    def launched_later(self) -> Set[int]:
+        return self._wave_of.keys()
 
     async def stop(self, indices: Collection[int]) -> None:
         """Those that run end as `surplus`."""

@@ -55,10 +55,11 @@ class GradedGroup(ABC):
                 if isinstance(happening, _WaveOver):
                     self._num_waves -= 1
                     await self._decide()
-                elif self._group.take(happening):
-                    if isinstance(happening, Restarted):
-                        self._restart()
-                    elif not isinstance(happening, CandidateTokens):
+                    continue
+                if isinstance(happening, Restarted):
+                    self._restart()
+                if self._group.take(happening):
+                    if not isinstance(happening, Restarted | CandidateTokens):
                         await self._decide()
                     yield happening
         finally:
@@ -74,7 +75,7 @@ class GradedGroup(ABC):
         """Something has happened: launch, stop, grade or drop what that asks for."""
 
     def _restart(self) -> None:
-        """What was known is void."""
+        """What is known is void, and will be forgotten."""
         self._drop(self._tasks)
         self._tasks.clear()
 
@@ -184,7 +185,7 @@ class TeachingGroup(GradedGroup):
     def _restart(self) -> None:
         super()._restart()
         self.decision = None
-        self._stopped.clear()
+        self._stopped = self._candidates.launched_later & self._group.ends.keys()  # they do not run again
 
     def _seen(self, index: int) -> CandidateReward:
         end, grade = self._group.ends.get(index), self._group.grades.get(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 
 from vllm.logger import init_logger
@@ -58,7 +59,8 @@ async def begin_grading(
 ) -> Grader:
     """Ends with this process. Raises: RuntimeError, which ends the start, for a reward that cannot be had here."""
     try:
-        grader = Grader({**ALWAYS, **rewards}, num_processes=num_processes, limits=limits)
+        # How many wait is bounded by what rollouts are promised, which are refused before they begin.
+        grader = Grader({**ALWAYS, **rewards}, num_processes=num_processes, limits=limits, max_waiting=sys.maxsize)
         await grader.__aenter__()
         if rewards:
             await grader.check()
