@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.step.step import GroupSteps
 from vllm_rollout.group.types import CandidateId
@@ -49,6 +50,23 @@ def test_the_others_stop_in_the_step_in_which_enough_groups_are_complete() -> No
     assert round.ends[CandidateId("g1", 2)] == ("surplus", 9)
     assert [round.ends[CandidateId("g2", i)] for i in range(3)] == [("deferred", 9)] * 3
     assert len(round.steps) == 0
+
+
+@pytest.mark.parametrize("num_wanted", [1, 2])
+def test_a_sibling_that_comes_after_its_group_is_complete_neither_counts_it_again_nor_makes_it_lose(
+    num_wanted: int,
+) -> None:
+    steps, first_of_two = GroupSteps(Judge()), GroupTerms(1, 2)
+
+    def launch(group_id: str, index: int, position: int) -> tuple[CandidateId, Group]:
+        return steps.launch(group_id, first_of_two, index, place=RacePlace("r", num_wanted, position))
+
+    (first, group), others = launch("a", 0, 0), {launch("b", index, 1)[0] for index in range(2)}
+    steps.ended(first, group, "stop", 1)
+    assert steps.close_step({}, lambda _: 1).stop == ({} if num_wanted == 2 else dict.fromkeys(others, "deferred"))
+    late, _ = launch("a", 1, 0)
+    verdicts = steps.close_step({}, lambda _: 1)
+    assert (verdicts.stop, verdicts.lost_groups) == ({late: "surplus"}, set())
 
 
 def test_groups_that_complete_in_one_step_tie_by_their_longest_then_by_position() -> None:

@@ -212,6 +212,19 @@ async def test_a_turn_that_is_cancelled_as_it_comes_goes_to_the_next():
     assert (launcher.num_taken, launcher.num_waiting) == (0, 0)
 
 
+@pytest.mark.parametrize("num_turns", range(1, 7))
+async def test_a_round_that_is_left_as_its_turn_comes_keeps_no_place(num_turns: int):
+    launcher, stop = Launcher(4), asyncio.Event()
+    taking = asyncio.create_task(launcher.take_unless(stop.wait(), 4))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    taking.cancel()
+    for places in await asyncio.gather(taking, return_exceptions=True):
+        if not isinstance(places, BaseException):
+            places.release_all()
+    assert (launcher.num_taken, launcher.num_waiting) == (0, 0)
+
+
 async def test_a_small_rollout_does_not_wait_behind_a_huge_one():
     engine = WatchedEngine(num_launch_places=16)
     service = service_of(engine)

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from vllm_rollout.server.runs import service as service_module
+from vllm_rollout.server.runs.rollout_round import RolloutRound
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import RunStore
 
@@ -197,6 +198,22 @@ async def test_whatever_goes_wrong_when_a_round_is_written_its_run_goes_on(
     answer = await ours.post(ROUNDS, {"idempotency_key": "k"})
     assert len(answer.json()["groups"]) == 2
     assert (await ours.post(ROUNDS, handed_in(10, "next"))).status_code == 200
+
+
+async def test_a_round_that_cannot_be_taken_up_again_is_held_by_nobody(
+    two: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = two
+    await interrupted(ours, handed_in(0, "k"))
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutRound, "take_up", fails)
+        assert (await ours.post(ROUNDS, {"idempotency_key": "k"})).status_code == 500
+    assert (await ours.look())["open_round"]["state"] == "interrupted"
+    assert (await theirs.post(ROUNDS, {"idempotency_key": "k"})).status_code == 200
 
 
 async def test_a_round_that_could_not_be_let_go_on_disk_is_let_go_later(

@@ -52,6 +52,33 @@ async def test_a_prompt_says_the_same_in_every_round_of_an_epoch_and_something_e
     assert all(first[id] != next_epoch[id] for id in first)
 
 
+async def test_a_lost_candidate_that_is_replaced_as_its_group_completes_costs_the_round_no_prompt(http, engine) -> None:
+    engine.lengths, engine.failures = {0: 5, 1: 30, 2: 30}, {1: 5}
+    await make(http, group_size=1, response_speculation=2)
+    round = await play(http, prompts=prompts(0, 6))
+    assert [group["prompt_id"] for group in round["groups"]] == ["q0", "q1", "q2", "q3"]
+
+
+async def test_who_leaves_a_round_that_waits_for_rewards_leaves_no_task(http, app) -> None:
+    await make(http, filter="zero_variance", prompt_speculation=1.0)
+    body = {"prompts": prompts(0, 4), "idempotency_key": "k", "stream": True}
+    begun = await app.state.run_service.begin("a", RoundRequest.model_validate(body))
+    before = asyncio.all_tasks()
+
+    async def read() -> None:
+        async for _ in begun.events:
+            pass
+
+    reading = asyncio.create_task(read())
+    while not any("Event.wait" in repr(task) for task in asyncio.all_tasks() - before):
+        await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() <= before
+
+
 async def test_a_deferred_prompt_says_in_its_long_round_what_a_rollout_says_by_the_same_seed(http) -> None:
     await make(http)
     rounds = [await play(http, prompts=prompts(6 * n, 6)) for n in range(2)]

@@ -72,8 +72,15 @@ class Launcher:
         self, stopped: Awaitable[object] | None, num_candidates: int, priority: int = 0
     ) -> Places | None:
         """The same; None, and it has left the queue, when `stopped` is done first."""
-        taking = self.take(num_candidates, priority)
-        return await (taking if stopped is None else unless(taking, stopped))
+        if stopped is None:
+            return await self.take(num_candidates, priority)
+        taking = asyncio.ensure_future(self.take(num_candidates, priority))
+        try:
+            return await unless(taking, stopped)
+        except asyncio.CancelledError:
+            if taking.done() and not taking.cancelled():  # its turn had come, and nobody has heard of these places
+                taking.result().release_all()
+            raise
 
     def release(self, num_candidates: int) -> None:
         self._window.release(num_candidates)

@@ -87,6 +87,8 @@ class RaceTable:
         """A group takes part, if it does not already; whether the race is cut: the group comes too late."""
         race = self._open(place.race_id, place.num_wanted)
         if group_id not in self._race_of:
+            if group.complete:  # a late sibling, which its group stops by itself: the group was counted and has left
+                return False
             self._race_of[group_id] = place.race_id
             race.racers[group_id] = _Racer(group, place.position)
         return race.is_cut

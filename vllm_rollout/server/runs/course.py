@@ -69,10 +69,9 @@ class RoundCourse(Course):
     async def _change(self) -> None:
         """Wait for something to happen. Raises: RequestError when the engine dies while nothing of the round runs."""
         while not self._changed.is_set():
-            waiting = asyncio.ensure_future(self._changed.wait())
-            done, _ = await asyncio.wait([waiting], timeout=LOOK_S)
-            if not done:
-                waiting.cancel()
+            try:
+                await asyncio.wait_for(self._changed.wait(), LOOK_S)
+            except TimeoutError:
                 await self._engine.held_groups()
 
     def stopped(self) -> Awaitable[object]:

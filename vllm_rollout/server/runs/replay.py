@@ -1,4 +1,8 @@
-"""A stream of a round that is over, of its answer. Invariant: it says what the first one said, without `tokens`."""
+"""A stream of a round that is over, of its answer.
+
+Invariant: it says what the first one said of every group and of the round, without `tokens`. Its first event is of what
+came out: what did not start is `reserve`, and as many prompts are wanted as are back.
+"""
 
 from __future__ import annotations
 

@@ -233,9 +233,9 @@ class RunService:
         check_same(key, request, planned.stored.memo)
         assert planned.stored.memo is not None  # a round is open
         live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
-        live.owner = await self._owned(id, self._store.claim, id, planned.opened)
         if live.ended is not None:
             await asyncio.to_thread(live.take_up, planned)
+        live.owner = await self._owned(id, self._store.claim, id, planned.opened)  # last: nobody else would give it up
         return live
 
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
