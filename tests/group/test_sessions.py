@@ -227,6 +227,32 @@ def test_until_rewards_differ_more_are_wanted_and_the_rest_stops():
     assert settled.lost == tuple(more[1:])
 
 
+@pytest.mark.parametrize("by_limit", [False, True])
+def test_until_rewards_differ_one_that_ends_without_a_reward_leaves_its_place(by_limit):
+    race = until_race(2, 2, 4)
+    first, second = entered(race, 2)
+    turn(race, first, cut=by_limit)
+    turn(race, second)
+    race.finish(first, 1.0)
+    race.finish(second, 1.0, reward=1.0)
+    assert race.settle().num_wanted >= 1
+    race.finish(race.enter("third", 2.0), 2.0, reward=0.0)
+    race.settle()
+    assert (race.is_over, race.result.status, race.result.selected) == (True, "complete", (1, 2))
+
+
+def test_who_is_being_graded_is_not_silent_and_has_no_other_turn():
+    race = race_of(1, limits=SessionLimits(idle_timeout_s=30.0))
+    (session,) = entered(race, 1)
+    session.in_grading = True
+    assert not race.expire(100.0)
+    for refused in (race.tokens_left, race.check_finish):
+        with pytest.raises(SessionRefused, match=r"being graded|finished before"):
+            refused(session)
+    session.in_grading = False
+    assert race.expire(100.0)
+
+
 def test_until_rewards_differ_one_that_is_never_graded_does_not_hold_the_group_for_ever():
     race = until_race(2, 2, 2)
     a, b = entered(race, 2)

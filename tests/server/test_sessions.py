@@ -58,6 +58,12 @@ def message(response: httpx.Response) -> str:
         ({"group_size": 0}, "group_size: should be greater than or equal to 1"),
         ({"group_size": 2, "redundancy": 1, "max_sessions": 2}, "must be at least group_size + redundancy (3), got 2"),
         ({"group_size": 1, "until": "variance"}, "until 'variance' needs a group_size of at least 2, got 1"),
+        ({"group_size": 4, "until": "variance", "max_sessions": 2}, "max_sessions: must be at least"),
+        ({"group_size": 4, "until": "variance", "selection": "shortest"}, "selection: with until"),
+        ({"group_size": 1, "id": "grüppe"}, "id: String should match pattern"),
+        ({"group_size": 1, "id": " g"}, "id: String should match pattern"),
+        ({"group_size": 1, "id": "x" * 251}, "id: String should have at most 250 characters"),
+        ({"group_size": 1, "data": {"a": 2**70}}, "data.a: must be an integer"),
         ({"group_size": 1, "max_turns": 0}, "max_turns: should be greater than or equal to 1"),
         ({"group_size": 1, "history": "any"}, "history: should be 'strict' or 'rewritable'"),
         ({"group_size": 1, "reward": "nobody"}, "nobody"),
@@ -108,6 +114,67 @@ async def test_a_session_keeps_its_model(service, http):
     assert service.turn(said, "adapter", PROMPT) is not None
     with pytest.raises(RequestError, match="began with 'adapter', got None"):
         service.turn(said, None, PROMPT)
+
+
+async def test_a_group_that_began_with_the_base_model_keeps_it(service, http):
+    (session,) = (await declared(http))["to_begin"]
+    play(service, session)
+    with pytest.raises(RequestError, match="began with None, got 'adapter'"):
+        service.turn(turn_from_xargs({}, session, n=1), "adapter", [*PROMPT, 110, 110, 110])
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_a_turn_that_the_engine_gave_up_has_not_happened(service, http, reason):
+    group = await declared(http, redundancy=1, max_turns=1)
+    session, _ = group["to_begin"]
+    turn = begin(service, session, rollout_last=True)
+    assert turn is not None
+    service.end(turn, PROMPT, [110], finish_reason=reason)
+    assert (await http.get(f"/v1/groups/{group['id']}")).json()["status"] == "running"
+    play(service, session, rollout_last=True)
+    assert (await http.get(f"/v1/groups/{group['id']}")).json()["selected"] == [session]
+
+
+async def test_a_harness_that_reads_the_answers_of_finish_alone_hears_of_all_that_is_wanted(service, http):
+    """Another session may be wanted when a turn ends, and not when one is finished."""
+    group = await declared(http, group_size=2, until="variance", max_sessions=3)
+    to_run, rewards = list(group["to_begin"]), iter([0.0, 0.0, 1.0])
+    while to_run:
+        play(service, session := to_run.pop(0))
+        answer = await http.post(f"/v1/sessions/{session}/finish", json={"reward": next(rewards)})
+        to_run += answer.json()["wanted"]
+        assert answer.json()["num_wanted"] == len(answer.json()["wanted"])
+    assert (await http.get(f"/v1/groups/{group['id']}")).json()["status"] == "complete"
+
+
+async def test_who_goes_on_with_a_session_of_a_group_that_is_gone_is_told_that_it_has_ended(service, http):
+    group = await declared(http, id="g")
+    play(service, "g.0")
+    await http.delete(f"/v1/groups/{group['id']}")
+    assert service.turn(turn_from_xargs({}, "g.0", n=1), None, PROMPT) is None
+    await declared(http, id="g")
+    play(service, "g.0")
+
+
+async def test_a_group_takes_no_session_of_another_one(service, http):
+    play(service, "g.0", rollout_group_id="h", rollout_group_size=1)
+    response = await http.post("/v1/groups", json={"id": "g", "group_size": 1})
+    assert (response.status_code, "'g.0'" in message(response)) == (409, True)
+    await http.delete("/v1/groups/h")
+    await declared(http, id="g")
+
+
+async def test_what_grades_a_group_is_held_as_its_tokens_are(service, http, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SESSION_HISTORY", 100)
+    first = await declared(http, data="x" * 398)
+    assert service._num_held_tokens == 100
+    play(service, first["to_begin"][0])
+    response = await http.post("/v1/groups", json={"group_size": 1})
+    assert (response.status_code, "at most 100 are held" in message(response)) == (503, True)
+    await http.post(f"/v1/sessions/{first['to_begin'][0]}/finish", json={})
+    await declared(http, data="x")
+    assert service._num_held_tokens == 0
+    assert service._group(first["id"]).data is None
 
 
 async def test_nobody_enters_a_declared_group_by_another_name(service, http):
@@ -219,8 +286,8 @@ async def test_events_have_few_readers(service, http, monkeypatch):
 
     monkeypatch.setattr(groups, "MAX_READERS", 0)
     group = await declared(http)
-    with pytest.raises(RequestError, match="0 others read the events"):
-        await anext(service.events(group["id"]))
+    response = await http.get("/v1/sessions/events", params={"group": group["id"]})
+    assert (response.status_code, "0 others read the events" in message(response)) == (429, True)
 
 
 async def test_sessions_need_one_api_process():
@@ -299,6 +366,23 @@ def test_segments_hold_what_was_seen_and_who_generated_it():
     assert list(first.logprobs or ()) == [0, 0, -1, -2, 0, 0, -3, -4]
     assert (list(second.token_ids), list(second.mask), second.logprobs) == ([B, A], [0, 1], None)
     assert begun.num_held_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("turns", "prompt", "rest"),
+    [
+        ([("first", [A, B], [A]), ("extended", [A, B, A, LINE], [B])], [A, B], [A, LINE, B]),
+        ([("first", [A, B], [A, SPACE]), ("reformatted", [A, B, A, LINE], [B])], [A, B], [A, LINE, B]),
+        ([("first", [A, B], [A]), ("rewritten", [A, B, LINE], [B])], [A, B], [LINE, B]),
+        ([("first", [A, B], [A]), ("rewritten", [BA, LINE], [B])], [BA, LINE], [B]),
+        ([("first", [A, B], [])], [A, B], []),
+    ],
+)
+def test_what_is_graded_begins_where_the_policy_first_spoke(turns, prompt, rest):
+    begun = Conversation()
+    for history, asked, answer in turns:
+        begun.add(turn(history), asked, answer, None, decode(answer))
+    assert tuple(map(list, begun.halves)) == (prompt, rest)
 
 
 def test_log_probabilities_are_kept_where_every_turn_had_them():

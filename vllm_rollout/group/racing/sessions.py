@@ -58,6 +58,8 @@ class Session:
     ended_by: EndedBy | None = None
     reward: float | None = None
     is_void: bool = False
+    in_grading: bool = False
+    """Its harness has said that it is over, and its reward is being found."""
     is_told: bool = False
     """Its harness has said that it is over, and will say nothing more of it."""
 
@@ -151,6 +153,8 @@ class SessionRace:
 
         Raises: SessionRefused when another turn runs. The caller has asked `is_open`.
         """
+        if session.in_grading:
+            raise SessionRefused(f"session {session.id!r} was finished, and is being graded: no turn follows.")
         if session.in_turn:
             raise SessionRefused(
                 f"session {session.id!r} has a turn on its way: one may run at a time. Wait for its answer, or give "
@@ -203,7 +207,7 @@ class SessionRace:
         """Raises: SessionRefused when it has been finished, or amid a turn. One that lost may be finished."""
         if session.in_turn and session.is_open:
             raise SessionRefused(f"session {session.id!r} has a turn on its way. Finish it when that has ended.")
-        if session.ended_by == "finish" or session.is_void or session.reward is not None:
+        if session.in_grading or session.ended_by == "finish" or session.is_void or session.reward is not None:
             raise SessionRefused(f"session {session.id!r} was finished before. Finish each session once.")
 
     def finish(self, session: Session, now_s: float, *, reward: float | None = None, void: bool = False) -> None:
@@ -216,13 +220,15 @@ class SessionRace:
         session.is_told, session.reward = True, reward
         if session.is_open:
             self._end(session, "finish", void=void)
-        elif void and self._group.state(session.index) == "finished" and not self.is_over:
-            self._withdraw(session)  # a limit ended it, and it turns out to be worth nothing
+        if self.is_over or session.is_void or self._group.state(session.index) != "finished":
+            return
+        if void or (self.until is not None and reward is None):
+            self._withdraw(session)  # a limit ended it, and it is worth nothing; or rewards decide, and it has none
 
     @property
     def has_open(self) -> bool:
-        """A session of it has begun and not ended."""
-        return any(session.is_open for session in self.sessions.values())
+        """A session of it has begun and not ended, or is being graded."""
+        return any(session.is_open or session.in_grading for session in self.sessions.values())
 
     def expire(self, now_s: float, heard_s: float = -inf) -> bool:
         """Ends sessions that have been silent for too long, and a group of which nobody is heard; whether any did.
@@ -233,7 +239,7 @@ class SessionRace:
         silent = [
             session
             for session in self.sessions.values()
-            if session.is_open and not session.in_turn and now_s - session.since_s > timeout_s
+            if session.is_open and not (session.in_turn or session.in_grading) and now_s - session.since_s > timeout_s
         ]
         for session in silent:
             self._end(session, "idle", void=True)

@@ -210,7 +210,7 @@ class SessionRound(LiveRound):
         """A harness that says nothing more of a session for as long as one may be silent has no reward for it."""
         for _, group in list(self._awaited.values()):
             limit_s = group.race.active_s + self.terms.options.idle_timeout_s
-            if self.sessions.now_s() > limit_s:
+            if self.sessions.now_s() > limit_s and not group.race.has_open:
                 self._settle(group)
         self._cut()
 

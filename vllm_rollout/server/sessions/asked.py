@@ -111,15 +111,20 @@ def check_same(group: OpenGroup, said: TurnSaid) -> None:
 def until_of(terms: Terms) -> tuple[UntilTerms | None, int]:
     """How its rewards end it, if they do, and how many sessions it may ever have. Raises: RequestError."""
     until, most = None, terms.max_sessions or 2 * terms.num_candidates
+    if most < terms.num_candidates:
+        raise RequestError(
+            f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
+            param="max_sessions",
+        )
+    if terms.until == "variance" and terms.selection != "first":
+        raise RequestError(
+            f'selection: with until "variance" the rewards choose, got {terms.selection!r}. Leave one of them out.',
+            param="selection",
+        )
     if terms.until == "variance" and not terms.is_audit:
         try:
             until = UntilTerms.of(terms.group_size, terms.num_candidates, terms.max_sessions)
         except ValueError as error:
             raise RequestError(f"until: {error}", param="until") from error
         most = until.max_candidates
-    if most < terms.num_candidates:
-        raise RequestError(
-            f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
-            param="max_sessions",
-        )
     return until, most

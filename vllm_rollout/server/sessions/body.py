@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator
+from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
 from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields, Until
@@ -16,6 +16,8 @@ from vllm_rollout.server.protocol import Pruning
 from vllm_rollout.server.sessions.trajectory import History
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+DeclaredName = Annotated[StrictStr, Field(max_length=MAX_NAME_CHARS - 6, pattern=r"^[!-~]([ -~]*[!-~])?$")]
+"""Sessions are called so, with a number behind it, in a header: ASCII, no space at its ends."""
 Size = Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)]
 SessionSelection = Literal["first", "shortest"]
 
@@ -51,7 +53,10 @@ class SessionOptions(Body, SessionFields):
 class SessionGroupRequest(SessionOptions):
     """A group that is declared before its sessions begin."""
 
-    id: Name | None = Field(default=None, description="The group's name. Default: one is made.")
+    id: DeclaredName | None = Field(
+        default=None,
+        description="The group's name, in printable ASCII, since a header names its sessions. Default: one is made.",
+    )
     group_size: Size = Field(description=ROWS["group_size"].help)
     redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
         default=0, description="Spare sessions beyond group_size."
@@ -61,11 +66,10 @@ class SessionGroupRequest(SessionOptions):
     )
     data: Any = Field(default=None, description="Handed to the reward function, such as the solution.")
 
-    @field_validator("data")
-    @classmethod
-    def _is_json(cls, data: Any) -> Any:
-        check_json(data, "data")
-        return data
+    @model_validator(mode="after")
+    def _data_is_json(self) -> Self:
+        check_json(self.data, "data")
+        return self
 
 
 class FinishRequest(Body):

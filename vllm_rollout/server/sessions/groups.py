@@ -127,8 +127,13 @@ class OpenGroup:
     """That its first turn asked for."""
     declared: list[str] | None = None
     """Ids of its sessions; None: its client names them."""
+    num_answered: int = 0
+    """Of the declared ids: those that an answer has named."""
     reward: RewardOptions | None = None
     data: Any = None
+    """For its reward function."""
+    num_data_tokens: int = 0
+    """As many as its data counts for, where tokens are bounded."""
     engine_id: str = field(default_factory=lambda: f"sessions-{uuid.uuid4().hex}")
     """By which the engine knows it."""
     conversations: dict[str, Conversation] = field(default_factory=dict)
@@ -176,7 +181,7 @@ class OpenGroup:
 
     @property
     def num_held_tokens(self) -> int:
-        return sum(each.num_held_tokens for each in self.conversations.values())
+        return sum(each.num_held_tokens for each in self.conversations.values()) + self.num_data_tokens
 
     def declare(self, num: int) -> list[str]:
         """Ids of so many sessions more."""
@@ -185,6 +190,18 @@ class OpenGroup:
         ids = [f"{self.id}.{number}" for number in range(before, before + num)]
         self.declared += ids
         return ids
+
+    def wanted_now(self) -> list[str]:
+        """Declared sessions that are to begin and that no answer has named."""
+        if self.declared is None:
+            return []
+        new, self.num_answered = self.declared[self.num_answered :], len(self.declared)
+        return [] if self.race.is_over else [id for id in new if id not in self.race.sessions]
+
+    def let_go(self) -> None:
+        """Hold its trajectories, and what graded them, no more."""
+        self.conversations.clear()
+        self.data, self.num_data_tokens = None, 0
 
     def since(self, now_s: float) -> float:
         """It began, to the millisecond."""
@@ -207,10 +224,10 @@ class OpenGroup:
         for queue in self._readers:
             _put(queue, None)
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    def events(self) -> AsyncGenerator[Event, None]:
         """What has become of its sessions and which are to begin, then what becomes of them, until it is over.
 
-        Raises: RequestError (429) with too many readers.
+        Raises: RequestError (429), before anything is sent, with too many readers.
         """
         if len(self._readers) >= MAX_READERS:
             raise RequestError(
@@ -218,6 +235,9 @@ class OpenGroup:
                 status=HTTPStatus.TOO_MANY_REQUESTS,
                 retry_after_s=1,
             )
+        return self._read()
+
+    async def _read(self) -> AsyncGenerator[Event, None]:
         queue: asyncio.Queue[Event | None] = asyncio.Queue(MAX_EVENTS)
         told = [self._end_of(session) for session in self.race.sessions.values() if session.id in self.ended_s]
         told += map(self._wanted, self.to_begin)

@@ -17,6 +17,8 @@ from http import HTTPStatus
 from math import inf
 from typing import Any
 
+import msgspec
+
 from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSION_HISTORY, REWARD_THRESHOLD
 from vllm_rollout.group.plans.xargs import NAMES, TurnSaid
 from vllm_rollout.group.racing.sessions import Session, SessionRace, SessionRefused
@@ -45,6 +47,8 @@ from vllm_rollout.server.slices import spawn
 
 logger = logging.getLogger(__name__)
 
+BYTES_PER_TOKEN = 4
+"""Of the data of a group, which is held as its tokens are."""
 SCORED = "scored"
 """What stands for the prompt of a group's scored turns, where rewards name it."""
 STOP_AGAIN_S = 0.1
@@ -83,6 +87,8 @@ class SessionService:
         self.seen = SeenSessions()
         self._groups: dict[Key, OpenGroup] = {}
         self._of_session: dict[Key, OpenGroup] = {}
+        self._forgotten: OrderedDict[Key, None] = OrderedDict()
+        """Sessions of groups that are forgotten: who goes on with one is told that it has ended."""
         self._ended: OrderedDict[Key, OpenGroup] = OrderedDict()
         """Groups that are over, the one first that ended first; in `_groups` as well."""
         self._holding: OrderedDict[Key, OpenGroup] = OrderedDict()
@@ -113,16 +119,28 @@ class SessionService:
     def declare(self, request: SessionGroupRequest, namespace: str, watcher: Watcher | None = None) -> OpenGroup:
         """The same, of that client, for somebody who waits for it. Raises: RequestError."""
         key = (namespace, request.id or f"group-{uuid.uuid4().hex}")
+        self._check_held()
         if key in self._groups:
             raise RequestError(
                 f"id: there is a group {key[1]!r}. Choose another id, or DELETE /v1/groups/{key[1]}.",
                 status=HTTPStatus.CONFLICT,
                 param="id",
             )
+        if (namespace, f"{key[1]}.0") in self._of_session:
+            raise RequestError(
+                f"id: a session of another group is called {f'{key[1]}.0'!r}, as the first of this one would be. "
+                "Choose another id.",
+                status=HTTPStatus.CONFLICT,
+                param="id",
+            )
         terms, reward = self._asked(request)
         group = self._open(key, terms)
         group.reward, group.data, group.declared, group.watcher = reward, request.data, [], watcher
+        if group.data is not None:
+            group.num_data_tokens = len(msgspec.json.encode(group.data)) // BYTES_PER_TOKEN
+        self._hold(group.num_data_tokens)
         self._declare(group, group.race.num_to_enter)
+        group.wanted_now()
         return group
 
     def check(self, request: SessionGroupRequest) -> int:
@@ -145,7 +163,8 @@ class SessionService:
         named = client_session()
         if named is None:
             return False
-        return NAMES["group_id"] in xargs or (client_namespace(), named) in self._of_session
+        key = (client_namespace(), named)
+        return NAMES["group_id"] in xargs or key in self._of_session or key in self._forgotten
 
     def turn(self, said: TurnSaid, model: str | None, prompt: Sequence[int] | None) -> OpenTurn | None:
         """A turn may begin; then `begin` it. None: its session has ended, and nothing is to be generated.
@@ -156,10 +175,12 @@ class SessionService:
         key = (client_namespace(), said.session)
         group = self._of_session.get(key)
         if group is None:
+            if key in self._forgotten and not said.group:
+                return None
             group = self._joined(key, said)
         elif said.group:
             check_same(group, said)
-        if group.model is None:
+        if not group.race.sessions:
             group.model = model
         elif model != group.model:
             raise _invalid("model", f"this session's group began with {group.model!r}, got {model!r}. Keep the model.")
@@ -167,10 +188,7 @@ class SessionService:
         session = group.race.sessions.get(said.session) or self._enter(group, said.session, now_s)
         if not session.is_open:
             return None
-        if self._num_held_tokens > MAX_SESSION_HISTORY:
-            raise _too_much(
-                f"open sessions have {self._num_held_tokens} tokens, at most {MAX_SESSION_HISTORY} are held"
-            )
+        self._check_held()
         continuation = self._continued(group, session, prompt)
         try:
             most = group.race.tokens_left(session)
@@ -217,8 +235,14 @@ class SessionService:
         num_cached_tokens: int | None = None,
         pruned: bool = False,
     ) -> None:
-        """All that it generated. num_cached_tokens: of its prompt, whose KV was there; pruned: its score stopped it."""
+        """All that it generated. num_cached_tokens: of its prompt, whose KV was there; pruned: its score stopped it.
+
+        One that the engine gave up, while its session goes on, has not happened.
+        """
         group, session, now_s = turn.group, turn.session, self._clock()
+        if session.is_open and not pruned and finish_reason in ("abort", "error"):
+            self.leave(turn)
+            return
         if group.running.pop(session.id, None) is None:
             return
         group.race.end_turn(
@@ -267,11 +291,11 @@ class SessionService:
             group.race.check_finish(session)
             if group.reward is not None and reward is None and not void and group.race.state(session) in _GRADED:
                 void, reward, status = await self._grade(group, session)
-            known = set(group.to_begin)
             group.race.finish(session, self._clock(), reward=reward, void=void)
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         num_wanted = self._settle(group)
+        wanted = group.wanted_now()
         if self._recorder is not None and group.is_counted:
             self._recorder.session_rewarded(group, session)
         if group.watcher is not None:
@@ -281,8 +305,8 @@ class SessionService:
             **group.told(session),
             group_id=group.id,
             group_status=group.status,
-            wanted=[id for id in group.to_begin if id not in known],
-            num_wanted=num_wanted,
+            wanted=wanted,
+            num_wanted=num_wanted if group.declared is None else len(wanted),
             reward_status=status,
         )
 
@@ -385,7 +409,12 @@ class SessionService:
             self._let_go(group)
         self._groups.pop(group.key, None)
         for id in [*group.race.sessions, *(group.declared or ())]:
-            self._of_session.pop((group.key[0], id), None)
+            key = (group.key[0], id)
+            if self._of_session.get(key) is group:
+                del self._of_session[key]
+                self._forgotten[key] = None
+        while len(self._forgotten) > MAX_ENDED_SESSIONS:
+            self._forgotten.popitem(last=False)
 
     def _hold(self, num_tokens: int) -> None:
         """So many tokens more; trajectories of groups that are over give way, the oldest first."""
@@ -397,7 +426,7 @@ class SessionService:
         """Hold its trajectories no more."""
         self._holding.pop(group.key, None)
         self._num_held_tokens -= group.num_held_tokens
-        group.conversations.clear()
+        group.let_go()
 
     async def _tick(self) -> None:
         """While a group is open: sessions of which nobody hears end."""
@@ -435,14 +464,14 @@ class SessionService:
         conversation = group.conversations.get(session.id)
         if conversation is None or not conversation.segments:
             return False, None, "error"
-        segment = conversation.segments[-1]
-        began = segment.mask.find(b"\1")
-        prompt, rest = segment.token_ids[:began], segment.token_ids[began:]
-        text = await asyncio.to_thread(lambda: (self._decode(prompt), self._decode(rest)))
+        prompt, rest = conversation.halves
         self._grading.promise(group.reward.name, 1)
+        session.in_grading = True
         try:
+            text = await asyncio.to_thread(lambda: (self._decode(prompt), self._decode(rest)))
             grade = await self._grading.grade(group.reward, Trajectory(*text, group.data, list(rest)), Urgency())
         finally:
+            session.in_grading = False
             self._grading.promise(group.reward.name, -1)
         return grade.status == "void", grade.reward, grade.status
 
@@ -484,11 +513,14 @@ class SessionService:
         group.conversations[session_id] = Conversation()
         self.seen.changed(group)
         self._of_session[group.key[0], session_id] = group
+        self._forgotten.pop((group.key[0], session_id), None)
         return session
 
     def _declare(self, group: OpenGroup, num: int) -> list[str]:
         ids = group.declare(num)
-        self._of_session.update(((group.key[0], id), group) for id in ids)
+        for id in ids:
+            self._of_session[group.key[0], id] = group
+            self._forgotten.pop((group.key[0], id), None)
         return ids
 
     def _continued(self, group: OpenGroup, session: Session, prompt: Sequence[int] | None) -> Continuation:
@@ -505,6 +537,12 @@ class SessionService:
                 param="messages",
             )
         return continuation
+
+    def _check_held(self) -> None:
+        """Raises: RequestError (503) where more is held than may be."""
+        self._hold(0)
+        if (num_held := self._num_held_tokens) > MAX_SESSION_HISTORY:
+            raise _too_much(f"open sessions have {num_held} tokens, at most {MAX_SESSION_HISTORY} are held")
 
     def _check_alone(self) -> None:
         """Raises: RequestError."""

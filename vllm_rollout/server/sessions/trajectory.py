@@ -77,6 +77,18 @@ class Conversation:
     def num_held_tokens(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
 
+    @property
+    def halves(self) -> tuple[Sequence[int], Sequence[int]]:
+        """What the policy was asked at first, and all that follows in what its last turn saw.
+
+        Where the history was rewritten from its beginning on, that of the last turn alone.
+        """
+        first, last = self.segments[0], self.segments[-1]
+        began = _num_given(first)
+        if last.token_ids[:began] != first.token_ids[:began]:
+            first, began = last, _num_given(last)
+        return first.token_ids[:began], last.token_ids[began:]
+
     def follow(self, prompt: Sequence[int], decode: Decode) -> Continuation:
         """How the next turn's prompt goes on. Text is compared only where tokens differ."""
         if not self.segments:
@@ -115,6 +127,12 @@ class Conversation:
             segment.logprobs = None
         self.turns.append(turn)
         self._sent, self._num_before = text, len(prompt)
+
+
+def _num_given(segment: Segment) -> int:
+    """Tokens before the first one that the policy generated."""
+    at = segment.mask.find(b"\1")
+    return len(segment.mask) if at < 0 else at
 
 
 def _first_difference(known: Sequence[int], prompt: Sequence[int]) -> int:
