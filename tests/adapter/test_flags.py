@@ -94,6 +94,7 @@ ALONE = [
     (("--worker-cls", "other.Worker"), "would replace the worker"),
     (("--emulate-speed", "2"), "name one with --emulate FILE"),
     (("--emulate-log", "here"), "name one with --emulate FILE"),
+    (("--rollout-record-max-mib", "-1"), "must be a whole number of MiB, 0 for no bound, got '-1'"),
     (("--rollout-port", "7001"), "set VLLM_USE_RUST_FRONTEND=1"),
     (("--rollout-judge-cores", "0"), "name one with --rollout-judge MODEL"),
     (AUTO[2:], "add that flag"),
@@ -265,6 +266,8 @@ def test_a_node_without_front_ends_gets_none(parsed, rust):
         (("--data-parallel-rank", "0"), "an external or hybrid load balancer does not go"),
         (("--grpc-port", "7002"), "--grpc-port does not go"),
         (("--parallelism", "auto", "--parallelism-devices", "2"), "--parallelism auto does not go"),
+        (("--rollout-port", "70000"), "must be from 1 to 65535, got 70000"),
+        (("--port", "65535"), "must be from 1 to 65535, got 65536"),
         (("--port", "7000", "--rollout-port", "7000"), "It must differ from --port"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
@@ -444,3 +445,19 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
     assert len(ring) == 0
     assert list(output.get_output().__dict__[REPORT_ATTRIBUTE].due) == ["a"]
     assert len(ring) == 1
+
+
+def test_what_is_not_observed_moves_with_its_generator_alone():
+    """Nobody looks at the candidates, but the request goes on elsewhere with its draws."""
+
+    class Bare(runner_module.RunnerV1Mixin):
+        def __init__(self) -> None:
+            self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
+
+    source, target, generator = Bare(), Bare(), torch.Generator().manual_seed(7)
+    source.requests["a"] = SimpleNamespace(generator=generator)
+    state = source.detach(["a"])["a"]
+    params = SimpleNamespace(prompt_token_ids=[1], sampling_params=None, lora_request=None, request_id="a")
+    target.attach([MovedCandidate(0, params, [5], 1, True, None, [], state)])
+    its = target.requests["a"].generator
+    assert torch.equal(torch.rand(4, generator=its), torch.rand(4, generator=generator))

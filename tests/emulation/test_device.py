@@ -1,7 +1,9 @@
 """The device's clock, the log of its steps and what is made of it."""
 
+import errno
 import io
 import json
+import os
 from itertools import pairwise
 
 import pytest
@@ -67,6 +69,34 @@ def test_what_was_logged_is_read_by_rank_and_a_row_cut_off_is_left_out(tmp_path)
     with (tmp_path / "steps-1.jsonl").open("a") as file:
         file.write("[1.0, 2.")
     assert read_steps(tmp_path) == [LoggedSteps(rank, 0.5, STEPS) for rank in (0, 1)]
+
+
+def test_a_log_that_goes_on_begins_after_the_last_whole_row(tmp_path):
+    for goes_on in (False, True):
+        log = StepLog(tmp_path, rank=0, speed=0.5, say=lambda line: None, goes_on=goes_on)
+        for row in STEPS:
+            log.add(row)
+        log.close()
+        with (tmp_path / "steps-0.jsonl").open("a") as file:
+            file.write("[1.0, 2.")
+    assert read_steps(tmp_path)[0].steps[-len(STEPS) :] == STEPS
+
+
+def test_a_full_disk_ends_the_log_and_not_the_engine(tmp_path, monkeypatch):
+    said = []
+    log = StepLog(tmp_path, rank=0, speed=0.5, say=said.append)
+    log.add(STEPS[0])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    for row in STEPS[1:]:
+        log.add(row)
+    log.close()
+    assert said[0] == "emulated device 0: its log ends here, No space left on device"
+    assert sum("ends here" in line for line in said) == 1
+    assert read_steps(tmp_path)[0].steps == STEPS[:1]
 
 
 def test_every_ten_seconds_a_line_is_said():

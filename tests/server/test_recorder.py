@@ -7,6 +7,7 @@ from contextlib import aclosing
 from io import FileIO
 from pathlib import Path
 
+import httpx
 import pytest
 
 from vllm_rollout import AsyncRolloutClient
@@ -78,6 +79,42 @@ async def test_scores_and_accepted_rewards_are_recorded(engine, app, path):
     candidates = read_trace(path).prompts[0].candidates
     assert [candidate.reward for candidate in candidates] == [0.0, None, None, 3.0]
     assert all(candidate.score is not None for candidate in candidates)
+
+
+@pytest.mark.parametrize("pruning", [{}, {"pruning": {"detection_length": 5, "mode": "shadow"}}])
+async def test_rewards_that_come_while_their_round_runs_are_in_its_row_and_told(engine, app, path, pruning):
+    """As a trainer posts them that filters: before there is a row."""
+    engine.lengths, engine.step_s = dict.fromkeys(range(4), 20), 0.001
+    told = []
+
+    async def look(url: str) -> None:
+        async with httpx.AsyncClient(timeout=30) as http, http.stream("GET", f"{url}/v1/rollouts/watch") as feed:
+            async for line in feed.aiter_lines():
+                told.append(line)
+
+    with serving(app) as url:
+        async with AsyncRolloutClient(url) as client:
+            looking = asyncio.create_task(look(url))
+            run = await client.run(2, 2, filter="zero_variance", sampling={"seed": 3, "max_tokens": 30}, **pruning)
+            async with aclosing(run.stream([{"id": id, "prompt": id} for id in "abc"])) as events:
+                async for event in events:
+                    if event.type == "round":
+                        rollout_id = event.id
+                    elif event.type == "group":
+                        rewards = [
+                            {"prompt_id": event.prompt_id, "index": index, "reward": float(number)}
+                            for number, index in enumerate(event.selected)
+                        ]
+                        await client.post_rewards(rollout_id, rewards)
+            await asyncio.to_thread(wait_until, lambda: path.exists() and '"prompts"' in path.read_text())
+            await asyncio.to_thread(wait_until, lambda: any('"state":"over"' in line for line in told))
+            looking.cancel()
+    assert len(path.read_text().splitlines()) == 1
+    traced = read_trace(path).prompts
+    rewarded = [sorted(c.reward for c in prompt.candidates if c.reward is not None) for prompt in traced]
+    assert rewarded.count([0.0, 1.0]) == 2
+    (row,) = [json.loads(line.removeprefix("data: ")) for line in told if '"state":"over"' in line]
+    assert sum(reward == 1.0 for prompt in row["prompts"] for reward in prompt["rewards"] or ()) == 2
 
 
 async def test_what_the_server_grades_is_in_the_row_once(engine, path):

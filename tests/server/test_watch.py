@@ -245,6 +245,23 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(
     assert "running" not in {c["end"] for c in last}
 
 
+async def test_who_comes_later_is_not_told_what_nobody_was_told_in_time(app: FastAPI):
+    """A rollout that began in the last moment of a viewer, and ended unseen, does not run for the next one."""
+    async with http_of(app) as http:
+        feed = app.state.rollout_service.viewers.feed()
+        await anext(feed)
+        posting = asyncio.create_task(http.post("/v1/rollouts", json=body("a")))
+        while not app.state.rollout_service.viewers._running:
+            await asyncio.sleep(0)
+        await feed.aclose()
+        await posting
+        feed = app.state.rollout_service.viewers.feed()
+        told = await anext(feed) + await anext(feed)
+        await feed.aclose()
+    states = [json.loads(line[6:])["state"] for line in told.split(b"\n") if line.startswith(b'data: {"rollout_id"')]
+    assert states == ["over"]
+
+
 async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
     engine: FakeEngine, app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ):

@@ -139,6 +139,7 @@ def test_what_the_server_writes_is_read_as_it_was(write, tmp_path):
         ('{"prompt_id": "q"}', "lengths: is missing"),
         ('{"lengths": [1]}', "prompt_id: is missing"),
         (PROMPT | {"lenghts": [1]}, "lenghts: is not a field of a trace"),
+        (PROMPT | {"\x1b]0;owned\x07": [1]}, r"\x1b]0;owned\x07: is not a field of a trace"),
         (PROMPT | {"ends": ["stop"]}, "ends has 1 entries, lengths has 2; they must be equally long"),
         (PROMPT | {"scores": [1.0] * 3}, "scores has 3 entries, lengths has 2"),
         (PROMPT | {"ends": ["stop", "done"]}, "ends.1: input should be 'stop', 'length', 'surplus'"),

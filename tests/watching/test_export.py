@@ -122,6 +122,16 @@ def test_tensorboard_reads_it_back_and_writing_again_replaces_it(recording: Path
     assert (histogram.min, histogram.max, histogram.num, sum(histogram.bucket)) == (100, 500, 4, 4)
 
 
+def test_runs_with_names_that_are_alike_have_folders_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    curves = export.Curves()
+    for name in ("exp.1", "exp:1", "exp_1"):
+        curves.by_run[name][0] = export.Point(1.0, {"time/seconds": 1.0}, None)
+    for _ in range(2):
+        export.to_tensorboard(curves, tmp_path)
+        assert len(list(tmp_path.rglob("events.*"))) == len({path.parent for path in tmp_path.rglob("events.*")}) == 3
+
+
 def test_trackio_reads_it_back_and_writing_again_replaces_it(recording: Path, tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}

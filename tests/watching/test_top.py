@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.cli import app as cli
 from vllm_rollout.client.connection import RolloutError
-from vllm_rollout.watching.top import Screen, top
+from vllm_rollout.watching.top import Screen, feed, top
 
 from .session_rows import LOST, WON, session_group
 
@@ -100,6 +101,15 @@ def test_one_picture_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         result = CliRunner().invoke(cli, ["top", url, "--once"])
     assert "active" in result.output
     assert result.exit_code == 0
+
+
+def test_line_ends_of_unicode_in_a_name_end_no_line() -> None:
+    app = make_app(FakeEngine())
+    with serving(app) as url:
+        prompts = [{"id": "a\u2028b\u0085c", "prompt": "x"}]
+        assert httpx.post(f"{url}/v1/rollouts", json={"prompts": prompts, "group_size": 1}).is_success
+        told = next(data for name, data in feed(url, None) if name == "rollout")
+    assert told["prompts"][0]["id"] == "a\u2028b\u0085c"
 
 
 def test_what_is_no_server_is_an_error_with_a_remedy() -> None:

@@ -118,8 +118,10 @@ class StepLog:
         self._summary, self._before, self._since = Summary(), None, None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC)
-            self._file = os.open(folder / f"steps-{rank}.jsonl", flags, 0o644)
+            path = folder / f"steps-{rank}.jsonl"
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o644)
+            if goes_on:  # after a last row that was cut off
+                os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)
             self._write({"rank": rank, "speed": speed, "pid": os.getpid(), "fields": LoggedStep._fields})
 
     def add(self, step: LoggedStep) -> None:
@@ -139,9 +141,17 @@ class StepLog:
             self._file = None
 
     def _write(self, row: object) -> None:
+        """A row that cannot be written ends the log, and not the engine."""
         assert self._file is not None
-        # Without a buffer: a killed server has left what it did.
-        os.write(self._file, (json.dumps(row) + "\n").encode())
+        line = (json.dumps(row) + "\n").encode()
+        try:
+            if os.write(self._file, line) == len(line):  # without a buffer: a killed server has left what it did
+                return
+            reason = "the disk is full"
+        except OSError as error:
+            reason = error.strerror
+        self._say(f"emulated device {self._rank}: its log ends here, {reason}")
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

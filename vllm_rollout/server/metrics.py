@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -67,9 +67,10 @@ class Metrics:
         def histogram(name: str, help: str, buckets: Sequence[float], **labels: Iterable[str]) -> Histogram:
             return begun(Histogram(f"{PREFIX}{name}", help, tuple(labels), buckets=buckets, registry=registry), labels)
 
-        def gauge(name: str, help: str, *labels: str) -> Gauge:
-            # Of several API processes the one that looked last knows best.
-            return Gauge(f"{PREFIX}{name}", help, labels, registry=registry, multiprocess_mode="mostrecent")
+        def gauge(name: str, help: str, *labels: str, each: bool = False) -> Gauge:
+            # Of several API processes the one that looked last knows best, unless each counts its own.
+            mode: Literal["livesum", "mostrecent"] = "livesum" if each else "mostrecent"
+            return Gauge(f"{PREFIX}{name}", help, labels, registry=registry, multiprocess_mode=mode)
 
         def learning_gauge(name: str, help: str, *labels: str) -> Gauge:
             return gauge(name, help, "adapter", "detection_length", *labels)
@@ -112,7 +113,7 @@ class Metrics:
             "grading_seconds", "How long grading a trajectory took, by reward.", GRADING_BUCKETS_S, reward=()
         )
         self._limit = gauge("grading_limit_seconds", "The largest time limit that was learned from correct answers.")
-        self._to_grade = gauge("trajectories_to_grade", "Of rollouts on their way, by reward.", "reward")
+        self._to_grade = gauge("trajectories_to_grade", "Of rollouts on their way, by reward.", "reward", each=True)
         self._brier = learning_gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
         self._auc = learning_gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
         self._within_group_auc = learning_gauge("within_group_auc", "AUC within prompts, their mean.", "signal")

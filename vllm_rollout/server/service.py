@@ -293,6 +293,9 @@ class RolloutService:
             await self.learning.post_rewards(rollout.id, request, by_server=True)
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
+        if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
+            rollout.seen.rewarded((its.prompt_id, its.index, its.reward) for its in rewards)
+            return
         self.viewers.rewards_posted(rollout_id, rewards)
         if self._recorder is not None:
             self._recorder.rewards_posted(rollout_id, rewards)

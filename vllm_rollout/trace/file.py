@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from vllm_rollout.group.checks import shown
 from vllm_rollout.trace.rows import (
     End,
     LengthsRow,
@@ -205,7 +206,7 @@ def reason_of(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first, *others = error.errors(include_url=False)
-    where = ".".join(map(str, first["loc"]))
+    where = shown(".".join(map(str, first["loc"])))[1:-1]  # a stranger's keys may be anything
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         said = f"{where}: {message}" if where else message

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,10 +103,10 @@ def to_tensorboard(curves: Curves, out: Path) -> str:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+    folders = {run: out / _file_name(run) if run else out for run in curves.by_run}
+    before = [path for folder in folders.values() for path in folder.glob(f"events.out.tfevents.*{OURS}")]
     for run, points in curves.by_run.items():
-        folder = out / _file_name(run) if run else out
-        before = list(folder.glob(f"events.out.tfevents.*{OURS}"))
-        writer = EventFileWriter(str(folder), filename_suffix=OURS)
+        writer = EventFileWriter(str(folders[run]), filename_suffix=OURS)
         for step, point in sorted(points.items()):
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in point.scalars.items()]
             if point.lengths is not None:
@@ -118,8 +119,8 @@ def to_tensorboard(curves: Curves, out: Path) -> str:
                 values.append(Summary.Value(tag=HISTOGRAM, histo=histogram))
             writer.add_event(Event(wall_time=point.at, step=step, summary=Summary(value=values)))
         writer.close()
-        for path in before:
-            path.unlink()
+    for path in before:
+        path.unlink()
     return f"tensorboard --logdir {out}"
 
 
@@ -161,5 +162,6 @@ def _logged(point: Point, histogram: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _file_name(run: str) -> str:
-    """A folder's, and never another's than one below."""
-    return re.sub(r"[^\w-]", "_", run, flags=re.ASCII)
+    """A folder's, of its own, and never another's than one below."""
+    plain = re.sub(r"[^\w-]", "_", run, flags=re.ASCII)
+    return plain if run in (plain, SESSIONS) else f"{plain}-{blake2b(run.encode(), digest_size=4).hexdigest()}"

@@ -108,11 +108,11 @@ class RunnerMixin:
         self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
 
     @torch.inference_mode()
-    def detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
-        """What is known here of candidates that leave. None where nobody reads the outputs."""
+    def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
+        """What is known here of candidates that leave."""
         ring = self.feature_ring
         if ring is None:
-            return None
+            return {request_id: WorkerState(self._generator_state(request_id)) for request_id in request_ids}
         tracked = self.candidate_tracker.copy(request_ids)
         features = detach(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
         return {

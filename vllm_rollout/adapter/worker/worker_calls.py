@@ -97,7 +97,7 @@ class WorkerCalls:
 
     def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
         """What this worker knows of candidates that leave; None on a worker whose outputs nobody reads."""
-        return self.moving_runner.detach(request_ids)
+        return None if self.quality_heads is None else self.moving_runner.detach(request_ids)
 
     def rollout_attach(self, candidates: list[MovedCandidate]) -> None:
         """Candidates with output tokens come; the scheduler is told of them next."""

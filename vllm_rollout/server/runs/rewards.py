@@ -50,7 +50,7 @@ class RunRewards:
                 )
             return await self._learning.post_rewards(rollout_id, request)
         rewards = [(entry.prompt_id, entry.index, entry.reward) for entry in request.rewards]
-        statuses, filtered = await live.course.reward(rewards)
+        statuses, filtered = await _told(live, rewards)
         if live.rollout.scoring is not None:
             answer = await self._learning.post_rewards(rollout_id, request)
             return answer.model_copy(update={"filtered": filtered})
@@ -97,7 +97,14 @@ class RunRewards:
         for rollout_id, rewards in by_rollout.items():
             filtering = self._live[rollout_id]
             assert isinstance(filtering, RolloutRound)
-            statuses, _ = await filtering.course.reward(list(rewards.values()))
+            statuses, _ = await _told(filtering, list(rewards.values()))
             if filtering.rollout.scoring is None:
                 told.update(zip(rewards, statuses, strict=True))
         return told
+
+
+async def _told(live: RolloutRound, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
+    """As of the round's course; what is accepted is seen."""
+    statuses, filtered = await live.course.reward(rewards)
+    live.rollout.seen.rewarded(reward for reward, status in zip(rewards, statuses, strict=True) if status == "accepted")
+    return statuses, filtered

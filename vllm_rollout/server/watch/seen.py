@@ -1,12 +1,12 @@
 """What is seen of a rollout on its way: what has become of each candidate, and when. It knows of no viewer.
 
-Invariant: a row can be made at any time; that of a group that is over stays as it is.
+Invariant: a row can be made at any time; that of a group that is over stays as it is, but for rewards that come.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -92,6 +92,7 @@ class SeenGroup:
     def row(self) -> RolloutPrompt:
         each = [self.candidates[index] for index in sorted(self.candidates)]
         scored, graded = any(c.score is not None for c in each), any(c.reward_status for c in each)
+        rewarded = graded or any(c.reward is not None for c in each)
         return RolloutPrompt.model_construct(
             id=self.prompt_id,
             position=self.position,
@@ -109,9 +110,15 @@ class SeenGroup:
             ended_s=[c.ended_s for c in each],
             selected=list(self.selected),
             scores=[c.score for c in each] if scored else None,
-            rewards=[c.reward for c in each] if graded else None,
+            rewards=[c.reward for c in each] if rewarded else None,
             reward_status=[c.reward_status for c in each] if graded else None,
         )
+
+    def rewarded(self, index: int, reward: float) -> None:
+        """A trainer has posted it."""
+        if index in self.candidates:
+            self.candidates[index].reward = reward
+            self._changed()
 
     def _changed(self) -> None:
         self.rollout.changed.add(self.position)
@@ -144,6 +151,13 @@ class SeenRollout:
 
     def over(self, *, left: bool) -> None:
         self.state, self.seconds = "left" if left else "over", self.now()
+
+    def rewarded(self, rewards: Iterable[tuple[str, int, float]]) -> None:
+        """(prompt id, index, reward) each, of candidates that have ended, before the rollout is over."""
+        by_id = {group.prompt_id: group for group in self.groups.values()}
+        for prompt_id, index, reward in rewards:
+            if prompt_id in by_id:
+                by_id[prompt_id].rewarded(index, reward)
 
     def filtered(self, prompt_id: str) -> None:
         """Its round returns another group in its place."""

@@ -116,7 +116,7 @@ class Viewers:
             self._keep_text(rollout)
 
     def rewards_posted(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
-        """By a trainer; what the server grades is among what is seen of a group."""
+        """By a trainer, of a rollout that is over. All others are among what is seen of a group."""
         each = [{"prompt_id": its.prompt_id, "index": its.index, "reward": its.reward} for its in rewards]
         told = event_of("rewards", {"rollout_id": rollout_id, "rewards": each})
         if rollout_id in self._over:
@@ -153,6 +153,8 @@ class Viewers:
                 yield await viewer.next()
         finally:
             self._viewers.discard(viewer)
+            if not self._viewers:
+                self._unsent.clear()  # who comes next is told everything
             self._tick_if_needed()
 
     async def texts(self, rollout_id: str, position: int) -> GroupTexts:

@@ -63,6 +63,9 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"{VARIABLE}=1: {error} vLLM's CUDA wheel has it; {PATH_VARIABLE} names another place.")
     if not os.access(path, os.X_OK):
         parser.error(f"{PATH_VARIABLE}={path} is no file that can be executed. Name vllm-rs, or unset {VARIABLE}.")
+    port = args.port + 1 if args.rollout_port is None else args.rollout_port
+    if not 1 <= port <= 65535:
+        parser.error(f"--rollout-port must be from 1 to 65535, got {port} (default: --port + 1).")
     balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
     for flag, is_set, remedy in (
         ("--api-server-count", (args.api_server_count or 1) > 1, "There is one Python process: leave it out."),

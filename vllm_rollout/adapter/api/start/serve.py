@@ -135,7 +135,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-record-max-mib",
-        type=int,
+        type=_mib,
         default=RECORD_MAX_MIB,
         metavar="MIB",
         help="The most that it may have, with its older piece FILE.1, which it becomes when it has half of that. 0: no "
@@ -214,6 +214,12 @@ def _admin_key(text: str) -> AdminKey:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty. Leave the flag out for no key")
     return AdminKey(text)
+
+
+def _mib(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be a whole number of MiB, 0 for no bound, got {text!r}")
+    return int(text)
 
 
 def _positive(text: str) -> float:
