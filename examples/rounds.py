@@ -1,7 +1,8 @@
 """A synchronous GRPO-like loop over rounds of a run: short ones, and now and then a long one for what took too long.
 
 Needs `vllm-rollout serve` at http://127.0.0.1:8000 (`--rollout-state FOLDER` and the run survives the server). Start
-this again after a crash, of the server or its own: it goes on where it was, and no prompt is lost or comes twice.
+this again after a crash, of the server or its own: it goes on where it was, and no prompt is lost or trained on twice,
+since the server knows which wait and DONE which were used.
 
 In place of the print a trainer would make its update with the advantages, and give the server the new weights.
 """
@@ -10,11 +11,13 @@ import random
 import re
 import statistics
 import sys
+from pathlib import Path
 
 from vllm_rollout import RolloutClient
 from vllm_rollout.server.answers import GroupAnswer
 
 GROUP_SIZE, PROMPTS_PER_ROUND = 4, 8
+DONE = Path("rounds-example.done")  # a trainer would keep this in its checkpoint
 
 
 def data(num_prompts: int) -> list[dict]:
@@ -41,7 +44,11 @@ def main(url: str, num_prompts: int = 50) -> None:
     with RolloutClient(url) as client:
         client.wait_until_ready(timeout_s=600)
         run = client.run(GROUP_SIZE, PROMPTS_PER_ROUND, id="rounds-example", sampling={"max_tokens": 256})
-        for round in run.rounds(data(num_prompts), epoch=1, return_text=True):
+        known = {*run.info.queue, *run.info.unstarted, *(DONE.read_text().split() if DONE.exists() else ())}
+        if run.info.open_round is not None:
+            known.update(run.info.open_round.prompt_ids)
+        prompts = [prompt for prompt in data(num_prompts) if prompt["id"] not in known]
+        for round in run.rounds(prompts, epoch=1, return_text=True):
             batch = [(t, a) for g in round.groups for t, a in zip(g.trajectories, advantages(g), strict=False)]
             num_teaching = sum(advantage != 0 for _, advantage in batch)
             print(
@@ -49,10 +56,13 @@ def main(url: str, num_prompts: int = 50) -> None:
                 f"longest {max(g.lengths.max for g in round.groups)} tokens, {num_teaching} of {len(batch)} "
                 f"trajectories teach, deferred {round.deferred or 'none'}"
             )
+            with DONE.open("a") as file:
+                file.writelines(f"{group.prompt_id}\n" for group in round.groups)
         totals, savings = run.info.totals, run.info.savings
         print(f"{totals.num_returned} prompts back, {totals.num_waiting} wait; {totals.latency_s:.0f} s in all")
         print(f"steps of synchronous rounds over ours: {savings.ratio or 'not known yet'}")
         run.delete()
+        DONE.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

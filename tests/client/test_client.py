@@ -515,6 +515,60 @@ def test_a_function_sends_while_the_server_pauses() -> None:
     assert again.asked == expected
 
 
+def test_an_async_function_is_waited_for_and_needs_the_async_client() -> None:
+    routes = Routes()
+
+    async def send() -> None:
+        await asyncio.sleep(0)
+        routes.asked.append("sent")
+
+    async def give_async() -> None:
+        async with AsyncRolloutClient(transport=httpx.MockTransport(routes)) as client:
+            await client.give_weights(send, "step-3")
+
+    asyncio.run(give_async())
+    assert routes.asked == ["/pause", "sent", RESET, NAME, "/resume"]
+    routes.asked.clear()
+    with pytest.raises(TypeError, match="AsyncRolloutClient"):
+        give(routes, send)
+    assert routes.asked == ["/pause", "/resume"]
+
+
+def test_who_is_cancelled_leaves_no_server_paused_and_no_thread_that_sends() -> None:
+    """While the server pauses, and while the weights are sent."""
+    asked: list[str] = []
+
+    async def give_async(during: str) -> None:
+        may_go_on = threading.Event()
+
+        async def slow(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            if request.url.path == during:
+                await asyncio.sleep(60)
+            return httpx.Response(200, json={"success": True})
+
+        def send() -> None:
+            asked.append("begun")
+            may_go_on.wait(60)
+            asked.append("sent")
+
+        async with AsyncRolloutClient(transport=httpx.MockTransport(slow)) as client:
+            giving = asyncio.create_task(client.give_weights(send, "step-3"))
+            while during not in asked:
+                await asyncio.sleep(0.001)
+            giving.cancel()
+            await asyncio.sleep(0.05)
+            may_go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await giving
+
+    asyncio.run(give_async("/pause"))
+    assert asked == ["/pause", "/resume"]
+    asked.clear()
+    asyncio.run(give_async("begun"))
+    assert asked == ["/pause", "begun", "sent", "/resume"]
+
+
 def fail() -> None:
     raise ConnectionError("the trainer's side")
 

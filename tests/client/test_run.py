@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from tests.server.conftest import make_app, serving, wait_until
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run
+from vllm_rollout.client import run as run_module
 from vllm_rollout.client.run_calls import named
 from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, RoundEvent
 
@@ -86,8 +91,10 @@ def test_prompts_without_an_id_are_named_by_what_they_say(client: RolloutClient)
     assert named("17 + 25 =", 0) == named({"prompt": "17 + 25 ="}, 5)
     assert named("17 + 25 =", 0)["id"] != named("17 + 26 =", 0)["id"]
     assert named({"id": "a", "prompt": "x"}, 0)["id"] == "a"
-    answers = list(make_run(client).rounds(f"{i} + 1 =" for i in range(9)))
-    assert sum(len(answer.groups) for answer in answers) == 9
+    answers = list(make_run(client).rounds(f"{i % 5} + 1 =" for i in range(9)))  # some say the same
+    back = Counter(group.prompt_id for answer in answers for group in answer.groups)
+    ids = [named(f"{i} + 1 =", 0)["id"] for i in range(5)]
+    assert back == Counter([*ids, *(f"{id}-2" for id in ids[:4])])
 
 
 def test_two_trainers_take_turns(client: RolloutClient, server_url: str) -> None:
@@ -115,13 +122,62 @@ def test_a_round_that_a_server_left_open_is_asked_for_again(tmp_path: Path) -> N
     with serving(make_app(engine, database=database)) as url, RolloutClient(url) as client:
         run = make_run(client, id="train")
         with pytest.raises(RolloutError, match="has stopped"):
-            run.round(data(6), key="lost", patience_s=0)
+            run.round(data(6), key="lost", patience_s=0, return_text=True)
         wait_until(lambda: run.refresh().open_round.state == "interrupted")
     with serving(make_app(FakeEngine(), database=database)) as url, RolloutClient(url) as client:
         run = make_run(client, id="train")
-        answers = list(run.rounds(data(12)[6:]))
+        answers = list(run.rounds(data(12)[6:], return_text=True))
     assert answers[0].idempotency_key == "lost"
     assert Counter(group.prompt_id for answer in answers for group in answer.groups) == {f"q{i}": 1 for i in range(12)}
+
+
+def against(answer: Callable[[], httpx.Response]) -> tuple[Run, list[float]]:
+    """A run whose server answers so, and when it was asked."""
+    asked: list[float] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(time.monotonic())
+        return answer()
+
+    client = RolloutClient(transport=httpx.MockTransport(handle))
+    return Run(AsyncRun(client._awaited, SimpleNamespace(id="r", next_round="short"))), asked
+
+
+def refusal(status: int, **headers: str) -> httpx.Response:
+    said = {"message": "no", "type": "Refused", "param": None, "code": status}
+    return httpx.Response(status, json={"error": said}, headers=headers)
+
+
+def test_patience_begins_when_the_server_is_gone_and_not_when_the_round_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "LASTED_S", 0.3)
+
+    def answer() -> httpx.Response:
+        if len(asked) == 1:
+            time.sleep(0.5)  # it ran for longer than one would wait for a server
+        if len(asked) < 4:
+            raise httpx.RemoteProtocolError("the server is started again")
+        return refusal(418)
+
+    run, asked = against(answer)
+    with pytest.raises(RolloutError, match="418"):
+        run.round([], patience_s=0.4)
+
+
+def test_another_trainer_s_round_is_waited_for_however_long_it_takes() -> None:
+    run, asked = against(lambda: refusal(409, **{"retry-after": "1"}) if len(asked) < 3 else refusal(418))
+    with pytest.raises(RolloutError, match="418"):
+        run.round([], patience_s=0.5)
+
+
+def test_what_would_end_alike_is_not_asked_for_again() -> None:
+    def late() -> httpx.Response:
+        raise httpx.ReadTimeout("late")
+
+    for answer in (lambda: httpx.Response(200, json={"nonsense": 1}), late):
+        run, asked = against(answer)
+        with pytest.raises(RolloutError):
+            run.round([], patience_s=60)
+        assert len(asked) == 1
 
 
 def test_a_wrong_option_is_named(client: RolloutClient) -> None:

@@ -155,6 +155,16 @@ async def test_a_caller_that_goes_away_leaves_its_candidate_to_the_others() -> N
     assert engine.running == []
 
 
+async def test_a_candidate_that_was_cancelled_elsewhere_fails_a_call_when_nothing_else_is_left() -> None:
+    engine = Engine(group_size=1, redundancy=1)
+    call = engine.call()
+    await settle()
+    for end in engine.ends:
+        end.cancel()
+    with pytest.raises(RuntimeError, match="was cancelled by whoever sent it"):
+        await asyncio.wait_for(call, 5)
+
+
 async def test_when_all_callers_go_away_nothing_runs_on() -> None:
     engine = Engine(group_size=3)
     calls = [engine.call(), engine.call()]

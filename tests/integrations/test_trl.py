@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from tests.server import fake_engine
 from tests.server.test_grading import FakeGraders
 from vllm_rollout import RolloutClient, RolloutError
-from vllm_rollout.integrations.trl import TRLRollouts, runs_of, tokenized
+from vllm_rollout.integrations.trl import TRLRollouts, columns_by_prompt, runs_of, tokenized
 from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.metrics import Metrics
 
@@ -51,6 +51,7 @@ class Tokenizer:
 def trainer(num_generations: int = 4, **more: Any) -> SimpleNamespace:
     settings = {
         "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(process_index=0),
         "num_generations": num_generations,
         "num_generations_eval": 1,
         "processing_class": Tokenizer(),
@@ -126,6 +127,17 @@ def test_a_group_that_is_cut_between_processes_is_generated_in_its_parts(client:
     output = TRLRollouts(client, redundancy=1)(prompts, trainer(num_generations=6))
     assert output["prompt_ids"] == [[ord(prompt)] for prompt in prompts]
     assert len(set(output["rollout_id"])) == 2
+
+
+def test_halves_of_a_group_in_two_processes_are_not_the_same_answers(client: RolloutClient):
+    """Each asks for its own prompts, by the same seed of the trainer's."""
+    said = [
+        TRLRollouts(client)(["a"] * 4, trainer(num_generations=8, accelerator=SimpleNamespace(process_index=process)))
+        for process in (0, 0, 1)
+    ]
+    first, again, other = ([*map(tuple, output["completion_ids"])] for output in said)
+    assert first == again
+    assert not set(first) & set(other)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +238,11 @@ def test_the_server_s_refusal_and_a_lost_group_are_errors(client: RolloutClient,
             ["a"] * 4,
             trainer(args=SimpleNamespace(vllm_structured_outputs_regex=None, generation_kwargs={"min_tokens": 8})),
         )
+
+
+def test_columns_are_looked_up_in_every_data_set_and_rows_that_nobody_can_tell_apart_are_refused():
+    rows = [{"prompt": "a", "solution": 1}, {"prompt": [{"role": "user", "content": "b"}], "solution": 2}]
+    assert list(columns_by_prompt({"math": rows[:1], "code": rows[1:]}).values()) == [{"solution": 1}, {"solution": 2}]
+    assert len(columns_by_prompt([*rows, *rows])) == 2
+    with pytest.raises(ValueError, match="two rows have the prompt 'a' and another solution"):
+        columns_by_prompt([*rows, {"prompt": "a", "solution": 3}])

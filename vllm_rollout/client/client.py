@@ -6,6 +6,7 @@ client is the async one over a transport that blocks (`blocking.py`).
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import update_wrapper, wraps
@@ -166,7 +167,9 @@ class _BlockingClient(AsyncRolloutClient):
         time.sleep(seconds)
 
     async def _aside(self, work: Callable[[], object]) -> None:
-        work()
+        if inspect.iscoroutine(returned := work()):
+            returned.close()
+            raise TypeError("an async function needs the client that is asynchronous, too: AsyncRolloutClient")
 
 
 class RolloutClient:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -35,6 +36,10 @@ T = TypeVar("T")
 
 PATIENCE_S = 600.0
 """How long a round is asked for again when the server does not answer: as long as a large one takes to start."""
+LASTED_S = 120.0
+"""After so long an attempt the server was there, for any number of tries to connect take less."""
+ENDS_ALIKE = ("UnexpectedAnswer", "ReadTimeout")
+"""Errors of an answer that came, or was to come within a time that the caller chose."""
 
 
 class _Patience:
@@ -46,6 +51,7 @@ class _Patience:
     def wait_s(self, error: RolloutError) -> float:
         """Seconds until the next attempt. Raises: the error, where another attempt would end alike, or too late."""
         is_passing = error.status in (None, HTTPStatus.SERVICE_UNAVAILABLE) or error.retry_after_s is not None
+        is_passing &= error.type not in ENDS_ALIKE
         if not is_passing or time.monotonic() >= self._until:
             raise error
         return error.retry_after_s or POLL_INTERVAL_S
@@ -65,7 +71,7 @@ class RoundFeed:
     """
 
     def __init__(self, prompts: Iterable[PromptLike], prompts_per_round: int) -> None:
-        self._prompts = iter(prompts)
+        self._prompts = _named(prompts)
         self._prompts_per_round = prompts_per_round
 
     def next(self, run: RunAnswer) -> Fed | None:
@@ -85,6 +91,18 @@ class RoundFeed:
     def put_back(self, fed: Fed) -> None:
         """These were not handed in: they come next."""
         self._prompts = chain(fed.prompts, self._prompts)
+
+
+def _named(prompts: Iterable[PromptLike]) -> Iterator[PromptLike]:
+    """Each with an id; of those without one that say the same the second is `…-2`, also in another pass."""
+    times: Counter[str] = Counter()
+    for position, prompt in enumerate(prompts):
+        body = run_calls.named(prompt, position)
+        if run_calls.is_nameless(prompt):
+            times[body["id"]] += 1
+            if (number := times[body["id"]]) > 1:
+                body["id"] += f"-{number}"
+        yield body
 
 
 def new_key() -> str:
@@ -139,9 +157,12 @@ class AsyncRun:
         """Its answer, asked for again while the server does not answer. Raises: RolloutError."""
         patience = _Patience(patience_s)
         while True:
+            began = time.monotonic()
             try:
                 return await ask()
             except RolloutError as error:
+                if error.status == HTTPStatus.CONFLICT or time.monotonic() - began > LASTED_S:
+                    patience = _Patience(patience_s)  # it answers that another round runs, or ran this one until now
                 await self._client._sleep(patience.wait_s(error))
 
     @takes_options(RoundOptions, RoundRequest)
@@ -182,7 +203,14 @@ class AsyncRun:
         or trainer, comes first. Several trainers may do this with one run: each gets rounds of all that was handed in.
         Options: as of `round`.
         """
-        async with aclosing(self._rounds(prompts, epoch, partial(self.round, **options))) as rounds:
+        waits = {name: options[name] for name in ("timeout", "patience_s") if name in options}
+
+        async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **fed: Any) -> RoundAnswer:
+            if key is not None:  # a round that was asked for before knows what was said of it
+                return await self.round(key=key, **waits)
+            return await self.round(prompts, **fed, **options)
+
+        async with aclosing(self._rounds(prompts, epoch, play)) as rounds:
             async for answer in rounds:
                 yield answer
 

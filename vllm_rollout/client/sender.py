@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping
 from itertools import count
 from typing import TypeVar
@@ -23,8 +24,15 @@ class Sender(Connection):
         await asyncio.sleep(seconds)
 
     async def _aside(self, work: Callable[[], object]) -> None:
-        """Does what takes long while the loop goes on."""
-        await asyncio.to_thread(work)
+        """Does what takes long while the loop goes on, async or not. It is over when this is, also if cancelled."""
+        thread = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            returned = await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            await asyncio.wait([thread])
+            raise
+        if inspect.isawaitable(returned):
+            await returned
 
     async def _open(
         self,

@@ -42,7 +42,7 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
     """Put new weights in place of the server's, and name them. Needs a server with VLLM_SERVER_DEV_MODE=1.
 
     weights: a folder with a checkpoint (safetensors), which the server reads by itself, under the same path; or a
-    function that sends them, called while the server pauses, such as `send_weights` of vLLM's own
+    function that sends them, async or not, called while the server pauses, such as `send_weights` of vLLM's own
     TrainerWeightTransferEngine. Check them before: what is not finite is sent as it is.
     version: what trajectories say of the tokens that these weights sampled (`weight_versions`).
 
@@ -54,15 +54,17 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
         # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none
         raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
     began = time.perf_counter()
+    may_be_paused = True
     try:
-        await self.send(_post("/pause?mode=keep"))
-    except RolloutError as error:
-        if error.status == HTTPStatus.NOT_FOUND:
-            remedy = "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
-            raise RolloutError(error.status, remedy, error.type) from error
-        raise
-    paused = time.perf_counter()
-    try:
+        try:
+            await self.send(_post("/pause?mode=keep"))
+        except RolloutError as error:
+            may_be_paused = error.status is None
+            if error.status == HTTPStatus.NOT_FOUND:
+                remedy = "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
+                raise RolloutError(error.status, remedy, error.type) from error
+            raise
+        paused = time.perf_counter()
         if callable(weights):
             await self._aside(weights)
         else:
@@ -77,7 +79,8 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
             )
         name = await _name_version(self, version)
     finally:
-        await self.send(_post("/resume"))
+        if may_be_paused:
+            await self.send(_post("/resume"))
     return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
 
 

@@ -86,9 +86,9 @@ class Spares(Generic[Answer]):
 
     def _ended(self, group: _Group[Answer], task: asyncio.Task[Answer]) -> None:
         group.running.discard(task)
-        if task.cancelled():
+        if task.cancelled() and not group.waiting:  # it was not needed any more
             return
-        end = "stopped" if task.exception() is not None else self._end_of(task.result())
+        end = "stopped" if task.cancelled() or task.exception() is not None else self._end_of(task.result())
         if end != "finished":
             (group.truncated if end == "truncated" else group.stopped).append(task)
         elif group.waiting:
@@ -110,7 +110,9 @@ class Spares(Generic[Answer]):
 def _give(waiter: asyncio.Future[Answer], task: asyncio.Task[Answer]) -> None:
     if waiter.cancelled():
         return
-    if (error := task.exception()) is not None:
+    if task.cancelled():
+        waiter.set_exception(RuntimeError("the request was cancelled by whoever sent it"))
+    elif (error := task.exception()) is not None:
         waiter.set_exception(error)
     else:
         waiter.set_result(task.result())

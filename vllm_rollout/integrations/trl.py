@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from typing_extensions import Unpack
@@ -35,6 +35,7 @@ from vllm_rollout.server.answers import GroupAnswer
 
 ROLLOUT, PROMPT, INDEX = "rollout_id", "rollout_prompt_id", "rollout_index"
 SURVIVAL, REWARD = "rollout_survival_probability", "rollout_reward"
+SEED_STRIDE, MAX_SEED = 0x9E3779B97F4A7C15, 1 << 62
 RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
 
 
@@ -75,7 +76,7 @@ class TRLRollouts:
         num_generations = trainer.num_generations if training else trainer.num_generations_eval
         runs = runs_of(prompts, num_generations)
         asked = self._asked([prompt for prompt, _ in runs], trainer)
-        sampling = {**sampling_of(trainer), **self._sampling}
+        sampling = seeded({**sampling_of(trainer), **self._sampling}, trainer)
 
         def roll_out(size: int) -> list[tuple[int, str, GroupAnswer]]:
             places = [place for place, (_, count) in enumerate(runs) if count == size]
@@ -176,10 +177,30 @@ def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int
     return runs
 
 
-def columns_by_prompt(data_set: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What TRL does not hand to a `rollout_func`: the other columns of each row."""
-    rows = [dict(row) for row in data_set]
-    return {json.dumps(row.pop("prompt")): row for row in rows}
+def columns_by_prompt(data_set: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What TRL does not hand to a `rollout_func`: the other columns of each row, of one data set or several by name.
+
+    Raises: ValueError for two rows that ask the same and differ in another column: nobody could tell them apart.
+    """
+    columns: dict[str, dict[str, Any]] = {}
+    for row in chain.from_iterable(data_set.values() if isinstance(data_set, Mapping) else [data_set]):
+        row = dict(row)
+        prompt = row.pop("prompt")
+        if (known := columns.setdefault(json.dumps(prompt), row)) != row:
+            name = next(name for name in row if row[name] != known.get(name))
+            raise ValueError(
+                f"two rows have the prompt {prompt!r:.80} and another {name}, and a rollout_func is told the prompt "
+                "alone. Make prompts differ, or leave that column out."
+            )
+    return columns
+
+
+def seeded(sampling: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    """With a seed of this process's own: TRL asks each for its own prompts, of which two may have halves of a group."""
+    process = trainer.accelerator.process_index
+    if sampling.get("seed") is None or not process:
+        return sampling
+    return {**sampling, "seed": (sampling["seed"] + process * SEED_STRIDE) % MAX_SEED}
 
 
 def with_columns(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:

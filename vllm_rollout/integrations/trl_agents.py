@@ -26,7 +26,7 @@ from vllm_rollout.client.agent_session import AgentSession
 from vllm_rollout.client.agents import MAX_CONCURRENT, AgentOptions
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.connection import DEFAULT_URL
-from vllm_rollout.integrations.trl import columns_by_prompt, runs_of, sampling_of, with_columns
+from vllm_rollout.integrations.trl import columns_by_prompt, runs_of, sampling_of, seeded, with_columns
 from vllm_rollout.integrations.whole import whole
 
 NOT_TOOLS = ("reset", "get_reward")
@@ -100,7 +100,7 @@ class TRLAgents:
     async def _converse(self, session: AgentSession, its: Played, trainer: Any) -> float | None:
         """Turns and tools, until a turn calls none or TRL's limits are reached; then the environment's reward."""
         assert self._rendering is not None
-        sampling = sampling_of(trainer)
+        sampling = seeded(sampling_of(trainer), trainer)
         if "seed" in sampling:
             sampling["seed"] += session.number  # as `n` would give each choice its own
         observation = await self._called(its.environment.reset, prompt=its.prompt, **its.columns)
