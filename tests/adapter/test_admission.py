@@ -16,7 +16,9 @@ DEVICE = {"step": {"ms": 5.0, "ms_per_request": 0.02, "ms_per_prefilled_token": 
 GROUP_SIZE, NUM_BLOCKS = 8, 300
 
 
-def run_of(model: str, known: list[int], num_groups: int = 32, **limits: int) -> EmulatedRun:
+def run_of(
+    model: str, known: list[int], num_groups: int = 32, *, max_tokens: int = 1_000_000, **limits: int
+) -> EmulatedRun:
     """All groups at once; `known`: lengths of answers that ended before."""
     settings = Settings.model_validate(DEVICE)
     run = EmulatedRun(model, settings, drafts=False, options=NO_AUDITS, num_blocks=NUM_BLOCKS, **limits)
@@ -26,7 +28,8 @@ def run_of(model: str, known: list[int], num_groups: int = 32, **limits: int) ->
     chance = Random(1)
     for number in range(num_groups):
         lengths = [max(1, round(200 * chance.lognormvariate(0, 0.5))) for _ in range(GROUP_SIZE)]
-        run.launch(f"g{number}", lengths, [100 + number] * 40, GroupTerms(GROUP_SIZE, GROUP_SIZE))
+        terms = GroupTerms(GROUP_SIZE, GROUP_SIZE)
+        run.launch(f"g{number}", lengths, [100 + number] * 40, terms, max_tokens=max_tokens)
     run.run()
     return run
 
@@ -49,6 +52,18 @@ def test_with_room_for_all_the_limit_is_the_number_of_places(tiny_model):
     assert max(step.work.num_requests for step in run.steps) == 7
     field = "max_num_active_reqs" if hasattr(run.scheduler, "max_num_active_reqs") else "max_num_running_reqs"
     assert getattr(run.scheduler, field) == 7
+
+
+def test_nobody_gets_room_beyond_its_own_limit(tiny_model):
+    """Short answers to an evaluation, beside a training whose answers are long."""
+    seconds = []
+    for known in ([32, 32], [2500, 3500]):
+        run = run_of(tiny_model, known, 0)
+        for number in range(16):
+            run.launch(f"g{number}", [32] * 8, [100 + number] * 40, GroupTerms(8, 8), max_tokens=32)
+        run.run()
+        seconds.append(run.seconds)
+    assert seconds[1] == seconds[0]
 
 
 @pytest.mark.parametrize(("free", "mean", "most"), [(1000, 400, 20), (999, 400, 19), (0, 400, 1), (10, 0, 80)])

@@ -114,6 +114,12 @@ def test_too_few_labels_recommend_nothing_and_say_how_many_there_are():
     assert length_trial_report([]).recommended is None
 
 
+def test_answers_to_one_prompt_recommend_nothing() -> None:
+    tried = [candidate._replace(group="q") for candidate in candidates((1, 1, 1))]
+    report = length_trial_report(tried)
+    assert (report.recommended, "of one prompt" in report.reason) == (None, True)
+
+
 def test_confidence_stands_in_until_the_head_has_scored_enough():
     confident = candidates((0.5, 0.6, 0.7), signal="confidence")
     few = [c._replace(scores=tuple({**s, "head": 1.0} for s in c.scores)) for c in confident[:30]]

@@ -235,11 +235,13 @@ class GroupSchedulerMixin:
         """None: as many as there are places, since nobody waits, or nothing is known of lengths."""
         if not self.waiting:
             return None
-        memory = self.judge.memories.known(learned_name(self.waiting.peek_request().lora_request))
+        first = self.waiting.peek_request()
+        memory = self.judge.memories.known(learned_name(first.lora_request))
         if memory is None or (mean := memory.lengths.mean) is None:
             return None
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         free_tokens = num_free * self.block_size // len(self.kv_cache_config.kv_cache_groups)
+        mean = min(mean, first.max_tokens)  # it grows no further, however long others became
         return max(len(self.running), most_running(free_tokens, mean))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:

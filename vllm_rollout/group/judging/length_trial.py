@@ -171,8 +171,12 @@ def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
     best = max(tried, key=lambda each: (each.value, -each.detection_length))
     # Where enough is known, there are labels of both kinds.
     assert best.auc is not None
-    assert best.auc_error is not None
     assert best.value is not None
+    if best.auc_error is None:
+        return (
+            None,
+            "all answers with a reward are of one prompt, which says nothing of others: rewards of more are needed",
+        )
     if best.auc - MIN_ERRORS * best.auc_error <= 0.5:
         return None, f"no length tells right from wrong better than chance: at best AUC {best.auc:.2f}"
     least = best.value - 2 * best.saving_ratio * best.auc_error
