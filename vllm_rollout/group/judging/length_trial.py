@@ -175,7 +175,7 @@ def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
     if best.auc_error is None:
         return (
             None,
-            "all answers with a reward are of one prompt, which says nothing of others: rewards of more are needed",
+            "all rewards are of answers of one prompt, which says nothing of others: those of more are needed",
         )
     if best.auc - MIN_ERRORS * best.auc_error <= 0.5:
         return None, f"no length tells right from wrong better than chance: at best AUC {best.auc:.2f}"
