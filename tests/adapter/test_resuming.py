@@ -1,6 +1,7 @@
 """Candidates that go on: what vLLM is asked for, and what it cannot do."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from vllm_rollout.adapter.api.client.resuming import (
     resumed_prompt,
     text_of,
 )
+from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.server.engine import Beginnings
 
 pytestmark = pytest.mark.anyio
@@ -72,14 +75,14 @@ def test_prompts_of_more_than_tokens_are_refused():
 
 async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_by_a_new_one(new_run):
     llm = SteppedLLM(new_run())
-    plan = GroupPlan(2, 0, num_replaceable=2)
-    beginnings = Beginnings({1: [7, 8, 9], 2: ()}, next_index=4)
+    plan = GroupPlan(2, 0, num_replaceable=2, pruning=PruningPlan(40, mode="shadow"))
+    beginnings = Beginnings({1: [7, 8, 9], 2: ()}, next_index=4, survival={1: 0.25})
     params = SamplingParams(max_tokens=50, min_tokens=4, seed=100, output_kind=RequestOutputKind.FINAL_ONLY)
     prompt = {**PROMPT, "length": 20}
-    indices = []
+    indices, scoring = [], Scoring("r", "q", 7)
 
     async def run() -> None:
-        async for candidate in llm.run_candidates("g", plan, prompt, params, beginnings=beginnings):
+        async for candidate in llm.run_candidates("g", plan, prompt, params, scoring=scoring, beginnings=beginnings):
             indices.append((candidate.index, candidate.note.state))
 
     running = asyncio.create_task(run())
@@ -97,6 +100,9 @@ async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_b
         "g-c4": ([5, 6], 50, 4, 104),
     }
     assert {id: tag.num_resumed for id, (tag, _) in llm.added.items()} == {"g-c1": 3, "g-c2": 0, "g-c4": 0}
+    resumed = replace(scoring, num_resumed=3, survival_before=0.25)
+    its = {id: tag.scoring for id, (tag, _) in llm.added.items()}
+    assert its == {"g-c1": resumed, "g-c2": scoring, "g-c4": scoring}
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -58,6 +58,8 @@ class Siblings:
             scoring.get("seed", 7),
             prompt_key=scoring.get("prompt_key", ""),
             adapter=scoring.get("adapter", ""),
+            num_resumed=scoring.get("num_resumed", 0),
+            survival_before=scoring.get("survival_before", 1.0),
         )
         self.group = Group(GroupTerms(group_size, num, pruning=plan))
         self.entries: dict[int, LedgerEntry] = {}
@@ -329,6 +331,20 @@ def test_a_final_score_teaches_also_of_what_ended_before_detection_and_decides_n
     assert len(judge.memory.learnings[WHOLE].outcomes()) == 2
     assert len(judge.memory.learnings[LENGTH].outcomes()) == num_before + 1
     assert not judge.memory.tried
+
+
+def test_what_was_kept_in_an_earlier_round_stands_for_those_that_were_not():
+    """In its long round nobody is pruned: it is there by the survival of the round before, with the tokens of it."""
+    judge = taught_judge()
+    plan = replace(SHADOW, final_score=True)
+    siblings = Siblings(judge, plan, num=1, prompt_key="q", num_resumed=100, survival_before=0.25)
+    siblings.finish(0)
+    judge.value(siblings.entries[0], seen_at(WHOLE, 1.0))
+    _, _, (label,) = judge.reward("r", [Reward("p", 0, 1.0, True)])
+    assert (label.weight, label.num_tokens) == (4.0, 30)  # the worker knows it by the tokens of this round
+    assert judge.memory.successes.of("q").num_rewarded == 4.0
+    (outcome,) = judge.memory.learnings[WHOLE].outcomes()
+    assert (outcome.weight, outcome.tokens_after) == (4.0, 130 - WHOLE)
 
 
 def test_the_end_of_a_trajectory_is_calibrated_like_a_detection_length():

@@ -6,7 +6,7 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from vllm_rollout.group.plans.resumption import VersionSpan
 from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending
 from vllm_rollout.server import kept as kept_module
 from vllm_rollout.server.ended import trajectory_of
-from vllm_rollout.server.engine import CandidateEnd
+from vllm_rollout.server.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.server.kept import keep, read_kept
 from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.trace.file import read_trace
 
 from .conftest import events_of, http_of, make_app
@@ -277,6 +278,23 @@ def test_survival_is_not_forgotten(mode, expected):
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
     trajectory = trajectory_of(later, Return(), GroupPlan(1, pruning=replace(plan, mode="shadow")))
     assert trajectory.survival_probability == trajectory.inclusion_probability == expected
+
+
+async def test_the_engine_hears_with_what_probability_each_was_kept():
+    orders: list[GroupOrder] = []
+
+    class Deaf:
+        async def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
+            orders.append(order)
+            return
+            yield
+
+    kept = read_kept(keep([end(0, "deferred", 4, survival_before=0.25), end(1, "deferred", 2)], 2, None))
+    prompt = PreparedPrompt("q", [1], None, 50)
+    order = GroupOrder("g", "r", GroupPlan(3), prompt, "q", 1)
+    async for _ in ResumedGroup(kept, Deaf(), order, want_text=False).events():
+        pass
+    assert [order.beginnings.survival for order in orders] == [{0: 0.25, 1: 1.0}]
 
 
 def test_what_is_too_much_is_not_kept(monkeypatch):

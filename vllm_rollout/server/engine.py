@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_rollout.group.judging.advice import Advice
@@ -77,6 +77,8 @@ class Beginnings:
     """The tokens of the candidates that run, by index; empty for one that starts."""
     next_index: int
     """The index of a candidate that takes the place of a lost one."""
+    survival: Mapping[int, float] = field(default_factory=dict)
+    """The probability with which each was kept; 1 where it is not here."""
 
 
 @dataclass(frozen=True, slots=True)

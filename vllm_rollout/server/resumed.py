@@ -82,7 +82,8 @@ class ResumedGroup:
         if not running:
             return
         rest = replace(plan, group_size=len(running), redundancy=0)
-        beginnings = Beginnings(dict(sorted(running.items())), plan.num_candidates)
+        survival = {index: kept[index].survival_probability for index in running if index in kept}
+        beginnings = Beginnings(dict(sorted(running.items())), plan.num_candidates, survival)
         async with aclosing(self._engine.run_group(replace(order, plan=rest, beginnings=beginnings))) as happenings:
             async for happening in happenings:
                 yield self._joined(happening, kept)

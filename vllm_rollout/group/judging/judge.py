@@ -45,7 +45,9 @@ class Label:
     tried_lengths: tuple[int, ...] = ()
     """All lengths of its plan, where there are several."""
     adapter: str = BASE_MODEL
-    """As of `Scoring`."""
+    num_resumed: int = 0
+    survival_before: float = 1.0
+    """As of `Scoring`, as the two above."""
 
     @property
     def key(self) -> HeadKey:
@@ -54,9 +56,14 @@ class Label:
 
     @property
     def weight(self) -> float:
-        """The weight of its loss: 1 / survival probability, where survival was at stake."""
+        """The weight of its loss: 1 / survival probability, where survival was at stake, in earlier rounds or here."""
         at_stake = self.assessment if self.active else None
-        return label_weight(1.0 if at_stake is None else at_stake.survival_probability)
+        return label_weight(self.survival_before * (1.0 if at_stake is None else at_stake.survival_probability))
+
+    @property
+    def whole_length(self) -> int:
+        """Tokens, with those of earlier rounds."""
+        return self.num_resumed + self.num_tokens
 
     @property
     def scores(self) -> dict[int, Trial]:
@@ -177,7 +184,7 @@ class Judge:
                         label.tried_lengths,
                         tuple({} if (r := rewarded.get(at)) is None else r.scores for at in label.tried_lengths),
                         label.positive,
-                        label.num_tokens,
+                        label.whole_length,
                         label.prompt_key or label.prompt_id,
                     )
                 )
@@ -197,11 +204,12 @@ class Judge:
         return learning.reward(
             observation,
             assessment,
-            label.num_tokens,
+            label.whole_length,
             positive=label.positive,
             group_key=label.prompt_id,
             active=label.active,
             origin=label.origin,
+            survival_before=label.survival_before,
         )
 
     def memory_of(self, adapter: str) -> Memory | None:
@@ -234,4 +242,6 @@ def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
         trials=entry.trials,
         tried_lengths=entry.plan.scored_lengths if entry.plan.tried_lengths else (),
         adapter=entry.adapter,
+        num_resumed=entry.num_resumed,
+        survival_before=entry.survival_before,
     )

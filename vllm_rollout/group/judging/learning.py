@@ -124,9 +124,11 @@ class Learning:
         group_key: str,
         active: bool,
         origin: LabelOrigin = "plain",
+        survival_before: float = 1.0,
     ) -> RewardedCandidate:
-        """The reward of a scored candidate came. In shadow mode nobody was pruned: it stands for itself only."""
-        weight = label_weight(assessment.survival_probability if active else 1.0)
+        """The reward of a scored candidate came. In shadow mode nobody was pruned: it stands for itself, and for those
+        that were pruned in earlier rounds (`survival_before`)."""
+        weight = label_weight(survival_before * (assessment.survival_probability if active else 1.0))
         scores = scores_of(observation)
         successes: dict[Signal, float] = {}
         comparable = dict(scores)

@@ -92,6 +92,10 @@ class Scoring:
     """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
     adapter: str = BASE_MODEL
     """The LoRA adapter's name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
+    num_resumed: int = 0
+    """Tokens that it has from earlier rounds."""
+    survival_before: float = 1.0
+    """The probability with which it was kept in them."""
 
 
 class EntryKey(NamedTuple):
@@ -144,6 +148,9 @@ class LedgerEntry:
     trials: Mapping[int, Trial] = field(default_factory=dict)
     """What was seen of it at other lengths of its plan, and at its end, by length."""
     reward: float | None = None
+    num_resumed: int = 0
+    survival_before: float = 1.0
+    """As of `Scoring`, and so is the one above."""
     _counted: tuple[CandidateState, tuple[int, ...]] | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -215,6 +222,7 @@ class Ledger:
         """A candidate was launched. What happens to it is written into the entry."""
         prompt_id = kept_name(scoring.prompt_id)
         entry = LedgerEntry(request_id, prompt_id, scoring.prompt_key, scoring.adapter, origin, *candidate, plan)
+        entry.num_resumed, entry.survival_before = scoring.num_resumed, scoring.survival_before
         entry.ledger = self
         rollout = self._rollouts.setdefault(scoring.rollout_id, OrderedDict())
         before = rollout.pop((entry.prompt_id, entry.index), None)  # a group id may be used again

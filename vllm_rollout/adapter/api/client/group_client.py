@@ -270,7 +270,11 @@ class GroupClient:
         async def run(
             index: int, before: Sequence[int] = ()
         ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
-            tag = CandidateTag(group_id, index, plan.terms, interval, scoring, observed, place, len(before), namespace)
+            its = scoring
+            if scoring is not None and before and beginnings is not None:
+                survival = beginnings.survival.get(index, 1.0)
+                its = replace(scoring, num_resumed=len(before), survival_before=survival)
+            tag = CandidateTag(group_id, index, plan.terms, interval, its, observed, place, len(before), namespace)
             child = resumed_params(params, len(before))
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
