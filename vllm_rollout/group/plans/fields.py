@@ -226,7 +226,7 @@ class RaceFields:
     until: Until = row(
         Names(get_args(Until)),
         '"variance": a group is complete when group_size of its candidates are graded and their rewards differ; until '
-        "then spares run, and more candidates are launched. Needs reward, and selection first.",
+        "then spares run, and more candidates are launched. Needs reward, selection first, and redundancy as a number.",
         "body",
         default="complete",
     )

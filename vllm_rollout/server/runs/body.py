@@ -90,7 +90,7 @@ class RunRequest(SaidFields, RunFields):
     filter: Filter | None = Field(
         default=None,
         description='"zero_variance": a round takes out groups whose rewards are all the same and runs prompts of its '
-        "reserve in their place (DAPO). Its rounds need stream.",
+        "reserve in their place (DAPO). Its rounds need stream, or a reward.",
     )
 
     sessions: SessionOptions | None = Field(
