@@ -34,7 +34,7 @@ async def generate(engine: AsyncLLMEngine, prompt: Sequence[int], params: Sampli
 
 async def like_skyrl(engine: AsyncLLMEngine) -> list[RequestOutput]:
     """A request per sample, with the same constants in each (`generator.sampling_params.additional_kwargs`). The losers
-    come too, with `finish_reason` "abort", which is SkyRL's stop reason, and `generator.apply_overlong_filtering` masks them."""
+    come too, with `finish_reason` "abort", SkyRL's stop reason; `generator.apply_overlong_filtering` masks them."""
     params = SamplingParams(max_tokens=1500, extra_args=FIELDS)
     return await asyncio.gather(*[generate(engine, PROMPT, params) for _ in range(NUM_CANDIDATES)])
 

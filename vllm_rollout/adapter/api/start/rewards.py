@@ -34,7 +34,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="A reward that requests may name: package.module:function (TRL's, verl's or f(text, data)), the URL of a "
-        "reward server, a judge's .toml file, or a built-in one under another name. `code` alone, or NAME=code, runs programs of the policy in a sandbox. May be repeated.",
+        "reward server, a judge's .toml file, or a built-in one under another name. `code` alone, or NAME=code, runs "
+        "programs of the policy in a sandbox. May be repeated.",
     )
     group.add_argument(
         "--rollout-reward-processes",
