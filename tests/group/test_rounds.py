@@ -230,7 +230,7 @@ def test_a_round_starts_in_the_order_that_is_said_and_reserves_afterwards() -> N
     assert start_all(round) == [3, 0, 2, 1]
     for position in range(4):
         round.group_over(position, COMPLETE)
-    round.rewarded(2, has_variance=False)
+    round.rewarded(2, [1.0, 1.0])
     assert start_all(round) == [4]
     assert not progress().opened.wants_all
 
@@ -268,21 +268,21 @@ def test_filtered_groups_are_replaced_from_the_reserve() -> None:
     round = progress(reserve=2, filters=True)
     start_all(round)
     round.group_over(0, COMPLETE)
-    assert round.rewarded(0, has_variance=False)
+    assert round.rewarded(0, [1.0, 1.0])
     for position in (1, 2, 3):
         round.group_over(position, COMPLETE)
     assert not round.is_cut  # the filter has spoken early: the race is open
     assert round.group_over(4, COMPLETE) == "returned"
     assert round.group_over(5, STOPPED) == "deferred"
     assert (round.start(), round.is_over) == (None, False)  # rewards are to come
-    assert not round.rewarded(1, has_variance=True)
-    assert round.rewarded(2, has_variance=False)
+    assert not round.rewarded(1, [0.0, 1.0])
+    assert round.rewarded(2, [1.0, 1.0])
     assert start_all(round) == [6, 7]
     round.group_over(6, COMPLETE)
     round.group_over(7, STOPPED)
     for position in (3, 4, 6):
         assert not round.is_over
-        round.rewarded(position, has_variance=True)
+        round.rewarded(position, [0.0, 1.0])
     assert round.is_over
     fates = Counter(outcome.fate for outcome in round.outcomes().values())
     assert fates == {"returned": 4, "filtered": 2, "deferred": 2}
@@ -350,7 +350,7 @@ def play(run: Run, draw: object) -> list[str]:
                 if round.group_over(position, end) == "returned" and end.complete:
                     unrewarded.append(position)
             case "reward":
-                round.rewarded(unrewarded.pop(), draw(st.booleans()))
+                round.rewarded(unrewarded.pop(), draw(st.sampled_from([[], [1.0], [1.0, 1.0], [0.0, 1.0]])))
     outcomes = round.outcomes()
     num_returned = sum(outcome.fate == "returned" for outcome in outcomes.values())
     assert num_returned <= opened.num_wanted

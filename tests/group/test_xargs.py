@@ -58,6 +58,8 @@ def test_flat_fields_make_the_plan_of_the_request_s_own_group():
         ({"rollout_group_size": 4}, 4, "rollout_group_size", ["n is 4", "n=1"]),
         ({"rollout_redundency": 4}, 4, "rollout_redundency", ["rollout_redundancy"]),
         ({"rollout_namespace": "run-7", "rollout_redundancy": 1}, 4, "rollout_namespace", ["needs rollout_group_size"]),
+        ({"rollout_priority": 1}, 4, "rollout_priority", ["is not a field"]),
+        (JOIN | {"rollout_order": "prompts"}, 1, "rollout_order", ["is not a field"]),
         ({"rollout_early_stop": 1}, 9, "n", ["n + rollout_redundancy must be at most", "(8), got 9 + 0 = 9"]),
         (JOIN | {"rollout_group_id": ""}, 1, "rollout_group_id", ["1 to 256", "got ''"]),
         (JOIN | {"rollout_group_id": 7}, 1, "rollout_group_id", ["string", "got 7"]),

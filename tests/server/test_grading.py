@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -222,6 +223,35 @@ async def test_a_short_round_is_over_when_enough_of_its_groups_teach(http, engin
     assert [group["rewards"]["teaches"] for group in rest["groups"]] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("grades", "filtered"), [((None,) * 9, 0), ((1.0, *(None,) * 8), 0), ((1.0, 1.0, *(None,) * 7), 2)]
+)
+async def test_a_grader_that_fails_takes_no_prompt_out_of_its_run(http, graders, grades, filtered):
+    run = {"id": "a", "group_size": 4, "prompts_per_round": 2, "prompt_speculation": 1, "response_speculation": 1}
+    await http.post("/v1/runs", json={**run, "filter": "zero_variance", "reward": "even"})
+    seen: Counter[str] = Counter()
+
+    def grade(trajectory: Trajectory) -> Grade:
+        seen[str(trajectory.prompt)] += 1
+        reward = dict(enumerate(grades, 1)).get(seen[str(trajectory.prompt)])
+        return Grade("error", reason="down") if reward is None else Grade("ok", reward)
+
+    graders.function = grade
+    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling": {"seed": 2}}
+    answer = (await http.post("/v1/runs/a/rounds", json=asked)).json()
+    assert (len(answer["filtered"]), len(answer["groups"])) == (filtered, 2 - filtered)
+
+
+async def test_a_candidate_that_is_lost_where_rewards_decide_costs_its_group_nothing(http, engine):
+    """The group launches another by itself, and the engine none under the same index."""
+    run = {"id": "a", "group_size": 4, "prompts_per_round": 2, "prompt_speculation": 1, "response_speculation": 1}
+    await http.post("/v1/runs", json={**run, "until": "variance", "reward": "even"})
+    engine.failures, engine.lengths = {1: 3}, {index: 10 + index for index in range(16)}
+    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling": {"seed": 2}}
+    answer = (await http.post("/v1/runs/a/rounds", json=asked)).json()
+    assert [group["status"] for group in answer["groups"]] == ["complete", "complete"]
+
+
 async def test_a_deferred_group_launches_nobody_in_place_of_a_void_one(http, engine, graders):
     graders.function = lambda t: Grade("void") if t.prompt == "question 5" else by_length(t)
     engine.lengths = {index: index + 1 for index in range(64)}
@@ -373,8 +403,9 @@ async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, e
 
 
 async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(http):
-    check_error(await roll(http, 422, max_candidates=7), 422, "max_candidates", ["begins with 8", "got 7"])
+    check_error(await roll(http, 422, max_candidates=7), 422, "max_candidates", ["may begin with 8", "got 7"])
     assert (await roll(http, max_candidates=8)).usage.num_candidates == 16
+    check_error(await roll(http, 422, redundancy="auto", max_candidates=4), 422, "max_candidates", ["got 4"])
 
 
 @pytest.mark.parametrize(
@@ -384,6 +415,7 @@ async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(ht
         ({"selection": "shortest"}, "selection"),
         ({"redundancy": "auto"}, "redundancy"),
         ({"group_size": 1, "redundancy": 0}, "at least 2"),
+        ({"early_stop": True}, "early_stop"),
     ],
 )
 async def test_until_variance_says_what_it_needs(http, fields, words):
@@ -432,13 +464,13 @@ async def rolled(seed: int, success: float, trouble: float, losses: dict[str, in
             answer = RolloutAnswer.model_validate_json(response.content)
             usage = answer.usage.model_dump()
             for group in answer.groups:
-                check(group, body)
+                check(group, body, restarted=group.prompt_id in losses)
     assert engine.num_running == 0
     assert graders.running == []
     assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
 
 
-def check(group: Any, body: dict[str, Any]) -> None:
+def check(group: Any, body: dict[str, Any], *, restarted: bool) -> None:
     indices = [each.index for each in (*group.trajectories, *group.candidates)]
     assert len(indices) == len(set(indices))
     assert len(indices) <= body["max_candidates"]
@@ -449,7 +481,9 @@ def check(group: Any, body: dict[str, Any]) -> None:
         rewards = [t.reward for t in group.trajectories]
         assert None not in rewards
         assert group.rewards.teaches == (len(set(rewards)) > 1)
-        assert group.rewards.teaches or group.status == "incomplete" or len(indices) == body["max_candidates"]
+        # Spares that had ended before a restart are forgotten, and count among those that it may have.
+        has_all = restarted or len(indices) == body["max_candidates"]
+        assert group.rewards.teaches or group.status == "incomplete" or has_all
 
 
 @pytest.mark.thorough
@@ -473,7 +507,7 @@ def test_a_graded_rollout_keeps_its_promises(
         "prompts": [{"id": id, "prompt": id} for id in "ab"],
         "group_size": group_size,
         "redundancy": redundancy,
-        "early_stop": early_stop,
+        "early_stop": early_stop and until == "complete",
         "until": until,
         "max_candidates": group_size + redundancy + more,
         "reward": "chance",

@@ -59,19 +59,36 @@ async def test_a_lost_candidate_that_is_replaced_as_its_group_completes_costs_th
     assert [group["prompt_id"] for group in round["groups"]] == ["q0", "q1", "q2", "q3"]
 
 
+@pytest.mark.parametrize("fields", [{"filter": "zero_variance"}, {}])
+async def test_a_filter_needs_two_rewards_of_a_prompt(http, fields) -> None:
+    run = {"id": "a", **TERMS, "group_size": 1, **fields}
+    response = await http.post("/v1/runs", json=run)
+    if fields:
+        assert (response.status_code, response.json()["error"]["param"]) == (422, "filter")
+    else:
+        error = await play(http, 422, prompts=prompts(0, 6), filter="zero_variance", stream=True)
+        assert (error["param"], "one reward differs from none" in error["message"]) == ("filter", True)
+
+
+async def test_several_detection_lengths_are_compared_in_a_run_too(http) -> None:
+    await make(http, pruning={"detection_length": [4, 8]})
+    assert len((await play(http, prompts=prompts(0, 6)))["groups"]) == 4
+
+
 async def test_who_leaves_a_round_that_waits_for_rewards_leaves_no_task(http, app) -> None:
     await make(http, filter="zero_variance", prompt_speculation=1.0)
     body = {"prompts": prompts(0, 4), "idempotency_key": "k", "stream": True}
     begun = await app.state.run_service.begin("a", RoundRequest.model_validate(body))
-    before = asyncio.all_tasks()
+    before, complete = asyncio.all_tasks(), []
 
     async def read() -> None:
-        async for _ in begun.events:
-            pass
+        async for event in begun.events:
+            complete.extend([event] if event.type == "group" else [])
 
     reading = asyncio.create_task(read())
-    while not any("Event.wait" in repr(task) for task in asyncio.all_tasks() - before):
+    while len(complete) < 4:
         await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     for _ in range(10):

@@ -64,7 +64,7 @@ class Preparation:
         plan, warnings = await self._chosen(self._plan(request), request.model)
         if request.until == "variance":
             plan = _until_it_teaches(request, plan)
-        _check_max_candidates(request)
+        _check_max_candidates(request, plan)
         if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         self._check_moves(request)
@@ -100,7 +100,8 @@ class Preparation:
                 plan, keys, prompts, tradeoff, request.early_stop, request.order, adapter
             )
         seed = request.sampling.get("seed")
-        pruning_seed = seed if isinstance(seed, int) else secrets.randbits(62)
+        # -1 is none to vLLM, too.
+        pruning_seed = seed if isinstance(seed, int) and seed != -1 else secrets.randbits(62)
         plans = self._audited(request, adapter, shaped.plans, prompts, pruning_seed)
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
@@ -221,12 +222,11 @@ def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
         )
 
 
-def _check_max_candidates(request: RolloutRequest) -> None:
-    least = request.group_size + (request.redundancy if isinstance(request.redundancy, int) else 0)
-    if request.max_candidates is not None and request.max_candidates < least:
+def _check_max_candidates(request: RolloutRequest, plan: GroupPlan) -> None:
+    if request.max_candidates is not None and request.max_candidates < plan.num_candidates:
         raise RequestError(
-            f"max_candidates: a group begins with {least} (group_size + redundancy), got {request.max_candidates}. "
-            "Say at least as many, or leave it out.",
+            f"max_candidates: a group may begin with {plan.num_candidates} (group_size + redundancy), got "
+            f"{request.max_candidates}. Say at least as many, or leave it out.",
             param="max_candidates",
         )
 
@@ -237,6 +237,7 @@ def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
         ("reward", "named", request.reward is not None),
         ("selection", '"first"', plan.selection == "first"),
         ("redundancy", "a number", isinstance(request.redundancy, int)),
+        ("early_stop", "false or left out", request.early_stop is not True),
     ):
         if not got:
             raise RequestError(

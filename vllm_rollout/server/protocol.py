@@ -73,6 +73,14 @@ class AutoRedundancy(Body, fields.AutoRedundancyFields):
 class Pruning(Body, fields.PruningFields):
     """Score each candidate at `detection_length` and stop those that will not help training."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _several_lengths_are_compared(cls, said: Any) -> Any:
+        """Said here, since a run keeps all its fields, those with their defaults too."""
+        if isinstance(said, dict) and isinstance(lengths := said.get("detection_length"), list) and len(lengths) > 1:
+            return {"mode": "shadow", **said}
+        return said
+
     def plan(self) -> PruningPlan:
         """Raises: PlanError that names the field as it stands in the body."""
         names = {field: f"pruning.{field}" for field in type(self).model_fields}

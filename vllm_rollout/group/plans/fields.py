@@ -249,12 +249,14 @@ class GroupFields(RaceFields):
         'Which groups start first where not all candidates can run at once: "auto", the longest, or the shortest, by '
         'the lengths of each prompt\'s earlier answers, where that is expected to end the rollout sooner; "prompts", '
         "as they stand.",
+        "body",
         default=AUTO,
     )
     priority: int = row(
         Integer(-config.MAX_PRIORITY, config.MAX_PRIORITY),
         "Of rollouts that wait for places, groups with the lowest number start first, as in vLLM; with "
         "--scheduling-policy priority they also overtake what waits in the engine, and are preempted last.",
+        "body",
         default=0,
     )
     audit_ratio: float | None = row(

@@ -5,7 +5,7 @@ Invariant: at most `num_wanted` prompts are returned, and each entry gets exactl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +43,8 @@ class RoundProgress:
     _running: set[int] = field(default_factory=set)
     _unrewarded: set[int] = field(default_factory=set)
     num_filtered: int = 0
+    num_complete: int = 0
+    """Groups that ended complete, filtered ones too: what a race counts."""
 
     def __post_init__(self) -> None:
         num = len(self.opened.entries)
@@ -52,11 +54,6 @@ class RoundProgress:
     def start_in(self, positions: Iterable[int]) -> None:
         """Before any prompt starts: they start in this order. Reserves, which it may name, follow in their own."""
         self._to_start = [position for position in positions if position < len(self.opened.entries)][::-1]
-
-    @property
-    def num_complete(self) -> int:
-        """Groups that ended complete, filtered ones too: what a race counts."""
-        return sum(fate in ("returned", "filtered") for fate in self.fates.values())
 
     @property
     def num_wanted(self) -> int:
@@ -96,6 +93,7 @@ class RoundProgress:
             self.reasons[position] = "tie" if end.complete else "cut" if end.deferred else "incomplete"
         self.fates[position] = fate
         if fate == "returned":
+            self.num_complete += 1
             self._max_tokens[position] = end.max_tokens
             if self.filters and end.complete:
                 self._unrewarded.add(position)
@@ -115,12 +113,15 @@ class RoundProgress:
             self.fates[position], self.reasons[position] = "deferred", "cut"
         return lost
 
-    def rewarded(self, position: int, has_variance: bool) -> bool:
-        """All trajectories of a returned group have rewards; whether it is filtered by them."""
+    def rewarded(self, position: int, rewards: Collection[float]) -> bool:
+        """These are all the rewards that trajectories of a returned group have; whether it is filtered by them.
+
+        One alone, where the others' grader failed, says nothing of how they differ.
+        """
         if position not in self._unrewarded:
             return False
         self._unrewarded.discard(position)
-        if has_variance:
+        if len(rewards) < 2 or len(set(rewards)) > 1:
             return False
         self.fates[position] = "filtered"
         self.num_filtered += 1

@@ -61,6 +61,9 @@ class SaidFields(RolloutFields):
         return self
 
 
+ONE_REWARD = "needs a group_size of at least 2, got 1: one reward differs from none. Leave it out, or want more."
+
+
 @_of_rollout
 @of_table
 class RunRequest(SaidFields, RunFields):
@@ -105,6 +108,8 @@ class RunRequest(SaidFields, RunFields):
             raise ValueError(
                 "response_speculation: redundancy says how many candidates a prompt has, got both. Leave one out."
             )
+        if self.filter is not None and self.group_size < 2:
+            raise ValueError(f"filter: {ONE_REWARD}")
         if self.sessions is not None:
             self._check_sessions(self.sessions)
         return self

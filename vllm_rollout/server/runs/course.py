@@ -70,7 +70,8 @@ class RoundCourse(Course):
         """Wait for something to happen. Raises: RequestError when the engine dies while nothing of the round runs."""
         while not self._changed.is_set():
             try:
-                await asyncio.wait_for(self._changed.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 loses a cancellation that comes with it
+                    await self._changed.wait()
             except TimeoutError:
                 await self._engine.held_groups()
 
@@ -122,7 +123,7 @@ class RoundCourse(Course):
         self._num_tokens[position] = sum(lengths)
         self._num_before += 1
         self.progress.ended_before(position, GroupEnd(True, False, group.lengths.max))
-        rewards = {trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None}
+        rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
         self._decide(position, rewards)
 
     async def reward(self, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
@@ -151,7 +152,7 @@ class RoundCourse(Course):
         known = {index: reward for index, reward in rewards.items() if reward is not None}
         self._rewards[position] = known | self._rewards[position]
         was_cut = self.progress.is_cut
-        await self._tell(was_cut, wider=self._decide(position, set(known.values())))
+        await self._tell(was_cut, wider=self._decide(position, known.values()))
 
     def _refusal(self, position: int, index: int) -> RewardStatus | None:
         """Why no reward of this candidate is taken; None: it is."""
@@ -166,11 +167,11 @@ class RoundCourse(Course):
         selected = self._selected.get(position)
         if selected is None or not all(index in rewards for index in selected):
             return False
-        return self._decide(position, {rewards[index] for index in selected})
+        return self._decide(position, [rewards[index] for index in selected])
 
-    def _decide(self, position: int, values: Collection[float]) -> bool:
-        """These are the rewards of a group, each value once; whether it is filtered."""
-        if not self.progress.rewarded(position, has_variance=len(values) > 1):
+    def _decide(self, position: int, rewards: Collection[float]) -> bool:
+        """These are the rewards of a group; whether it is filtered."""
+        if not self.progress.rewarded(position, rewards):
             return False
         self.filtered_tokens += self._num_tokens[position]
         self.on_filtered(self.progress.opened.all_entries[position].prompt_id)

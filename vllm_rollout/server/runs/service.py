@@ -22,7 +22,7 @@ from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs import session_rounds
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
-from vllm_rollout.server.runs.body import RoundRequest, RunRequest, digest_of_prompt
+from vllm_rollout.server.runs.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.server.runs.course import RoundCourse
 from vllm_rollout.server.runs.ended_groups import EndedGroups
 from vllm_rollout.server.runs.faults import PASSING
@@ -284,6 +284,8 @@ class RunService:
             return rounds
         if defaults.resume:
             check_unchanged(request, defaults)
+        if filters and defaults.group_size < 2:
+            raise RequestError(f"filter: {ONE_REWARD}", param="filter")
         if filters and request.reward is None and defaults.reward is None:
             self._check_can_filter()
             if not request.stream:
@@ -309,10 +311,11 @@ class RunService:
         body = await asyncio.to_thread(round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
         rollout = await self._rollouts.prepare(body)
         rollout.seed_names = [entry.prompt.seed_name for entry in opened.all_entries]
-        rollout.plans = [
-            replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
-            for plan in rollout.plans
-        ]
+        if not rollout.rewards_decide:  # else the group launches others by itself (`TeachingGroup`)
+            rollout.plans = [
+                replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
+                for plan in rollout.plans
+            ]
         # A filter by rewards that are posted would need those, too, and they come again with the groups.
         keeps_ended = self._store.is_durable and not (filters and rollout.grading is None)
         version = await self._engine.current_weight_version() if defaults.resume or keeps_ended else None

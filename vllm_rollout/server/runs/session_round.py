@@ -181,8 +181,8 @@ class SessionRound(LiveRound):
     def _settle(self, group: OpenGroup) -> None:
         """Its rewards are those that it has now."""
         declared = self._awaited.pop(group.id)
-        rewards = {group.race.sessions[id].reward for id in group.selected} - {None}
-        if self.progress.rewarded(declared.position, has_variance=len(rewards) > 1):
+        said = [group.race.sessions[id].reward for id in group.selected]
+        if self.progress.rewarded(declared.position, [reward for reward in said if reward is not None]):
             self._tell(FilteredEvent(prompt_id=self._prompt_id(declared.position)))
         else:
             self._tell(declared)
@@ -278,7 +278,7 @@ class SessionRound(LiveRound):
     async def _returned_before(self, position: int, group: SessionRoundGroup) -> ReturnedEvent:
         longest = max(trajectory.num_tokens for trajectory in group.trajectories)
         self.progress.ended_before(position, GroupEnd(True, False, longest))
-        self.progress.rewarded(position, has_variance=True)  # else it would not have been returned
+        self.progress.rewarded(position, ())  # else it would not have been returned
         await self._answered(position, group)
         return ReturnedEvent(**vars(group))
 
