@@ -117,7 +117,8 @@ class SessionRound(LiveRound):
                 elif not self._told and (self._is_counted or self.sessions.now_s() - over_s > SEE_OUT_S):
                     break
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), TICK_S)
+                    async with asyncio.timeout(TICK_S):  # as in `RoundCourse`
+                        await self._changed.wait()
                 self._stop_awaiting()
             self._seconds = over_s - began_s
             self._check_served()
