@@ -325,7 +325,7 @@ def test_backoff_doubles(monkeypatch):
     [
         (http_answer(b": comment\n\n", "text/event-stream"), "stream", "ended before its done event"),
         (http_answer(b'{"object": "rollout"}'), "rollout", "not of this client's version"),
-        (http_answer(b'{"data"', length=100), "rollout", "incomplete|peer closed"),
+        (http_answer(b'{"data"', length=100), "rollout", "incomplete|peer closed|reset by peer"),
     ],
 )
 def test_an_answer_that_is_cut_or_of_another_version_is_an_error_and_not_asked_for_again(answer, call, words):
@@ -460,6 +460,41 @@ def test_rewards_come_later_and_a_group_that_runs_again_forgets(client: RolloutC
     (group,) = GroupStream([lost, again, *events[:last], *rewards, *events[last:]])
     assert [(t.index, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0)]
     assert group.candidates == []
+
+
+def test_the_key_of_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return httpx.Response(200)
+
+    for key, asked in ((None, None), ("theirs", None), ("theirs", "ours")):
+        monkeypatch.setenv("VLLM_API_KEY", key) if key else monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        with RolloutClient(api_key=asked, transport=httpx.MockTransport(answer)) as client:
+            client.health()
+    assert seen == [None, "Bearer theirs", "Bearer ours"]
+
+
+def test_a_proxy_in_front_of_a_server_that_starts_is_waited_for() -> None:
+    statuses = iter([502, 504, 503, 200])
+    with RolloutClient(transport=httpx.MockTransport(lambda _: httpx.Response(next(statuses)))) as client:
+        client.wait_until_ready(60)
+    assert next(statuses, None) is None
+
+
+def test_a_run_that_is_made_by_a_request_that_is_sent_again_is_one_run() -> None:
+    ids: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        ids.append(json.loads(request.content)["id"])
+        if len(ids) == 1:
+            raise httpx.ConnectError("the answer was lost")
+        return httpx.Response(418)
+
+    with RolloutClient(transport=httpx.MockTransport(answer)) as client, pytest.raises(RolloutError, match="418"):
+        client.run(2, 4)
+    assert (len(ids), len(set(ids))) == (2, 1)
 
 
 LOAD, RESET, NAME = "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"

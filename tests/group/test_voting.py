@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_rollout.group.judging import voting
 from vllm_rollout.group.judging.voting import (
     MAX_CONFIDENCE,
     VOTING_METHODS,
@@ -212,3 +213,11 @@ def test_the_vote_of_one_is_the_mean_accuracy():
 def test_an_accuracy_that_cannot_be_computed_is_refused(groups, k, num_draws, words):
     with pytest.raises(ValueError, match=words):
         accuracy_at_k(groups, k, "majority", num_draws)
+
+
+def test_long_answers_are_read_once_and_not_in_every_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(voting, "normalise_answer", lambda answer: read.append(answer) or normalise_answer(answer))
+    answers = ["x" * 4096, "y" * 4096, "x" * 4096, None] * 4
+    accuracy_at_k([AnsweredGroup("q", answers, "x" * 4096)], 5, "majority", num_draws=50)
+    assert sum(answer is not None and len(answer) > 100 for answer in read) == 13

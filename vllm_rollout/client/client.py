@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import update_wrapper, wraps
 from inspect import Parameter, signature
@@ -128,6 +129,7 @@ class AsyncRolloutClient(Sender):
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
     ) -> AsyncRun:
+        id = id or f"run-{uuid.uuid4().hex}"  # here: a request that is sent again makes no second one
         return AsyncRun(self, await self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
 
     run.__doc__ = run_calls.create_run.__doc__

@@ -5,6 +5,7 @@ Invariant: only what never got an answer is retried, and every failure is a Roll
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
@@ -171,8 +172,8 @@ class Connection:
         backoff_s: float = BACKOFF_S,
         transport: Any = None,
     ) -> None:
-        """`base_url`: the server, with or without `/v1`. `api_key`: what the server was given as --api-key,
-        `admin_key`: as --rollout-admin-key.
+        """`base_url`: the server, with or without `/v1`. `api_key`: what the server was given as --api-key, by default
+        the environment's VLLM_API_KEY; `admin_key`: as --rollout-admin-key.
 
         `read_timeout_s`: longest silence of the server, in seconds; None waits for as long as a rollout takes.
         `num_retries`, `backoff_s`: after a connection error before any answer, and only then, try again that many
@@ -181,6 +182,7 @@ class Connection:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._connect_timeout_s = connect_timeout_s
         self._num_retries, self._backoff_s = num_retries, backoff_s
+        api_key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self.key_headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         """By which the server knows whose requests these are."""
         headers = self.key_headers | ({} if admin_key is None else {ADMIN_HEADER: admin_key})
@@ -257,8 +259,12 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+STARTING = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+"""What a server says that is not ready, or a proxy in front of one that is not there."""
+
+
 def is_healthy(response: httpx.Response) -> bool:
-    if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+    if response.status_code in STARTING:
         return False
     raise_for_error(response)
     return True

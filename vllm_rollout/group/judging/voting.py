@@ -158,8 +158,12 @@ def accuracy_at_k(
 
 
 def _accuracy_of_group(group: AnsweredGroup, k: int, method: VotingMethod, num_draws: int, seed: int) -> float:
-    correct = normalise_answer(group.correct)
-    indices = range(len(group.answers))
+    # Short names in the order of the answers, which are read once: each draw would read them again.
+    read = [normalise_answer(answer) for answer in group.answers]
+    names = {answer: f"a{rank:07d}" for rank, answer in enumerate(sorted({each for each in read if each is not None}))}
+    answers = [None if answer is None else names[answer] for answer in read]
+    correct = names.get(normalise_answer(group.correct) or "")
+    indices = range(len(answers))
     if math.comb(len(indices), k) <= num_draws:
         subsets = list(combinations(indices, k))
     else:
@@ -167,7 +171,7 @@ def _accuracy_of_group(group: AnsweredGroup, k: int, method: VotingMethod, num_d
     num_correct = 0
     for subset in subsets:
         weights = None if group.weights is None else [group.weights[index] for index in subset]
-        winner = vote([group.answers[index] for index in subset], method, weights).winner
+        winner = vote([answers[index] for index in subset], method, weights).winner
         num_correct += winner is not None and winner == correct
     return num_correct / len(subsets)
 
