@@ -253,7 +253,9 @@ class Viewers:
     async def _tick(self) -> None:
         while True:
             try:
-                self._look(await asyncio.wait_for(self._engine.moves.engine_loads(), LOOK_S))
+                async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 may lose the cancellation that ends this
+                    loads = await self._engine.moves.engine_loads()
+                self._look(loads)
             except Exception as error:  # who looks must be told, and nobody else may suffer
                 if not isinstance(error, RequestError | TimeoutError):  # it is dead, or has more to do
                     logger.exception("vllm_rollout: the ranks did not say what runs")
