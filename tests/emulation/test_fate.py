@@ -133,6 +133,12 @@ def test_stopped_candidates_count_only_alone_and_cut_ones_are_endless():
     assert lengths(TracedLengths([prompt("a", 5, end="surplus")], 0, 1), [1], 1) == [5]
 
 
+def test_of_a_prompt_that_was_recorded_several_times_the_row_with_the_most_whole_answers_is_played():
+    raced = TracedPrompt("q1", (TracedCandidate(90), *[TracedCandidate(90, "surplus")] * 3))
+    source = TracedLengths([prompt("q1", 100, 900, 700, 800), raced, prompt("q1", 1, 2, 3, 4), raced], 0, 1)
+    assert lengths(source, [1], 4, "q1") == [1, 2, 3, 4]
+
+
 def test_a_trace_named_in_the_settings_is_read_beside_them(tmp_path):
     (tmp_path / "trace.jsonl").write_text(json.dumps({"prompt_id": "q", "lengths": [11, 12]}) + "\n")
     (tmp_path / "device.json").write_text(json.dumps({"lengths": {"trace": "trace.jsonl"}}))

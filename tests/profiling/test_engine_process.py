@@ -1,10 +1,12 @@
 """The child process that measures: commands, answers, death, end. The child here is a few lines of Python."""
 
 import os
+import shutil
 import sys
 
 import pytest
 
+from vllm_rollout.process import log_folder
 from vllm_rollout.profiling.engine_process import EngineError, EngineProcess, engine_command
 
 ECHO = """
@@ -28,6 +30,17 @@ DECODE = {"batch_size": 4, "context_tokens": 9, "num_warmup": 1, "num_steps": 1}
 
 def engine(script, tmp_path, on_wait=lambda seconds, line: None):
     return EngineProcess([sys.executable, "-c", script], os.environ, tmp_path / "engine.log", on_wait)
+
+
+def test_the_log_that_an_error_names_stays(tmp_path):
+    with (
+        pytest.raises(EngineError),
+        log_folder() as folder,
+        EngineProcess([sys.executable, "-c", "1 / 0"], os.environ, folder / "engine.log") as engine,
+    ):
+        engine.info()
+    assert "ZeroDivisionError" in (folder / "engine.log").read_text()
+    shutil.rmtree(folder)
 
 
 def is_alive(pid):

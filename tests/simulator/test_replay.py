@@ -1,4 +1,5 @@
 from dataclasses import replace as changed
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
 from vllm_rollout.group.lengths.cost import CostModel
+from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.rows import PlanError
@@ -13,7 +15,8 @@ from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed
-from vllm_rollout.simulator.race import Pools, Race
+from vllm_rollout.simulator.planner import Planner
+from vllm_rollout.simulator.race import PoolCandidate, Pools, Race
 from vllm_rollout.simulator.replay import assigned, replay
 from vllm_rollout.simulator.settings import Setting, default_sweep
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
@@ -209,3 +212,12 @@ def test_redundancy_auto_does_not_know_its_own_future():
     trace = traced({"a": [5, 6, 7, 8], "b": [50, 60, 70, 80]})
     outcome = replay(Pools(trace), Setting(2, "auto"), Machine(None))
     assert (outcome.num_without_history, outcome.upper_bound_share) == (2, 0)
+
+
+def test_nobody_is_given_room_beyond_its_own_limit():
+    """As the scheduler admits: the mean length is that of answers which nothing cuts."""
+    planner = Planner(Setting(1), Machine(kv_capacity_tokens=1000))
+    planner.history.observe("before", [ObservedLength(200, number % 4 > 0) for number in range(40)])
+    prompt = SimpleNamespace(id="q", prompt_tokens=1, max_tokens=200, history_key="q")
+    race = planner.race(prompt, GroupPlan(1), [PoolCandidate(5, "stop", 5, False, None, None)], "r", 1)
+    assert planner.history.mean > race.mean_tokens == 200

@@ -159,6 +159,13 @@ def test_speed_ups_are_per_returned_prompt():
     assert sweep.speed_up(deferring) == first.seconds / 3 / (46 / 4)
 
 
+def test_rounds_take_the_detection_length_that_is_said_for_all_and_no_audits():
+    pruned = parse_rounds("prompts_per_round=4,keep_ratio=0.5", 4, {"detection_length": 16})
+    assert pruned.group.pruning.detection_length == 16
+    with pytest.raises(ValueError, match="'audit_ratio' is not a field"):
+        parse_rounds("prompts_per_round=4,audit_ratio=0.5", 4)
+
+
 def test_names_say_what_is_speculated_on():
     names = [setting.name for setting in with_baselines(default_rounds(128, 8))]
     assert names == ["synchronous", "responses 1.25x", "prompts 1.25x", "both 1.25x"]

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.cli import app as cli
+from vllm_rollout.watching import receipt
 
 from .session_rows import LOST, VOID, session_group
 
@@ -64,6 +65,26 @@ def test_a_trace_is_a_row_each_and_a_sum(trace: Path) -> None:
     status, said = run(trace)
     assert status == 0
     assert [word in said for word in ("rollout-2", "sum of 3", "Next: ", "less time", "queue")] == [True] * 5
+
+
+def test_advice_is_for_as_many_ranks_as_there_were_and_spoils_no_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [{"id": f"q{rank}", "lengths": [5, 6], "rank": rank} for rank in (0, 2)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(row(0, [*prompts, {"id": "m", "lengths": [5], "moves": [[0.0, 1], [1.0, 3]]}])) + "\n")
+    seen = []
+
+    def fails(trace: Any, options: Any, seconds: float | None) -> None:
+        seen.append(options.data_parallel_size)
+        raise ValueError("--tensor-parallel-size must say which")
+
+    monkeypatch.setattr(receipt, "next_setting", fails)
+    status, said = run(path)
+    assert (status, seen, "rollout-0" in said) == (0, [4], True)
+    assert "Next: not known: --tensor-parallel-size must say which" in said
+    status, said = run(path, "--json")
+    assert (status, json.loads(said)["next"]) == (0, None)
 
 
 def test_a_long_round_is_taken_off_the_sum_and_a_written_receipt_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -93,6 +93,29 @@ async def test_only_the_last_rollouts_of_a_file_are_told(tmp_path: Path, monkeyp
     assert [data["rollout_id"] for _, data in await told.next()] == ["r6", "r7", "r8"]
 
 
+def test_a_row_that_a_dead_server_had_begun_is_taken_back_by_the_next_one(tmp_path: Path):
+    path = write(tmp_path / "run.jsonl", rollout("r1"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + json.dumps(rollout("r2")).encode()[:-5])
+    with replay.GrowingFile(path) as file:
+        assert ["r1" in event.decode() for event in file.newest(8)] == [True]
+        assert file.more() == []
+        path.write_bytes(whole)  # as TraceFile mends it
+        more = "".join(json.dumps(rollout(id)) + "\n" for id in ("r3", "r4", "r5"))
+        with path.open("a") as appended:
+            appended.write(more)
+        told = b"".join(file.more()).decode()
+    assert [id for id in ("r2", "r3", "r4", "r5") if f'"{id}"' in told] == ["r3", "r4", "r5"]
+
+
+def test_rewards_of_what_is_told_no_more_push_nobody_out(tmp_path: Path):
+    ids = [f"r{number}" for number in range(6)]
+    posted = [{"rollout_id": id, "rewards": [{"prompt_id": "q", "index": 0, "reward": 1.0}]} for id in ids[:3]]
+    with replay.GrowingFile(write(tmp_path / "run.jsonl", *map(rollout, ids), *posted)) as file:
+        told = b"".join(file.newest(3)).decode()
+    assert [id for id in ids if f'"{id}"' in told] == ids[3:]
+
+
 def test_a_file_that_is_not_there_is_refused_at_once(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         Replay(tmp_path / "none")

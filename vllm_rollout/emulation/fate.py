@@ -123,8 +123,10 @@ class TracedLengths:
 
     def __init__(self, prompts: Sequence[TracedPrompt], rank: int, num_ranks: int) -> None:
         self._prompts = [lengths_of(prompt) for prompt in prompts]
-        self._known = {prompt.history_key.removeprefix(KEY_OF_TOKENS): row for row, prompt in enumerate(prompts)}
-        self._known |= {prompt.id: row for row, prompt in enumerate(prompts)}
+        # Of a prompt that was recorded several times the row with the most whole answers, the newest of equals.
+        rows = sorted(range(len(prompts)), key=lambda row: sum(not c.is_stopped for c in prompts[row].candidates))
+        self._known = {prompts[row].history_key.removeprefix(KEY_OF_TOKENS): row for row in rows}
+        self._known |= {prompts[row].id: row for row in rows}
         self._next, self._stride = rank, num_ranks
         self._seen: defaultdict[str, int] = defaultdict(int)
         """Candidates that came without an index, by prompt."""

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from vllm_rollout.group.lengths.cost import StepTime
-from vllm_rollout.process import LOG_TAIL_LINES, last_lines, last_message
+from vllm_rollout.process import LOG_TAIL_LINES, ServerError, last_lines, last_message
 
 STOP_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.5
@@ -28,7 +28,7 @@ OnWait = Callable[[float, str], None]
 """Called with seconds waited and the last line of the log."""
 
 
-class EngineError(RuntimeError):
+class EngineError(ServerError):
     """The engine did not start, or died; the message ends with the end of its log and what to do."""
 
 

@@ -66,7 +66,8 @@ class Planner:
         scoring = plan.pruning and Scoring(rollout_id, prompt.id, seed)
         lengths = self.history.of(prompt.history_key) or self.history.dataset()
         race = Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
-        race.mean_tokens = self.history.mean
+        mean, most = self.history.mean, prompt.max_tokens
+        race.mean_tokens = mean if mean is None or most is None else min(mean, most)  # as the scheduler admits
         race.num_earlier = self._num_answers[prompt.history_key]
         return race
 

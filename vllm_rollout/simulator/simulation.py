@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
@@ -187,7 +187,7 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
         origin, models, longest = options.trace.name, trace.models, trace.longest_context
     group_size = options.group_size or (trace and trace.group_size) or DEFAULT_GROUP_SIZE
     clock = clock_of(options, models, longest)
-    settings = _with_drafted(options, _round_settings(options, group_size))
+    settings = _with_drafted(options, _round_settings(options, group_size, _pruning(options, trace)))
     conditions = RunConditions(
         data, clock.machine, options.epochs, options.seed, options.message_delay_s, options.whole_epochs
     )
@@ -243,10 +243,9 @@ def _told(its: LengthDistribution) -> str:
 
 
 def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candidates: int) -> list[Setting]:
-    detection_length = options.detection_length or trace.detection_length
-    pruning = {} if detection_length is None else {"detection_length": detection_length}
+    pruning = _pruning(options, trace)
     if not options.settings:
-        can_prune = trace.has_scores and trace.has_rewards and detection_length is not None
+        can_prune = trace.has_scores and trace.has_rewards and bool(pruning)
         sweep = default_sweep(group_size, max_candidates, make_pruning_plan(pruning) if can_prune else None)
         return sweep if options.sessions is None else [setting for setting in sweep if setting.is_for_sessions]
     settings = [Setting(group_size)]
@@ -266,14 +265,20 @@ def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candi
     return list(dict.fromkeys(settings))
 
 
-def _round_settings(options: SimulateOptions, group_size: int) -> list[RoundSetting]:
+def _pruning(options: SimulateOptions, trace: Trace | None) -> dict[str, int]:
+    """What settings that prune need not say."""
+    length = options.detection_length or (None if trace is None else trace.detection_length)
+    return {} if length is None else {"detection_length": length}
+
+
+def _round_settings(options: SimulateOptions, group_size: int, pruning: Mapping[str, int]) -> list[RoundSetting]:
     settings: list[RoundSetting] = []
     for text in options.rounds:
         try:
             if text.strip().isdecimal():
                 settings += default_rounds(int(text), group_size)
             else:
-                settings += [parse_rounds(alternative, group_size) for alternative in _alternatives(text)]
+                settings += [parse_rounds(alternative, group_size, pruning) for alternative in _alternatives(text)]
         except ValueError as error:
             raise FlagError(f"--rounds {text!r}: {error}") from error
     try:

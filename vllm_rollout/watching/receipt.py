@@ -79,10 +79,11 @@ def show(source: str, profile: Path | None, api_key: str | None, *, as_json: boo
     if source.startswith(("http://", "https://")):
         receipts, groups = _of_server(source, api_key)
     else:
-        receipts, groups, trace, skipped = _of_file(Path(source))
+        receipts, groups, trace, num_ranks, skipped = _of_file(Path(source))
         if trace is not None:
             with Console(stderr=True).status("Replaying the trace with other settings"):
-                following = next_setting(trace, SimulateOptions(Path(source), profile=profile), _sum(receipts).seconds)
+                options = SimulateOptions(Path(source), profile=profile, data_parallel_size=num_ranks)
+                following = _advice(trace, options, _sum(receipts).seconds)
         if skipped:
             print(f"vllm-rollout receipt: {told_reasons(skipped)}.", file=sys.stderr)
     if as_json:
@@ -108,6 +109,14 @@ def show(source: str, profile: Path | None, api_key: str | None, *, as_json: boo
         console.print(f"[bold]Next:[/] {escape(following if isinstance(following, str) else following.text)}")
 
 
+def _advice(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
+    """What to try next, or why nobody can say, which spoils no receipt. Raises: OSError for an unreadable profile."""
+    try:
+        return next_setting(trace, options, seconds)
+    except ValueError as error:
+        return f"not known: {error} (`vllm-rollout simulate` has these flags)."
+
+
 def _sum(receipts: Sequence[Told]) -> Receipt:
     return reduce(add, (told.in_sum for told in receipts))
 
@@ -130,8 +139,8 @@ def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionG
     return found, groups
 
 
-def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | None, tuple[str, ...]]:
-    """Receipts, groups of sessions, the trace if it has rollouts, and what was skipped of it.
+def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | None, int, tuple[str, ...]]:
+    """Receipts, groups of sessions, the trace if it has rollouts, on how many ranks, and what was skipped of it.
 
     Raises: ValueError for what is neither a trace nor an answer; OSError.
     """
@@ -142,7 +151,7 @@ def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | Non
             f"{path}: {error.strerror}. Name what `--rollout-record` wrote, a saved answer, or a server's URL (http://…)."
         ) from error
     if (answer := _answer(path, text)) is not None:
-        return [answer], [], None, ()
+        return [answer], [], None, 1, ()
     rows: list[RolloutRow] = []
     groups: list[SessionGroupRow] = []
     broken: list[str] = []
@@ -150,11 +159,14 @@ def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | Non
         rows += [row] if isinstance(row, RolloutRow) else []
         groups += [row] if isinstance(row, SessionGroupRow) else []
     if groups and not rows:
-        return [], groups, None, tuple(broken)
+        return [], groups, None, 1, tuple(broken)
     trace = read_trace(path, skip_broken=True)
     if not rows:
         raise ValueError(f"{path}: holds no rollout, only single prompts. Name what `--rollout-record` wrote.")
-    return [told_of(row) for row in rows], groups, trace, trace.skipped
+    each = [prompt for row in rows for prompt in row.prompts]
+    ranks = [rank for prompt in each for rank in (prompt.rank, *(rank for _, rank in prompt.moves or ()))]
+    num_ranks = 1 + max((rank for rank in ranks if rank is not None), default=0)
+    return [told_of(row) for row in rows], groups, trace, num_ranks, trace.skipped
 
 
 def _answer(path: Path, text: str) -> Told | None:

@@ -102,8 +102,6 @@ class Rows:
         """`name`: of the file, where several are told; rollouts that have no id begin with it."""
         self._name = name
         self.num_broken = 0
-        self._part = b""
-        """Of a line that is being written."""
         self._groups: OrderedDict[str, SessionGroupRow] = OrderedDict()
         """Of sessions, by name."""
         self._num_steps = 0
@@ -116,19 +114,21 @@ class Rows:
         groups: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         for number, (id, event) in enumerate(chain.from_iterable(map(self.read, files))):
             known = groups if event.startswith(b"event: sessions") else rollouts
+            are_rewards = event.startswith(b"event: rewards")
+            if are_rewards and id not in known:  # of one that is told no more
+                continue
             told = known.setdefault(id, {})
-            told[str(number) if event.startswith(b"event: rewards") else "row"] = event
+            told[str(number) if are_rewards else "row"] = event
             if len(known) > num_rollouts:
                 known.popitem(last=False)
         return [event for known in (rollouts, groups) for told in known.values() for event in told.values()]
 
     def read(self, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
         """(id of a rollout or name of a group of sessions, event) of each whole row that has come."""
-        for line in file:
-            self._part += line
-            if not self._part.endswith(b"\n"):
+        while whole := file.readline():
+            if not whole.endswith(b"\n"):  # it is being written; or its server died, and the next one takes it back
+                file.seek(-len(whole), os.SEEK_CUR)
                 break
-            whole, self._part = self._part, b""
             if not whole.strip():
                 continue
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
 from vllm_rollout.simulator.settings import Setting, setting_of, written_fields
 
 TERMS = {field: row for field, row in rows(RunFields).items() if field != "group_size"}
-FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field not in ("group_size", "order")}}
+NOT_OF_ROUNDS = ("group_size", "order", "audit_ratio", "audit_unit")
+"""A round has its own size and order, and audits nobody."""
+FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field not in NOT_OF_ROUNDS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,10 @@ def default_rounds(prompts_per_round: int, group_size: int) -> list[RoundSetting
     return [RoundSetting.of(replace(both, response_speculation=1.0)), RoundSetting.of(both)]
 
 
-def parse_rounds(text: str, group_size: int) -> RoundSetting:
+def parse_rounds(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> RoundSetting:
     """A setting from "prompts_per_round=128,prompt_speculation=1.5"; fields of groups stand beside those of rounds.
+
+    pruning: what a setting that prunes need not say.
 
     Raises: PlanError, or ValueError for what is no field or out of range.
     """
@@ -123,7 +127,7 @@ def parse_rounds(text: str, group_size: int) -> RoundSetting:
     terms = {field: given.pop(field) for field in TERMS if field in given}
     if "prompts_per_round" not in terms:
         raise ValueError("prompts_per_round is missing: the prompts that a round returns")
-    group = setting_of(given, group_size)
+    group = setting_of(given, group_size, pruning)
     if "redundancy" in given:
         if "response_speculation" in terms:
             raise ValueError(
