@@ -90,8 +90,8 @@ class RolloutError(Exception):
         return cls(body.code, body.message, body.type, body.param)
 
 
-class EventData:
-    """Bytes of an event stream in, the data of its events out.
+class EventLines:
+    """Bytes of an event stream in, its whole lines out.
 
     Splits at line feeds itself: httpx's line iterator also splits at characters such as U+2028, which JSON allows in
     text.
@@ -99,14 +99,24 @@ class EventData:
 
     def __init__(self) -> None:
         self._tail = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Those that this chunk completes."""
+        *lines, self._tail = (self._tail + chunk).split(b"\n")
+        return [line.removesuffix(b"\r") for line in lines]
+
+
+class EventData:
+    """Bytes of an event stream in, the data of its events out."""
+
+    def __init__(self) -> None:
+        self._lines = EventLines()
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Of the events that this chunk completes."""
-        *lines, self._tail = (self._tail + chunk).split(b"\n")
         found = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
+        for line in self._lines.feed(chunk):
             if line.startswith(b"data:"):
                 self._data.append(line[len(b"data:") :].removeprefix(b" "))
             elif not line and self._data:

@@ -23,7 +23,7 @@ from vllm_rollout.client.agent_group import RunAgent, Shared
 from vllm_rollout.client.agent_rounds import AgentRound, RunningRound
 from vllm_rollout.client.agents import MAX_CONCURRENT
 from vllm_rollout.client.blocking import blocking, blocking_generator
-from vllm_rollout.client.body import PromptLike, takes_options
+from vllm_rollout.client.body import PromptLike, prompt_body, takes_options
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
 from vllm_rollout.client.sender import Sender
@@ -97,8 +97,9 @@ def _named(prompts: Iterable[PromptLike]) -> Iterator[PromptLike]:
     """Each with an id; of those without one that say the same the second is `…-2`, also in another pass."""
     times: Counter[str] = Counter()
     for position, prompt in enumerate(prompts):
-        body = run_calls.named(prompt, position)
-        if run_calls.is_nameless(prompt):
+        given = prompt_body(prompt, position)
+        body = run_calls.named(given, position)
+        if given.get("id") is None:
             times[body["id"]] += 1
             if (number := times[body["id"]]) > 1:
                 body["id"] += f"-{number}"

@@ -132,10 +132,6 @@ def named(prompt: PromptLike, position: int) -> dict[str, Any]:
     return body
 
 
-def is_nameless(prompt: PromptLike) -> bool:
-    return prompt_body(prompt, 0).get("id") is None
-
-
 def _round_body(
     prompts: Iterable[PromptLike], reserve: Iterable[PromptLike], key: str, options: RoundOptions
 ) -> dict[str, Any]:

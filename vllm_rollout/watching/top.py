@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vllm_rollout.client.connection import CONNECTION_LOST, RolloutError
+from vllm_rollout.client.connection import CONNECTION_LOST, EventLines, RolloutError
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {
@@ -41,14 +41,13 @@ def feed(url: str, key: str | None) -> Iterator[tuple[str, Any]]:
         with httpx.stream("GET", f"{url.rstrip('/')}/v1/rollouts/watch", headers=headers, timeout=timeout) as answer:
             if not answer.is_success:
                 raise RolloutError(answer.status_code, _refusal(answer), "Refused")
-            begun = ""
-            for part in answer.iter_text():  # iter_lines ends a line where a prompt's id has U+2028, too
-                *lines, begun = (begun + part).split("\n")
-                for line in lines:
-                    if line.startswith("event: "):
-                        name = line.removeprefix("event: ")
-                    elif line.startswith("data: "):
-                        yield name, json.loads(line.removeprefix("data: "))
+            lines = EventLines()
+            for chunk in answer.iter_bytes():
+                for line in lines.feed(chunk):
+                    if line.startswith(b"event: "):
+                        name = line.removeprefix(b"event: ").decode()
+                    elif line.startswith(b"data: "):
+                        yield name, json.loads(line.removeprefix(b"data: "))
     except (*CONNECTION_LOST, httpx.TimeoutException) as error:
         raise RolloutError(None, f"{url}: {error or type(error).__name__}", type(error).__name__) from error
     raise RolloutError(None, f"{url}: the server ended the feed", "FeedEnded")
