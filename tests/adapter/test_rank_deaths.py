@@ -21,7 +21,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from tests.support.time_limit import end_within
-from vllm_rollout.adapter.api.calls.deaths import VARIABLE, Death, Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.adapter.api.calls import server_folder
+from vllm_rollout.adapter.api.calls.deaths import Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.adapter.api.calls.rank_client import RankClient, RankDied
 from vllm_rollout.adapter.api.client import life
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes, NoRankLeft
@@ -110,15 +111,15 @@ def test_last_words_are_read_as_nothing_said() -> None:
 
 
 def test_deaths_are_read_by_those_that_the_first_process_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(server_folder.VARIABLE, raising=False)
     assert Deaths.of_this_server() is None
-    with Deaths.of_a_server():
+    with server_folder.of_a_server():
         written, read = Deaths.of_this_server(), Deaths.of_this_server()
         assert read.read() == []
         written.write(Death(3, -9))
         written.write(Death(0, 1))
         assert read.read() == [(3, -9), (0, 1)]
-        folder = Path(os.environ[VARIABLE]).parent
+        folder = server_folder.of_this_server()
     assert not folder.exists()
 
 
@@ -179,7 +180,7 @@ class TwoRanksAndAHealthyOne:
 async def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "LOOK_S", 0.01)
     end_within(30)
-    with Deaths.of_a_server():
+    with server_folder.of_a_server():
         client = TwoRanksAndAHealthyOne()
         watch = Life(client)
         route = client.routes.open("moving", {0: 0}, 1)
@@ -238,9 +239,9 @@ def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> N
 def test_a_rank_is_outlived_where_somebody_sees_it_die(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], outlives: bool
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(server_folder.VARIABLE, raising=False)
     if changed.pop("server", True):
-        monkeypatch.setenv(VARIABLE, str(tmp_path / "deaths"))
+        monkeypatch.setenv(server_folder.VARIABLE, str(tmp_path))
     model = SimpleNamespace(is_moe=changed.pop("is_moe", False))
     additional = changed.pop("options", ServeOptions()).into({})
     parallel = {"data_parallel_size": 2, "data_parallel_size_local": 2, "data_parallel_backend": "mp", **changed}

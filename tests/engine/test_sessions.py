@@ -43,7 +43,7 @@ NAMES = count()
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("sessions")
-    flags = ["--max-model-len", "2048", "--data-parallel-size", "2", "--api-server-count", "1", "--max-num-seqs", "64"]
+    flags = ["--max-model-len", "2048", "--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "64"]
     flags += ["--rollout-record", str(folder / "trace.jsonl")]
     with Server(serve_command(tiny_model, *emulating(folder, DEVICE), *flags), folder / "server.log") as server:
         server.record = folder / "trace.jsonl"
@@ -260,7 +260,8 @@ def test_the_trajectory_is_what_the_engine_saw_and_another_history_is_refused_wh
     begin = list(session.prompt)
     first = session.turn(logprobs=0)["token_ids"]
     second = session.turn(logprobs=0)["token_ids"]
-    told_otherwise = [*begin, 99, *session.prompt[len(begin) + 1 :]]
+    other = 71 if first[0] != 71 else 72  # each a letter of its own
+    told_otherwise = [*begin, other, *session.prompt[len(begin) + 1 :]]
     session.prompt, right = told_otherwise, session.prompt
     response = session.ask()
     assert response.status_code == 400
@@ -550,3 +551,29 @@ def test_where_all_are_waited_for_the_replay_of_the_simulator_tells_every_token(
         for race in races
     ]  # fmt: skip
     assert max(len(each) for _, _, each in ran) > size + redundancy, "some were replaced"
+
+
+def test_runs_and_their_rewards_reach_one_process_whoever_is_asked(server):
+    """Each request is a connection of its own, and the kernel chooses between two processes."""
+    terms = {
+        "id": "whole",
+        "prompts_per_round": 2,
+        "group_size": 2,
+        "prompt_speculation": 1.0,
+        "sampling": {"max_tokens": 8},
+    }
+    made = [server.http.post("/v1/runs", json={**terms, "filter": "zero_variance"}).status_code for _ in range(8)]
+    assert made == [201] + [200] * 7
+    prompts = [{"id": f"q{i}", "prompt": "What is it?"} for i in range(2)]
+    answers, left, id = [], [], None
+    for event in server.events("/v1/runs/whole/rounds", prompts=prompts, idempotency_key="k"):
+        id = id or event.get("id")
+        if event["type"] == "group":
+            prompt_id = event["prompt_id"]
+            rewards = [{"prompt_id": prompt_id, "index": i, "reward": float(prompt_id == "q1" and i)} for i in range(2)]
+            answers.append(server.http.post(f"/v1/rollouts/{id}/rewards", json={"rewards": rewards}).json())
+        elif event["type"] == "filtered":
+            left.append(event["prompt_id"])
+    assert (sorted(answer["filtered"] for answer in answers), left) == ([[], ["q0"]], ["q0"])
+    totals = [server.http.get("/v1/runs/whole").json()["totals"]["num_prompts"] for _ in range(8)]
+    assert len(set(totals)) == 1

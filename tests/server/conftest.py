@@ -78,7 +78,6 @@ def make_app(
     engine: FakeEngine,
     recorder: TraceRecorder | None = None,
     database: Path | None = None,
-    num_processes: int = 1,
     make_parallelism: Callable[[Metrics], Parallelism] | None = None,
     audit_ratio: float = 0.0,
     graders: Graders | None = None,
@@ -97,13 +96,12 @@ def make_app(
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
         recorder=recorder,
-        alone=num_processes == 1,
     )
     app.state.rollout_service.viewers.sessions = app.state.session_service.seen
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(
-        app.state.rollout_service, engine, store, metrics, num_processes, parallelism, app.state.session_service
+        app.state.rollout_service, engine, store, metrics, parallelism, app.state.session_service
     )
     app.state.healthy = True
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from vllm_rollout.server.runs import store as store_module
 from vllm_rollout.server.runs.store import RunStore
 
-from .conftest import http_of, make_app
+from .conftest import make_app
 from .fake_engine import FakeEngine
 from .fake_learning import FakeLearning
 
@@ -240,21 +240,6 @@ def test_several_processes_may_open_a_new_database_at_once(tmp_path: Path) -> No
         stores = list(threads.map(opened, range(8)))
     for store in stores:
         store.owner.close()
-
-
-async def test_several_api_processes_share_runs_through_a_folder_only(engine: FakeEngine, tmp_path: Path) -> None:
-    async def asked(app: FastAPI, path: str, body: dict) -> httpx.Response:
-        async with http_of(app) as http:
-            return await http.post(path, json=body)
-
-    alone = make_app(engine, num_processes=2)
-    check_refused(await asked(alone, "/v1/runs", RUN), 501, "Start it with --rollout-state FOLDER")
-    shared = make_app(engine, database=tmp_path / "shared.sqlite", num_processes=2)
-    check_refused(await asked(shared, "/v1/runs", {**RUN, "filter": "zero_variance"}), 501, "--api-server-count 1")
-    assert (await asked(shared, "/v1/runs", RUN)).status_code in (200, 201)
-    filtering = {**ROUND, "stream": True, "filter": "zero_variance"}
-    check_refused(await asked(shared, "/v1/runs/a/rounds", filtering), 501, "rewards may reach one that does not have")
-    assert (await asked(shared, "/v1/runs/a/rounds", ROUND)).status_code == 200
 
 
 @FAULTS

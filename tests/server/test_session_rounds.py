@@ -385,13 +385,6 @@ async def test_a_round_of_sessions_says_nothing_of_samples_and_needs_room(app, h
     assert (run["open_round"], run["totals"]["num_prompts"]) == (None, 0), "nothing was taken"
 
 
-async def test_several_processes_have_no_rounds_of_sessions(tmp_path):
-    app = make_app(FakeEngine(), database=tmp_path / "runs.sqlite", num_processes=2)
-    async with http_of(app) as http:
-        response = await http.post("/v1/runs", json={**TERMS, "sessions": {}})
-        assert (response.status_code, "one API process" in response.text) == (400, True)
-
-
 async def test_a_run_of_an_earlier_version_is_the_same_run(http):
     await http.post("/v1/runs", json={"id": "a", **TERMS})
     store = http._transport.app.state.run_service._store  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ class RolloutEndpoints:
         app.add_middleware(FreshGauges)
         attach_compat(app)
         app.add_middleware(ClientNamespaces)
+        self._app = app
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
@@ -41,4 +42,4 @@ class RolloutEndpoints:
                 f"the rollout endpoints need vllm_rollout's engine client, found {type(engine_client).__name__}. "
                 "Start the server with `vllm-rollout serve` instead of `vllm serve`."
             )
-        await build_services(engine_client, state, args)
+        await build_services(engine_client, self._app, args)

@@ -77,7 +77,7 @@ class Rollouts:
             rollout_page="off", emulate=None, parallelism="fixed",
             rollout_reward=rewards or {}, rollout_reward_processes=None, rollout_reward_limits=None,
         )  # fmt: skip
-        return cls(app, await build_services(client, app.state, settings))
+        return cls(app, await build_services(client, app, settings))
 
     async def settled(self) -> None:
         """Wait until nothing of the service goes on by itself: training of a head, for one."""

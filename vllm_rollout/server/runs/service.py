@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
@@ -69,18 +68,15 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        num_processes: int = 1,
         parallelism: Parallelism | None = None,
         sessions: SessionService | None = None,
     ) -> None:
-        """`num_processes`: API processes of this server, any of which may get a request. `sessions`: None where there
-        are none."""
+        """`sessions`: None where there are none."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._engine = engine
         self._store = store
         self._metrics = metrics
-        self._is_alone = num_processes == 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """One: transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
@@ -94,14 +90,6 @@ class RunService:
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
-        if not (self._is_alone or self._store.is_durable):
-            raise RequestError(
-                "runs of a server with several API processes need a place that these share, and there is none. Start "
-                "it with --rollout-state FOLDER, or with --api-server-count 1.",
-                status=HTTPStatus.NOT_IMPLEMENTED,
-            )
-        if request.filter is not None and request.reward is None:
-            self._check_can_filter()
         id = request.id or f"run-{uuid.uuid4().hex[:12]}"
         terms = request.terms
         try:
@@ -251,16 +239,6 @@ class RunService:
         live.owner = await self._owned(stored.id, self._store.begin, stored.id, memo, plan, bodies, opened)
         return live
 
-    def _check_can_filter(self) -> None:
-        """Raises: RequestError (501)."""
-        if not self._is_alone:
-            raise RequestError(
-                "filter: this server has several API processes, and rewards may reach one that does not have the "
-                "round. Start it with --api-server-count 1, or leave filter out.",
-                status=HTTPStatus.NOT_IMPLEMENTED,
-                param="filter",
-            )
-
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean length of waiting prompts, as far as they are known."""
         run = stored.run
@@ -286,14 +264,12 @@ class RunService:
             check_unchanged(request, defaults)
         if filters and defaults.group_size < 2:
             raise RequestError(f"filter: {ONE_REWARD}", param="filter")
-        if filters and request.reward is None and defaults.reward is None:
-            self._check_can_filter()
-            if not request.stream:
-                raise RequestError(
-                    "stream: a round that filters needs true, got false: its rewards are posted while it is on its "
-                    "way. Set it, or name a reward by which the server grades.",
-                    param="stream",
-                )
+        if filters and request.reward is None and defaults.reward is None and not request.stream:
+            raise RequestError(
+                "stream: a round that filters needs true, got false: its rewards are posted while it is on its "
+                "way. Set it, or name a reward by which the server grades.",
+                param="stream",
+            )
         prompts = await asyncio.to_thread(bodies_of, planned, fresh)
         fields = {
             **defaults.rollout_fields(),

@@ -70,11 +70,11 @@ class SessionService:
         *,
         recorder: TraceRecorder | None = None,
         audit_ratio: float = 0.0,
-        alone: bool = True,
+        begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stop_turns: awaited with indices of turns by group, as the engine knows them. alone: no other
-        process of the server answers requests."""
+        """stop_turns: awaited with indices of turns by group, as the engine knows them. begin: called before the first
+        group."""
         self._stop_turns = stop_turns
         self._grading = grading
         self._learning = learning
@@ -82,7 +82,7 @@ class SessionService:
         self._audit_ratio = audit_ratio
         self._metrics = metrics
         self._decode = decode
-        self._alone = alone
+        self._begin = begin
         self._clock = clock
         self.seen = SeenSessions()
         self._groups: dict[Key, OpenGroup] = {}
@@ -145,7 +145,6 @@ class SessionService:
 
     def check(self, request: SessionGroupRequest) -> int:
         """The most sessions that such a group may have. Raises: RequestError for what no group can be."""
-        self._check_alone()
         terms, _ = self._asked(request)
         _, most = until_of(terms)
         return most
@@ -171,7 +170,6 @@ class SessionService:
 
         Raises: RequestError (400: what it says; 409: what its session is doing), PlanError.
         """
-        self._check_alone()
         key = (client_namespace(), said.session)
         group = self._of_session.get(key)
         if group is None:
@@ -492,11 +490,13 @@ class SessionService:
 
     def _open(self, key: Key, terms: Terms) -> OpenGroup:
         """Raises: RequestError where too many are open, and for what cannot be."""
-        self._check_alone()
         until, most = until_of(terms)
         self.check_room(most)
         now_s = self._clock()
         group = OpenGroup(key, terms, SessionRace(terms.plan, terms.limits, until, most, now_s), now_s, most)
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
         self._groups[key] = group
         self.seen.begun(group)
         self._num_open_sessions += most
@@ -543,15 +543,6 @@ class SessionService:
         self._hold(0)
         if (num_held := self._num_held_tokens) > MAX_SESSION_HISTORY:
             raise _too_much(f"open sessions have {num_held} tokens, at most {MAX_SESSION_HISTORY} are held")
-
-    def _check_alone(self) -> None:
-        """Raises: RequestError."""
-        if not self._alone:
-            raise RequestError(
-                "sessions need a server of one API process, which knows all of them. Start it without "
-                "--api-server-count.",
-                status=HTTPStatus.BAD_REQUEST,
-            )
 
     def _group(self, group_id: str) -> OpenGroup:
         group = self._groups.get((client_namespace(), group_id))

@@ -1,7 +1,7 @@
 """Engine cores that die while others live: who sees it, and how the API processes hear of it.
 
 Whoever started the engine cores (the API process, or the launcher of several) writes a line for each that died into a
-file, which all of them know by an environment variable.
+file of the server's folder.
 
 Invariant: as long as one rank lives the server does. When the last one dies it stops, as vLLM alone does with the
 first.
@@ -9,24 +9,20 @@ first.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.utils import CoreEngineProcManager
 
+from vllm_rollout.adapter.api.calls import server_folder
 from vllm_rollout.adapter.options import ServeOptions
 
 logger = init_logger("vllm.vllm_rollout")
 
-VARIABLE = "VLLM_ROLLOUT_DEATHS"
-"""Environment variable with the path of this server's file."""
 LOOK_S = 1.0
 """Between two looks whether the server ends."""
 
@@ -46,21 +42,13 @@ class Deaths:
         self._path = path
 
     @classmethod
-    @contextmanager
-    def of_a_server(cls) -> Iterator[None]:
-        """Around the first process of a server, before it starts others."""
-        with TemporaryDirectory(prefix="vllm-rollout-", ignore_cleanup_errors=True) as folder:
-            os.environ[VARIABLE] = str(Path(folder) / "deaths")
-            yield
-
-    @classmethod
     def of_this_server(cls) -> Deaths | None:
         """None where nobody writes them."""
-        path = os.environ.get(VARIABLE)
-        return None if path is None else cls(Path(path))
+        folder = server_folder.of_this_server()
+        return None if folder is None else cls(folder / "deaths")
 
     def write(self, death: Death) -> None:
-        with self._path.open("a") as file:
+        with suppress(FileNotFoundError), self._path.open("a") as file:  # it has gone with a server that ends
             file.write(f"{death.rank} {death.exit_code}\n")
 
     def read(self) -> list[Death]:

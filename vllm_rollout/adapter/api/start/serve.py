@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout.adapter import PLUGIN
-from vllm_rollout.adapter.api.calls.deaths import Deaths
+from vllm_rollout.adapter.api.calls import server_folder
 from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.adapter.api.client import emulate
 from vllm_rollout.adapter.api.engine import parallelism
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> None:
     )
     if missing := lacking():
         logger.info("vllm_rollout: vLLM %s lacks %s", vllm_version, "; ".join(missing))
-    with judge.beside(args), Deaths.of_a_server(), front_ends.both(args):
+    with judge.beside(args), server_folder.of_a_server(), front_ends.both(args):
         command.cmd(args)
 
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from starlette.datastructures import State
+from fastapi import FastAPI
 
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.graded_answers import AnswerGrader
@@ -17,10 +17,12 @@ from vllm_rollout.adapter.api.client.resuming import whole_text
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
+from vllm_rollout.adapter.api.start.first import Listener
 from vllm_rollout.adapter.api.start.rewards import begin_grading
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.rewards.grader import default_num_processes
 from vllm_rollout.rewards.kept_limits import KeptLimits
+from vllm_rollout.server.first import HandOn
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
 from vllm_rollout.server.runs.store import LEARNED, RUNS, RunStore
@@ -31,22 +33,24 @@ LIMITS = "time_limits.json"
 """In the folder of --rollout-state: how long grading each test case may take."""
 
 
-async def build_services(client: RolloutAsyncLLM, state: State, settings: Namespace) -> VLLMEngine:
-    """Put them into `state`, which has models and renderer already; returns the engine that they share.
+async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namespace) -> VLLMEngine:
+    """Put them into the app's state, which has models and renderer already; returns the engine that they share.
 
     `settings`: what our flags say. Raises: RuntimeError, which ends the start, for what they cannot mean here.
     """
+    state = app.state
     engine = VLLMEngine(client, state)
     await engine.shaping.use_costs(settings)
     recorder = None
     if settings.rollout_record is not None:
         recorder = TraceRecorder(Path(settings.rollout_record), settings.rollout_record_max_mib << 20)
+    is_first = client.client_index == 0
     store = RunStore()
     if settings.rollout_state is not None:
         folder = Path(settings.rollout_state)
-        store = RunStore(folder / RUNS)
         state_file = StateFile(folder / LEARNED, engine.learning, engine.calls, client)
-        if client.client_index == 0:
+        if is_first:
+            store = RunStore(folder / RUNS)
             await state_file.load(store.staged)
     client.life.watch()
     engine.moves.follow_holds()
@@ -73,6 +77,11 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
     )
     state.rollout_service, state.rollout_page = service, settings.rollout_page
     client.answer_grader = AnswerGrader(service.grading, engine.learning)
+    listener = Listener() if client.num_api_processes > 1 else None
+    if listener is not None and not is_first:
+        # Around all middleware: what is answered elsewhere passes that of the process that answers.
+        app.middleware_stack = HandOn(app.middleware_stack or app.build_middleware_stack(), listener.from_another())
+        return engine
     sessions = SessionService(
         engine.give_up,
         service.grading,
@@ -81,10 +90,12 @@ async def build_services(client: RolloutAsyncLLM, state: State, settings: Namesp
         partial(whole_text, client.model_config),
         recorder=recorder,
         audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
-        alone=client.num_api_processes == 1,
+        begin=None if listener is None else listener.has_sessions,
     )
     client.sessions = state.session_service = sessions
     service.viewers.sessions = sessions.seen
     parallelism = parallelism_of(settings, client, engine)
-    state.run_service = RunService(service, engine, store, metrics, client.num_api_processes, parallelism, sessions)
+    state.run_service = RunService(service, engine, store, metrics, parallelism, sessions)
+    if listener is not None:
+        listener.serve(app)
     return engine

@@ -1,0 +1,201 @@
+"""Several API processes: who is asked for sessions, runs and the page. The first one is a real server on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Message
+
+from vllm_rollout.group.plans.xargs import NAMES
+from vllm_rollout.server import first as module
+from vllm_rollout.server.first import FirstProcess, HandOn
+
+TURN = "/v1/completions"
+
+
+class Seen:
+    """What the first process has been asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, bytes, dict[str, str], bytes]] = []
+        self.left = asyncio.Event()
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.api_route("/v1/sessions/events", methods=["GET"])
+        async def events(request: Request) -> StreamingResponse:
+            async def forever() -> AsyncIterator[bytes]:
+                try:
+                    for number in range(10_000):
+                        yield b"data: %d\n\n" % number
+                        await asyncio.sleep(0.01)
+                finally:
+                    self.left.set()
+
+            return StreamingResponse(forever(), media_type="text/event-stream")
+
+        @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+        async def any_other(request: Request) -> dict[str, str]:
+            target = request.scope["raw_path"] + b"?" + request.scope["query_string"]
+            seen = (request.method, target, dict(request.headers), await request.body())
+            self.requests.append(seen)
+            return {"by": "first"}
+
+        return app
+
+
+@pytest.fixture
+async def first(tmp_path: Path) -> AsyncIterator[Seen]:
+    seen = Seen()
+    server = uvicorn.Server(
+        uvicorn.Config(seen.app(), uds=str(tmp_path / "first.sock"), lifespan="off", log_level="error")
+    )
+    serving = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield seen
+    server.should_exit = server.force_exit = True
+    await serving
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def answer(request: Request) -> dict[str, str]:
+        return {"by": "itself", "body": (await request.body()).decode()}
+
+    way = HandOn(app, FirstProcess(tmp_path / "first.sock", tmp_path / "sessions"))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(way), base_url="http://test")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "by"),
+    [
+        ("POST", "/v1/groups", "first"),
+        ("GET", "/v1/groups/a", "first"),
+        ("POST", "/v1/sessions/a.0/finish", "first"),
+        ("POST", "/v1/runs", "first"),
+        ("DELETE", "/v1/runs/a/rounds/3", "first"),
+        ("POST", "/v1/rewards", "first"),
+        ("POST", "/v1/rollouts/rollout-1/rewards", "first"),
+        ("GET", "/v1/rollouts/state", "first"),
+        ("GET", "/v1/rollouts/watch", "first"),
+        ("GET", "/rollouts", "first"),
+        ("GET", "/rollouts/assets/page.js", "first"),
+        ("POST", "/v1/rollouts", "itself"),
+        ("GET", "/v1/engines", "itself"),
+        ("GET", "/v1/runsome", "itself"),
+        ("POST", "/v1/votes", "itself"),
+        ("POST", TURN, "itself"),
+    ],
+)
+async def test_who_answers(first: Seen, other: httpx.AsyncClient, method: str, path: str, by: str) -> None:
+    response = await other.request(method, path)
+    assert (response.json()["by"], len(first.requests)) == (by, int(by == "first"))
+
+
+async def test_it_is_asked_as_the_client_has_asked(first: Seen, other: httpx.AsyncClient) -> None:
+    body = b'{"reward": 1}' * 100_000
+    headers = {"authorization": "Bearer k", "x-session-id": "a b", "connection": "close"}
+    path = "/v1/sessions/a%2Fb%20c/finish?x=%C3%A4&y"
+    await other.post(path, content=body, headers=headers)
+    ((method, target, seen, sent),) = first.requests
+    assert (method, target, sent) == ("POST", path.encode(), body)
+    assert {name: seen[name] for name in ("authorization", "x-session-id", "content-length")} == {
+        "authorization": headers["authorization"],
+        "x-session-id": headers["x-session-id"],
+        "content-length": str(len(body)),
+    }
+    assert seen["host"] == "test"
+    await other.get("/v1/groups/a")
+    assert (first.requests[-1][3], first.requests[-1][2].get("transfer-encoding")) == (b"", None)
+
+
+def field(name: str) -> dict[str, Any]:
+    return {"vllm_xargs": {NAMES[name]: "a"}}
+
+
+async def test_which_requests_are_turns(first: Seen, other: httpx.AsyncClient, tmp_path: Path) -> None:
+    async def asked(body: dict[str, Any], header: str | None, path: str = TURN) -> str:
+        headers = {} if header is None else {"x-session-id": header}
+        by: str = (await other.post(path, json=body, headers=headers)).json()["by"]
+        return by
+
+    assert await asked({}, None) == "itself"
+    assert await asked(field("session"), None) == "first"
+    assert await asked(field("group_id"), None) == "itself", "a joined request, which any process takes"
+    assert await asked(field("group_id"), "a") == "first"
+    assert await asked({}, "a") == "itself", "harnesses send the header to servers that have never had a group"
+    (tmp_path / "sessions").touch()
+    assert await asked({}, "a") == "first"
+    assert await asked({}, None) == "itself"
+    for path in ("/v1/chat/completions", "/inference/v1/generate"):
+        assert (await asked({}, None, path), await asked({}, "a", path)) == ("itself", "first")
+    assert await asked({}, "a", "/v1/embeddings") == "itself"
+
+
+async def test_what_is_read_to_look_for_a_turn_is_not_lost(other: httpx.AsyncClient) -> None:
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b"piece "
+
+    assert (await other.post(TURN, content=in_pieces())).json()["body"] == "piece " * 3
+
+
+async def test_a_stream_passes_as_it_comes_and_ends_when_its_reader_leaves(first: Seen, tmp_path: Path) -> None:
+    leaves = asyncio.Event()
+    sent: list[Message] = []
+    received: list[Message] = [{"type": "http.request", "body": b""}]
+
+    async def receive() -> Message:
+        if received:
+            return received.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            leaves.set()
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/sessions/events", "headers": [], "query_string": b""}
+    await asyncio.wait_for(FirstProcess(tmp_path / "first.sock", tmp_path / "-").answer(scope, receive, send), 10)
+    await asyncio.wait_for(first.left.wait(), 10)
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"data: 0\n\n")
+    assert [name for name, _ in sent[0]["headers"]] == [b"content-type"]
+
+
+async def test_a_client_that_leaves_amid_its_body_is_no_request(first: Seen, tmp_path: Path) -> None:
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", b"10")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/groups", "headers": headers, "query_string": b""}
+    await FirstProcess(tmp_path / "first.sock", tmp_path / "-").answer(scope, receive, send)
+    assert (sent, first.requests) == ([], [])
+
+
+async def test_one_that_is_not_there_yet_is_called_again(
+    other: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = await other.get("/v1/groups/a")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "does not answer yet" in response.json()["error"]["message"]
+    assert module.NUM_TRIES > 1

@@ -1,0 +1,31 @@
+"""A folder that all processes of one server know, and nobody else. It goes when the server ends.
+
+Invariant: the path of a socket in it is short enough wherever those of vLLM's own sockets are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from vllm import envs
+
+VARIABLE = "ROLLOUT_SERVER_FOLDER"
+"""Environment variable with its path. (Of one that begins with VLLM_ vLLM would say that it knows no such.)"""
+
+
+@contextmanager
+def of_a_server() -> Iterator[None]:
+    """Around the first process of a server, before it starts others."""
+    with TemporaryDirectory(prefix="vllm-rollout-", dir=envs.VLLM_RPC_BASE_PATH, ignore_cleanup_errors=True) as folder:
+        os.environ[VARIABLE] = folder
+        yield
+
+
+def of_this_server() -> Path | None:
+    """None in a trainer's own process."""
+    path = os.environ.get(VARIABLE)
+    return None if path is None else Path(path)

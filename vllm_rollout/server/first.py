@@ -1,0 +1,159 @@
+"""Of several API processes the first one has what one process must know whole: sessions, runs, and the page that shows
+both. The others hand such requests on to it.
+
+Invariant: a client cannot tell which process has read its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Final
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_rollout.group.plans.xargs import NAMES
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.errors import error_response
+from vllm_rollout.server.paths import path_of
+from vllm_rollout.server.slices import unless
+
+ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/rewards", "/rollouts")
+BELOW: Final = "/v1/rollouts/"
+"""Rewards and the state, in which runs take part, and the feed of the page. Any process takes a rollout itself."""
+TURNS: Final = {"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
+"""Where a request may be a turn of a session."""
+SESSION, GROUP = (f'"{NAMES[field]}"'.encode() for field in ("session", "group_id"))
+STATES_A_BODY: Final = {b"content-length", b"transfer-encoding"}
+OF_ONE_HOP: Final = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"date", b"server"}
+"""Headers that the next one writes anew."""
+IDLE_S: Final = 60.0
+"""How long an idle connection to the first process is kept."""
+NUM_TRIES: Final = 5
+"""Times that it is called while it starts, within some seconds."""
+
+
+class FirstProcess:
+    """The way to it, in each of the others."""
+
+    def __init__(self, socket: Path, in_use: Path) -> None:
+        """`socket`: where it listens. `in_use`: a file that is there as soon as it has had a session."""
+        self._in_use = in_use
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
+        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, retries=NUM_TRIES)
+        self._http = httpx.AsyncClient(transport=transport, timeout=None)
+
+    def has(self, path: str) -> bool:
+        """Whether it is asked for this path by whoever is asked."""
+        return path.startswith(BELOW) or any(path == root or path.startswith(f"{root}/") for root in ROOTS)
+
+    def has_turn(self, body: bytes, *, named: bool) -> bool:
+        """Whether a request may be a turn of a session. `named`: its header names one, as many harnesses do that know
+        nothing of groups; so it counts by itself only where there are sessions."""
+        return SESSION in body or (named and (GROUP in body or self._in_use.exists()))
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it answer; it sees the client leave."""
+        is_sent = asyncio.Event()
+        body: AsyncIterator[bytes] | None = None
+        if any(name in STATES_A_BODY for name, _ in scope["headers"]):
+            body = _body(receive, is_sent)
+        else:
+            is_sent.set()
+
+        async def left() -> None:
+            await is_sent.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        await unless(self._pass(scope, body, send), left())
+
+    async def _pass(self, scope: Scope, body: AsyncIterator[bytes] | None, send: Send) -> None:
+        headers = [(name, value) for name, value in scope["headers"] if name not in OF_ONE_HOP]
+        target = scope.get("raw_path") or scope["path"].encode()
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        request = self._http.build_request(
+            scope["method"], "http://first", headers=headers, content=body, extensions={"target": target}
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.ConnectError:
+            error = RequestError(
+                "the process of this server that has sessions and runs does not answer yet. Try again.",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                retry_after_s=1,
+            )
+            await error_response(error)(scope, _nothing, send)
+            return
+        except ClientDisconnect:
+            return
+        try:
+            kept = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in OF_ONE_HOP]
+            await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
+            async for chunk in response.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.aclose()
+
+
+class HandOn:
+    """ASGI middleware of the other processes: the first one answers what it has."""
+
+    def __init__(self, app: ASGIApp, first: FirstProcess) -> None:
+        self._app, self._first = app, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._app
+        if scope["type"] == "http":
+            path = path_of(scope)
+            if self._first.has(path):
+                answer = self._first.answer
+            elif path in TURNS and scope["method"] == "POST":
+                receive = _Replayed(receive)
+                if self._first.has_turn(await receive.body(), named="x-session-id" in Headers(scope=scope)):
+                    answer = self._first.answer
+        await answer(scope, receive, send)
+
+
+class _Replayed:
+    """The messages of a request, again for who comes later."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._read: deque[Message] = deque()
+
+    async def __call__(self) -> Message:
+        return self._read.popleft() if self._read else await self._receive()
+
+    async def body(self) -> bytes:
+        """As far as the client has sent it."""
+        is_whole = False
+        while not is_whole:
+            self._read.append(await self._receive())
+            is_whole = not self._read[-1].get("more_body", False)
+        return b"".join(message.get("body", b"") for message in self._read)
+
+
+async def _body(receive: Receive, is_sent: asyncio.Event) -> AsyncIterator[bytes]:
+    """Raises: ClientDisconnect."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if chunk := message.get("body", b""):
+            yield chunk
+        more = message.get("more_body", False)
+    is_sent.set()
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
