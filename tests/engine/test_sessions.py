@@ -363,8 +363,18 @@ def test_sessions_of_a_group_share_a_rank_and_move_between_turns_when_it_is_drai
     assert group(server, id)["status"] == "complete"
 
 
-def test_many_at_once_lose_nothing(server):
-    ids = []
+def test_many_at_once_lose_nothing_while_ranks_are_drained(server):
+    ids, over = [], threading.Event()
+
+    def drain() -> int:
+        number = 0
+        while not over.is_set():
+            rank = number % 2
+            drained = server.http.post(f"/v1/engines/{rank}/drain", json={"timeout_s": 20}).json()
+            assert drained["state"] == "drained", drained
+            assert server.http.post(f"/v1/engines/{rank}/restore").status_code == 200
+            number += 1
+        return number
 
     def play(harness: Harness, number: int) -> None:
         for turn in range(1 + number % 4):
@@ -374,13 +384,15 @@ def test_many_at_once_lose_nothing(server):
         assert response.status_code in (200, 409)
 
     with ThreadPoolExecutor(48) as pool:
-        playing = []
+        draining, playing = pool.submit(drain), []
         for first in range(12):
             id, sessions = declared(server, 4, 4)
             ids.append(id)
             playing += [pool.submit(play, session, first + n) for n, session in enumerate(sessions)]
         for each in playing:
             each.result(120)
+        over.set()
+        assert draining.result(60) > 0
     wait_until(lambda: server.num_requests == 0)
     for id in ids:
         found = group(server, id)
