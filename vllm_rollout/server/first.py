@@ -46,8 +46,7 @@ class FirstProcess:
         """`socket`: where it listens. `in_use`: a file that is there as soon as it has had a session."""
         self._in_use = in_use
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
-        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, retries=NUM_TRIES)
-        self._http = httpx.AsyncClient(transport=transport, timeout=None)
+        self._transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, retries=NUM_TRIES)
 
     def has(self, path: str) -> bool:
         """Whether it is asked for this path by whoever is asked."""
@@ -79,11 +78,11 @@ class FirstProcess:
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        request = self._http.build_request(
+        request = httpx.Request(
             scope["method"], "http://first", headers=headers, content=body, extensions={"target": target}
         )
         try:
-            response = await self._http.send(request, stream=True)
+            response = await self._transport.handle_async_request(request)
         except httpx.ConnectError:
             error = RequestError(
                 "the process of this server that has sessions and runs does not answer yet. Try again.",
