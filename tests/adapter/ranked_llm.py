@@ -138,7 +138,7 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self._candidates = WeakKeyDictionary()
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)
-        self.num_api_processes = num_api_processes
+        self.num_api_processes, self.client_index = num_api_processes, index
         self._placement = Placement(len(cores), index, alone=num_api_processes == 1)
         self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
         self.life = SimpleNamespace(dead={}, watch=lambda: None)

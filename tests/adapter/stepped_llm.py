@@ -86,7 +86,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.priorities: dict[str, int] = {}
         self._placement = Placement(num_ranks, alone=alone)
         self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
-        self.num_api_processes = 1 if alone else 2
+        self.num_api_processes, self.client_index = 1 if alone else 2, 0
         self.life = SimpleNamespace(dead={}, watch=lambda: None, living_ranks=[0])
         self.core_engines = [SimpleNamespace(scheduler=run.scheduler, vllm_config=run.scheduler.vllm_config)]
 

@@ -188,10 +188,13 @@ async def test_siblings_that_are_pinned_to_ranks_are_none_of_those_elsewhere(new
     assert len({tag.group_id for tag, _ in llm.added.values()}) == 2
 
 
-def test_with_several_api_processes_groups_have_names(new_run) -> None:
+async def test_of_several_api_processes_the_first_one_alone_has_groups_without_names(new_run) -> None:
     llm = SteppedLLM(new_run(), alone=False)
+    await race(llm, *[Sibling(llm, f"r{i}", 9, {"rollout_group_size": 2, "rollout_num_candidates": 2}) for i in (0, 1)])
+    assert len({tag.group_id for tag, _ in llm.added.values()}) == 1
+    llm.client_index = 1
     params = SamplingParams(max_tokens=40, extra_args={"rollout_group_size": 2})
-    with pytest.raises(VLLMValidationError, match="is needed with --api-server-count 2") as error:
+    with pytest.raises(VLLMValidationError, match="several API processes") as error:
         llm.generate(prompt(5), params, "r")
     assert error.value.parameter == "vllm_xargs.rollout_group_id"
 

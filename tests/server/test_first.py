@@ -18,7 +18,7 @@ from vllm_rollout.group.plans.xargs import NAMES
 from vllm_rollout.server import first as module
 from vllm_rollout.server.first import FirstProcess, HandOn
 
-TURN = "/v1/completions"
+JOINING = "/v1/completions"
 
 
 class Seen:
@@ -97,7 +97,7 @@ def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
         ("GET", "/v1/engines", "itself"),
         ("GET", "/v1/runsome", "itself"),
         ("POST", "/v1/votes", "itself"),
-        ("POST", TURN, "itself"),
+        ("POST", JOINING, "itself"),
     ],
 )
 async def test_who_answers(first: Seen, other: httpx.AsyncClient, method: str, path: str, by: str) -> None:
@@ -128,8 +128,8 @@ def field(name: str) -> dict[str, Any]:
     return {"vllm_xargs": {NAMES[name]: "a"}}
 
 
-async def test_which_requests_are_turns(first: Seen, other: httpx.AsyncClient, tmp_path: Path) -> None:
-    async def asked(body: dict[str, Any], header: str | None, path: str = TURN) -> str:
+async def test_which_requests_join_what_it_has(first: Seen, other: httpx.AsyncClient, tmp_path: Path) -> None:
+    async def asked(body: dict[str, Any], header: str | None, path: str = JOINING) -> str:
         headers = {} if header is None else {"x-session-id": header}
         by: str = (await other.post(path, json=body, headers=headers)).json()["by"]
         return by
@@ -138,6 +138,9 @@ async def test_which_requests_are_turns(first: Seen, other: httpx.AsyncClient, t
     assert await asked(field("session"), None) == "first"
     assert await asked(field("group_id"), None) == "itself", "a joined request, which any process takes"
     assert await asked(field("group_id"), "a") == "first"
+    assert await asked(field("group_size"), None) == "first", "whose siblings only one process can tell"
+    both = {**field("group_size")["vllm_xargs"], **field("group_id")["vllm_xargs"]}
+    assert await asked({"vllm_xargs": both}, None) == "itself"
     assert await asked({}, "a") == "itself", "harnesses send the header to servers that have never had a group"
     (tmp_path / "sessions").touch()
     assert await asked({}, "a") == "first"
@@ -152,7 +155,7 @@ async def test_what_is_read_to_look_for_a_turn_is_not_lost(other: httpx.AsyncCli
         for _ in range(3):
             yield b"piece "
 
-    assert (await other.post(TURN, content=in_pieces())).json()["body"] == "piece " * 3
+    assert (await other.post(JOINING, content=in_pieces())).json()["body"] == "piece " * 3
 
 
 async def test_a_stream_passes_as_it_comes_and_ends_when_its_reader_leaves(first: Seen, tmp_path: Path) -> None:

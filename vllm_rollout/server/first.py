@@ -1,5 +1,5 @@
-"""Of several API processes the first one has what one process must know whole: sessions, runs, and the page that shows
-both. The others hand such requests on to it.
+"""Of several API processes the first one has what one process must know whole: sessions, runs, the page that shows
+both, and groups without a name. The others hand such requests on to it.
 
 Invariant: a client cannot tell which process has read its request.
 """
@@ -27,9 +27,9 @@ from vllm_rollout.server.slices import unless
 ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/rewards", "/rollouts")
 BELOW: Final = "/v1/rollouts/"
 """Rewards and the state, in which runs take part, and the feed of the page. Any process takes a rollout itself."""
-TURNS: Final = {"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
-"""Where a request may be a turn of a session."""
-SESSION, GROUP = (f'"{NAMES[field]}"'.encode() for field in ("session", "group_id"))
+JOINING: Final = {"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
+"""Where a request may be a turn of a session, or one of a group's."""
+SESSION, GROUP, SIZE = (f'"{NAMES[field]}"'.encode() for field in ("session", "group_id", "group_size"))
 STATES_A_BODY: Final = {b"content-length", b"transfer-encoding"}
 OF_ONE_HOP: Final = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"date", b"server"}
 """Headers that the next one writes anew."""
@@ -52,10 +52,13 @@ class FirstProcess:
         """Whether it is asked for this path by whoever is asked."""
         return path.startswith(BELOW) or any(path == root or path.startswith(f"{root}/") for root in ROOTS)
 
-    def has_turn(self, body: bytes, *, named: bool) -> bool:
-        """Whether a request may be a turn of a session. `named`: its header names one, as many harnesses do that know
-        nothing of groups; so it counts by itself only where there are sessions."""
-        return SESSION in body or (named and (GROUP in body or self._in_use.exists()))
+    def joins(self, body: bytes, *, in_session: bool) -> bool:
+        """Whether a request may be a turn of a session, or joins a group that has no name, which its siblings find in
+        one process only. `in_session`: its header names one, as many harnesses do that know nothing of groups; so it
+        counts by itself only where there are sessions."""
+        if SESSION in body or (SIZE in body and GROUP not in body):
+            return True
+        return in_session and (GROUP in body or self._in_use.exists())
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let it answer; it sees the client leave."""
@@ -115,9 +118,9 @@ class HandOn:
             path = path_of(scope)
             if self._first.has(path):
                 answer = self._first.answer
-            elif path in TURNS and scope["method"] == "POST":
+            elif path in JOINING and scope["method"] == "POST":
                 receive = _Replayed(receive)
-                if self._first.has_turn(await receive.body(), named="x-session-id" in Headers(scope=scope)):
+                if self._first.joins(await receive.body(), in_session="x-session-id" in Headers(scope=scope)):
                     answer = self._first.answer
         await answer(scope, receive, send)
 

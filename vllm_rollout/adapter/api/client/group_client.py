@@ -80,6 +80,8 @@ class GroupClient:
     engine_core: Any
     num_api_processes: int
     """How many the server has."""
+    client_index: int
+    """Which of them this is, from 0."""
     rollout_metrics: Metrics
     routes: GroupRoutes
     answer_grader: AnswerGrader | None = None
@@ -183,12 +185,13 @@ class GroupClient:
         return first_of_completion(request_id)
 
     def _refuse_unnamed(self, join: GroupJoin) -> None:
-        """Raises: VLLMValidationError where siblings may reach another process, which knows of other groups."""
-        if join.name is None and self.num_api_processes > 1:
+        """Raises: VLLMValidationError where siblings may reach another process, which knows of other groups. Those that
+        come where groups are joined are all handed on to the first one."""
+        if join.name is None and self.client_index > 0:
             raise self._invalid(
                 "rollout_group_id",
-                f"rollout_group_id: is needed with --api-server-count {self.num_api_processes}, where the requests of "
-                "one prompt may reach different processes. Name each group, or start one process.",
+                "rollout_group_id: is needed at this endpoint with several API processes, of which the requests of one "
+                "prompt may reach different ones. Name each group, or start one process (--api-server-count 1).",
             )
 
     def _invalid(self, field: str, message: str) -> VLLMValidationError:
