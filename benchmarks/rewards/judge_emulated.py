@@ -217,7 +217,7 @@ def tables(result: dict[str, Any]) -> str:
         return f"{speed}, {last}, {number(row['wait_s'], 2)} s"
 
     return columns("Decoding speed, last grade by the rollout alone, an answer's wait", cells, {
-        "judge": lambda row: row["cell"].judge,
+        "judge of": lambda row: row["cell"].judge,
         "answers": lambda row: f"{row['cell'].num_prompts * GROUP_SIZE} {row['cell'].answers}",
         "race": lambda row: f"8 of {GROUP_SIZE + row['cell'].redundancy}",
         "alone": lambda row: f"{number(rows[row['cell'], WAYS[0]]['alone_s'], 1)} s",
