@@ -1,5 +1,7 @@
 """Functions people have, as they have them, and what they return."""
 
+from functools import partial
+
 import numpy
 import pytest
 
@@ -33,6 +35,19 @@ def test_verls_functions_get_what_the_data_set_says():
 
     said = grade_by(compute_score, data={"data_source": "gsm8k", "ground_truth": "42", "extra_info": {"n": 3}})
     assert (said.status, said.reward, said.parts) == ("ok", 1, {"acc": 1, "n": 3})
+
+
+def test_a_data_source_that_a_verl_function_has_already_stays_where_the_data_names_none():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth), "is_gsm8k": data_source == "gsm8k", "n": len(extra_info)}
+
+    bound = partial(compute_score, data_source="gsm8k", extra_info={"n": 3})
+    assert grade_by(bound, data="42").parts == {"is_gsm8k": 1, "n": 1}
+    assert grade_by(bound, data={"answer": "42", "data_source": "aime", "extra_info": {}}).parts == {
+        "is_gsm8k": 0,
+        "n": 0,
+    }
+    assert grade_by(partial(compute_score, "gsm8k"), data="42").parts == {"is_gsm8k": 1, "n": 0}
 
 
 def of_ids(completion_ids, **columns):

@@ -134,12 +134,13 @@ def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Par
     truths = [row[name] for name in ("ground_truth", "answer") if isinstance(row, Mapping) and name in row]
     if not truths or trajectory.data is None:
         raise ValueError(f'the prompt needs "data": {{"ground_truth": "…"}}, got {shown(trajectory.data)}')
-    arguments = {
-        "data_source": data.get("data_source", ""),
-        "ground_truth": truths[0],
-        "extra_info": data.get("extra_info", {}),
-    }
-    return {text: trajectory.text} | {name: value for name, value in arguments.items() if name in parameters}
+    arguments = {text: trajectory.text, "ground_truth": truths[0]}
+    nothing: dict[str, Any] = {"data_source": "", "extra_info": {}}
+    for name in nothing.keys() & parameters.keys():
+        # A default that says something stays, also one of `functools.partial`.
+        if name in data or parameters[name].default in (inspect.Parameter.empty, None):
+            arguments[name] = data.get(name, nothing[name])
+    return arguments
 
 
 def _first(returned: Any) -> Any:
