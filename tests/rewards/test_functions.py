@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import msgspec
 import numpy
 import pytest
 
@@ -119,6 +120,7 @@ def test_none_is_void():
         (Grade("ok", float("nan")), "returned nan with status ok"),
         (Grade("ok"), "returned None with status ok"),
         (Grade("void", 1.0), "returned 1.0 with status void"),
+        (Grade("good", 1.0), "a grade with status 'good'"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_shows_it(returned, said):
@@ -132,6 +134,37 @@ def test_what_a_function_raises_is_the_reason():
     said = grade_by(lambda text: {}["answer"])
     assert (said.status, said.reason) == ("error", "the reward function raised KeyError: 'answer'")
     assert "2 rewards for 1 completion" in grade_by(lambda completions: [1, 2]).reason
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("function", "sent"),
+    [
+        (lambda text: Grade("ok", True), Grade("ok", 1.0)),
+        (
+            lambda text: Grade("ok", numpy.float64(0.5), None, {"a": numpy.float32(1), "b": "x"}),
+            Grade("ok", 0.5, None, {"a": 1.0}),
+        ),
+        (lambda text: Grade("timeout", 5), Grade("timeout", 0.0)),
+        (lambda text: {"\ud800": 1, "x": 2}, Grade("ok", 3.0, None, {"\\ud800": 1.0, "x": 2.0})),
+        (
+            lambda text: raises(ValueError("\ud800")),
+            Grade("error", None, "the reward function raised ValueError: \\ud800"),
+        ),
+        (lambda text: raises(Unspeakable()), Grade("error", None, "the reward function raised Unspeakable")),
+    ],
+)
+def test_whatever_a_function_says_can_be_sent(function, sent):
+    said = grade_by(function)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Grade) == said == sent
 
 
 def test_a_signature_that_nobody_can_call_is_refused():
