@@ -170,6 +170,10 @@ def test_whatever_a_function_says_can_be_sent(function, sent):
 def test_a_signature_that_nobody_can_call_is_refused():
     with pytest.raises(ValueError, match=r"f\(text, data\), TRL's .* or verl's .*, got \(\)"):
         caller(lambda: 1)
+    with pytest.raises(ValueError, match=r"got \(prompt, text, data\)"):
+        caller(lambda prompt, text, data: 1)
+    with pytest.raises(ValueError, match=r"got \(text, \*, data\)"):
+        caller(lambda text, *, data: 1)
 
 
 @pytest.mark.parametrize("place", ["json", "json:", "no.such.module:f", "json:no_such", "json:__doc__"])

@@ -50,21 +50,28 @@ def caller(function: RewardFunction) -> Callable[[Trajectory], Any]:
       `solution_str`, or the first of its other parameters
     - else: `f(text, data)`, or `f(text)`
     """
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     if parameters.keys() & TRL_PARAMETERS:
         return lambda trajectory: _first(function(**_trl_arguments(trajectory, parameters)))
     if "ground_truth" in parameters and (text := _verl_text(parameters)):
         return lambda trajectory: function(**_verl_arguments(trajectory, parameters, text))
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    many = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    if len(positional) >= 2 or many:
+    if _takes(signature, 2):
         return lambda trajectory: function(trajectory.text, trajectory.data)
-    if len(positional) == 1:
+    if _takes(signature, 1):
         return lambda trajectory: function(trajectory.text)
     raise ValueError(
         f"a reward function is f(text, data), TRL's f(prompts, completions, **columns) or verl's "
-        f"compute_score(data_source, solution_str, ground_truth, extra_info), got {inspect.signature(function)}"
+        f"compute_score(data_source, solution_str, ground_truth, extra_info), got {signature}"
     )
+
+
+def _takes(signature: inspect.Signature, num_arguments: int) -> bool:
+    try:
+        signature.bind(*range(num_arguments))
+    except TypeError:
+        return False
+    return True
 
 
 def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
