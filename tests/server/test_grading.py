@@ -13,12 +13,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from vllm_rollout.client.joints import Joints
 from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.group.types import Assessment, Confidence
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory
-from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.server.grading import service
 
 from .conftest import events_of, http_of, make_app
@@ -342,6 +344,20 @@ async def test_spares_that_ended_before_a_restart_are_not_waited_for():
     async with http_of(make_app(engine, graders=FakeGraders())) as http:
         group = await group_of(http, redundancy=0, until="variance", on_engine_failure="retry")
     assert (group.status, group.rewards.teaches) == ("complete", True)
+
+
+async def test_tokens_of_a_spare_that_outlives_a_restart_are_told_from_the_first_one():
+    """Nobody teaches until candidate 7; it runs, as 3 does, when the rank of the others dies."""
+    lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 31)}
+    engine = FakeEngine(lengths=lengths, losses={"a": 20})
+    async with http_of(make_app(engine, graders=FakeGraders())) as http:
+        fields = {"group_size": 4, "reward": "even", "until": "variance", "on_engine_failure": "retry"}
+        events = await events_of(http, "/v1/rollouts", prompts=PROMPTS[:1], stream_tokens=1, **fields)
+    assert "restarted" in [event["type"] for event in events]
+    joints, of_event = Joints(), TypeAdapter(RolloutEvent)
+    assert [joints.problem(of_event.validate_python(event)) for event in events] == [None] * len(events)
+    (group,) = [event for event in events if event["type"] == "group"]
+    assert (group["status"], group["selected"]) == ("complete", [0, 1, 2, 7])
 
 
 async def calm(engine: FakeEngine, num_launched: int = 1) -> None:
