@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -99,6 +100,18 @@ async def test_each_returned_trajectory_has_its_reward_and_its_group_advantages(
     assert {(name, timeout_s) for name, _, timeout_s in graders.asked} == {("even", 7)}
     asked = {str(trajectory.prompt): trajectory.data for _, trajectory, _ in graders.asked}
     assert asked == {"1 + 1": {"answer": "2"}, "[{'role': 'u', 'content': 'x'}]": None}
+
+
+async def test_the_texts_of_many_prompts_are_made_in_slices(http, graders, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "prompt_text", lambda self, prompt: time.sleep(0.005) or f"text {prompt.id}")
+    prompts = [{"prompt_token_ids": [7, number]} for number in range(100)]
+    rolling, longest_s = asyncio.create_task(roll(http, prompts=prompts, group_size=1, redundancy=0)), 0.0
+    while not rolling.done():
+        began = time.monotonic()
+        await asyncio.sleep(0)
+        longest_s = max(longest_s, time.monotonic() - began)
+    assert longest_s < 0.25  # all of them take half a second
+    assert {trajectory.prompt for _, trajectory, _ in graders.asked} == {f"text {number}" for number in range(100)}
 
 
 async def test_a_stream_has_a_reward_after_each_trajectory_and_a_group_after_its_rewards(http):
