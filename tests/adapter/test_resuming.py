@@ -13,6 +13,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_rollout.adapter.api.client.resuming import (
     READS_OUTPUT_TOKENS,
+    prompt_text,
     resume_refusal,
     resumed_params,
     resumed_prompt,
@@ -113,3 +114,10 @@ def test_text_is_that_of_all_tokens_at_once(tiny_model, stopped):
     token_ids = tokenizer.encode("hello wörld, 日本")
     said = text_of(config, [5, 6, 7], SamplingParams(), [*token_ids, 9] if stopped else token_ids, stopped=stopped)
     assert said == "hello wörld, 日本"
+
+
+def test_the_text_of_a_prompt_goes_on_behind_what_would_stop_an_answer(tiny_model):
+    config = EngineArgs(model=tiny_model).create_model_config()
+    asked = "Question: 1 + 1?\nAnswer: it is\n"
+    token_ids = cached_tokenizer_from_config(config).encode(asked)
+    assert prompt_text(config, token_ids, SamplingParams(stop=["\n"])) == asked

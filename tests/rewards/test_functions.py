@@ -1,5 +1,8 @@
 """Functions people have, as they have them, and what they return."""
 
+from functools import partial
+
+import msgspec
 import numpy
 import pytest
 
@@ -33,6 +36,19 @@ def test_verls_functions_get_what_the_data_set_says():
 
     said = grade_by(compute_score, data={"data_source": "gsm8k", "ground_truth": "42", "extra_info": {"n": 3}})
     assert (said.status, said.reward, said.parts) == ("ok", 1, {"acc": 1, "n": 3})
+
+
+def test_a_data_source_that_a_verl_function_has_already_stays_where_the_data_names_none():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth), "is_gsm8k": data_source == "gsm8k", "n": len(extra_info)}
+
+    bound = partial(compute_score, data_source="gsm8k", extra_info={"n": 3})
+    assert grade_by(bound, data="42").parts == {"is_gsm8k": 1, "n": 1}
+    assert grade_by(bound, data={"answer": "42", "data_source": "aime", "extra_info": {}}).parts == {
+        "is_gsm8k": 0,
+        "n": 0,
+    }
+    assert grade_by(partial(compute_score, "gsm8k"), data="42").parts == {"is_gsm8k": 1, "n": 0}
 
 
 def of_ids(completion_ids, **columns):
@@ -104,6 +120,7 @@ def test_none_is_void():
         (Grade("ok", float("nan")), "returned nan with status ok"),
         (Grade("ok"), "returned None with status ok"),
         (Grade("void", 1.0), "returned 1.0 with status void"),
+        (Grade("good", 1.0), "a grade with status 'good'"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error_that_shows_it(returned, said):
@@ -119,9 +136,44 @@ def test_what_a_function_raises_is_the_reason():
     assert "2 rewards for 1 completion" in grade_by(lambda completions: [1, 2]).reason
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("function", "sent"),
+    [
+        (lambda text: Grade("ok", True), Grade("ok", 1.0)),
+        (
+            lambda text: Grade("ok", numpy.float64(0.5), None, {"a": numpy.float32(1), "b": "x"}),
+            Grade("ok", 0.5, None, {"a": 1.0}),
+        ),
+        (lambda text: Grade("timeout", 5), Grade("timeout", 0.0)),
+        (lambda text: {"\ud800": 1, "x": 2}, Grade("ok", 3.0, None, {"\\ud800": 1.0, "x": 2.0})),
+        (
+            lambda text: raises(ValueError("\ud800")),
+            Grade("error", None, "the reward function raised ValueError: \\ud800"),
+        ),
+        (lambda text: raises(Unspeakable()), Grade("error", None, "the reward function raised Unspeakable")),
+    ],
+)
+def test_whatever_a_function_says_can_be_sent(function, sent):
+    said = grade_by(function)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Grade) == said == sent
+
+
 def test_a_signature_that_nobody_can_call_is_refused():
     with pytest.raises(ValueError, match=r"f\(text, data\), TRL's .* or verl's .*, got \(\)"):
         caller(lambda: 1)
+    with pytest.raises(ValueError, match=r"got \(prompt, text, data\)"):
+        caller(lambda prompt, text, data: 1)
+    with pytest.raises(ValueError, match=r"got \(text, \*, data\)"):
+        caller(lambda text, *, data: 1)
 
 
 @pytest.mark.parametrize("place", ["json", "json:", "no.such.module:f", "json:no_such", "json:__doc__"])

@@ -65,6 +65,7 @@ def test_the_server_gets_the_trajectory_and_its_reward_comes_back():
     }
     assert grade_of([1.5])[0].reward == 1.5
     assert grade_of([{"reward": None}])[0].status == "void"
+    assert grade_of([b'{"reward": 1, "\\ud800": 2}'])[0].parts == {"\\ud800": 2}  # it could not be answered as it is
 
 
 @pytest.mark.parametrize("first", [500, 503, 429, httpx.ConnectError("refused"), httpx.ReadError("cut")])

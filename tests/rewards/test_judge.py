@@ -140,6 +140,7 @@ def test_data_that_lack_a_field_are_an_error_that_says_what_they_have():
         ("Score: perhaps", {"yes": 1.0, "no": 0.0}, None, "'perhaps' is none of yes, no"),
         ("Score: nan", None, None, "'nan' is no finite number"),
         ("Score: inf", None, None, "'inf' is no finite number"),
+        ("Score: 1e308", None, None, "'1e308' is no finite number up to 1e+100"),  # two of them have no mean
         ("Score: ten", None, None, "say values"),
         ("I would rather not.", None, None, "its pattern is not in 'I would rather not.'"),
         ("Score: 1" + " " * 5000, None, None, "its pattern is not in"),
@@ -366,7 +367,7 @@ def test_a_grader_takes_a_judge_or_the_file_that_a_user_writes(tmp_path):
         ('template = "x"\npattern = "("', "no regular expression"),
         ('template = "x"\nchoices = {}', "choices: must name words"),
         ('template = "x"\nchoices = {a = 1, A = 0}', "differ in more than case"),
-        ('template = "x"\nchoices = {a = inf}', "a finite number, got inf for a"),
+        ('template = "x"\nchoices = {a = inf}', "a finite number up to 1e+100, got inf for a"),
         ('template = "x"\nchoices = {a = "1"}', "Expected `float`"),
         ('template = "x"\npattern = "(.)"\ntemperature = 1', "no field 'temperature', it has template, pattern"),
         ('template = "x"\npattern = "(.)"\nsampling = {stream = true}', "sampling: stream cannot be said"),

@@ -248,6 +248,9 @@ class FakeEngine:
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         return _text(token_ids)
 
+    def prompt_text(self, prompt: PreparedPrompt) -> str:
+        return _text(prompt.token_ids)
+
     async def current_weight_version(self) -> str | None:
         self.learning.check_alive()
         return self.weight_version

@@ -99,6 +99,16 @@ async def test_it_is_told_again_why_they_have_no_reward(app, http, graders):
     assert "it is broken" in warning
 
 
+async def test_what_was_scored_in_them_is_counted_and_nobody_is_told_that_nothing_was(app, http, engine):
+    engine.lengths = dict.fromkeys(range(8), 20)
+    await make(http, pruning={"detection_length": 4, "mode": "shadow"}, prompt_speculation=1.0)
+    whole = await play(http, prompts=prompts(8, 4))
+    await leave_after(app, 4, prompts=prompts(0, 4))
+    answer = await play(http, **KEY)
+    assert answer["usage"]["num_scored"] == whole["usage"]["num_scored"] > 0
+    assert [warning for warning in answer["warnings"] if "nothing was scored" in warning] == []
+
+
 async def test_a_stream_has_their_events_again(app, http):
     await make(http)
     before = await leave_after(app, 2, prompts=prompts(0, 6))

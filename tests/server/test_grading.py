@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -13,12 +14,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from vllm_rollout.client.joints import Joints
 from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.group.types import Assessment, Confidence
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory
-from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.server.grading import service
 
 from .conftest import events_of, http_of, make_app
@@ -97,6 +100,18 @@ async def test_each_returned_trajectory_has_its_reward_and_its_group_advantages(
     assert {(name, timeout_s) for name, _, timeout_s in graders.asked} == {("even", 7)}
     asked = {str(trajectory.prompt): trajectory.data for _, trajectory, _ in graders.asked}
     assert asked == {"1 + 1": {"answer": "2"}, "[{'role': 'u', 'content': 'x'}]": None}
+
+
+async def test_the_texts_of_many_prompts_are_made_in_slices(http, graders, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "prompt_text", lambda self, prompt: time.sleep(0.005) or f"text {prompt.id}")
+    prompts = [{"prompt_token_ids": [7, number]} for number in range(100)]
+    rolling, longest_s = asyncio.create_task(roll(http, prompts=prompts, group_size=1, redundancy=0)), 0.0
+    while not rolling.done():
+        began = time.monotonic()
+        await asyncio.sleep(0)
+        longest_s = max(longest_s, time.monotonic() - began)
+    assert longest_s < 0.25  # all of them take half a second
+    assert {trajectory.prompt for _, trajectory, _ in graders.asked} == {f"text {number}" for number in range(100)}
 
 
 async def test_a_stream_has_a_reward_after_each_trajectory_and_a_group_after_its_rewards(http):
@@ -342,6 +357,20 @@ async def test_spares_that_ended_before_a_restart_are_not_waited_for():
     async with http_of(make_app(engine, graders=FakeGraders())) as http:
         group = await group_of(http, redundancy=0, until="variance", on_engine_failure="retry")
     assert (group.status, group.rewards.teaches) == ("complete", True)
+
+
+async def test_tokens_of_a_spare_that_outlives_a_restart_are_told_from_the_first_one():
+    """Nobody teaches until candidate 7; it runs, as 3 does, when the rank of the others dies."""
+    lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 31)}
+    engine = FakeEngine(lengths=lengths, losses={"a": 20})
+    async with http_of(make_app(engine, graders=FakeGraders())) as http:
+        fields = {"group_size": 4, "reward": "even", "until": "variance", "on_engine_failure": "retry"}
+        events = await events_of(http, "/v1/rollouts", prompts=PROMPTS[:1], stream_tokens=1, **fields)
+    assert "restarted" in [event["type"] for event in events]
+    joints, of_event = Joints(), TypeAdapter(RolloutEvent)
+    assert [joints.problem(of_event.validate_python(event)) for event in events] == [None] * len(events)
+    (group,) = [event for event in events if event["type"] == "group"]
+    assert (group["status"], group["selected"]) == ("complete", [0, 1, 2, 7])
 
 
 async def calm(engine: FakeEngine, num_launched: int = 1) -> None:

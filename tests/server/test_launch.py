@@ -181,6 +181,20 @@ async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anyth
     assert engine.started == []
 
 
+async def test_a_group_that_starts_again_keeps_the_places_that_came_meanwhile_for_others_of_its_candidates():
+    launcher = Launcher(4)
+    places, others = await launcher.take(2), await launcher.take(2)
+    more = asyncio.create_task(places.take_more(1))
+    await asyncio.sleep(0)
+    again = asyncio.create_task(places.take_again(2))
+    await more
+    others.release_all()
+    await again
+    assert (places.num_held, launcher.num_taken) == (3, 3)
+    places.release_all()
+    assert launcher.num_taken == 0
+
+
 @pytest.mark.parametrize("name", ["take_more", "take_again"])
 async def test_what_a_group_takes_later_it_takes_by_the_priority_of_its_rollout(name):
     launcher = Launcher(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -63,6 +64,14 @@ async def test_a_run_that_cannot_be_read_stands_in_nobodys_way(http, store, colu
     assert (await http.delete("/v1/runs/bad")).status_code == 204
     assert (await http.post("/v1/runs", json={"id": "bad", **TERMS})).status_code == 201
     assert (await http.get("/v1/runs/good")).json()["totals"]["num_prompts"] == 3
+
+
+async def test_a_run_that_was_kept_before_there_were_rewards_is_made_again_on_the_same_terms(http, store):
+    store._db.execute("UPDATE runs SET settings = json_remove(settings, '$.reward', '$.until') WHERE id = 'bad'")
+    async with asyncio.timeout(10):
+        assert (await http.post("/v1/runs", json={"id": "bad", **TERMS})).status_code == 200
+        response = await http.post("/v1/runs", json={"id": "bad", **TERMS, "on_engine_failure": "retry"})
+    assert "with on_engine_failure None, got 'retry'" in message(response, 409)
 
 
 @pytest.mark.parametrize("id", [None, b"\xff"])

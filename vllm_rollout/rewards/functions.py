@@ -9,10 +9,10 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 from vllm_rollout.group.checks import shown
-from vllm_rollout.rewards.values import Grade, Trajectory, failed
+from vllm_rollout.rewards.values import Grade, RewardStatus, Trajectory, failed, written
 
 RewardFunction = Callable[..., Any]
 MAX_REWARD = 1e100
@@ -50,21 +50,28 @@ def caller(function: RewardFunction) -> Callable[[Trajectory], Any]:
       `solution_str`, or the first of its other parameters
     - else: `f(text, data)`, or `f(text)`
     """
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     if parameters.keys() & TRL_PARAMETERS:
         return lambda trajectory: _first(function(**_trl_arguments(trajectory, parameters)))
     if "ground_truth" in parameters and (text := _verl_text(parameters)):
         return lambda trajectory: function(**_verl_arguments(trajectory, parameters, text))
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    many = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    if len(positional) >= 2 or many:
+    if _takes(signature, 2):
         return lambda trajectory: function(trajectory.text, trajectory.data)
-    if len(positional) == 1:
+    if _takes(signature, 1):
         return lambda trajectory: function(trajectory.text)
     raise ValueError(
         f"a reward function is f(text, data), TRL's f(prompts, completions, **columns) or verl's "
-        f"compute_score(data_source, solution_str, ground_truth, extra_info), got {inspect.signature(function)}"
+        f"compute_score(data_source, solution_str, ground_truth, extra_info), got {signature}"
     )
+
+
+def _takes(signature: inspect.Signature, num_arguments: int) -> bool:
+    try:
+        signature.bind(*range(num_arguments))
+    except TypeError:
+        return False
+    return True
 
 
 def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
@@ -79,15 +86,13 @@ def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
     except MemoryError:
         return failed("the reward function used up its memory")
     except Exception as error:  # the function is a stranger's; what it raises is this trajectory's alone
-        return failed(f"the reward function raised {type(error).__name__}: {error}")
+        return failed(f"the reward function raised {described(error)}")
 
 
 def grade_of(returned: Any) -> Grade:
     """A number, None (void), verl's dictionary with a `score`, or parts: `{name: number or (number, weight)}`."""
     if isinstance(returned, Grade):
-        wants_none = returned.status in ("error", "void")
-        fits = returned.reward is None if wants_none else _number(returned.reward) is not None
-        return returned if fits else failed(_not_a_number(f" with status {returned.status}", returned.reward))
+        return _checked(returned)
     if returned is None:
         return Grade("void", reason="the reward function says that the trajectory must not count")
     if not isinstance(returned, Mapping):
@@ -99,14 +104,28 @@ def grade_of(returned: Any) -> Grade:
         amount, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
         number, weighed = _number(amount), _number(weight)
         if number is not None and weighed is not None:
-            numbers[str(name)], weights[str(name)] = number, weighed
+            numbers[name], weights[name] = number, weighed
         elif total is None or name == total:
             return failed(_not_a_number(f" as its part {name!r}", value))
     if not numbers:
         return failed("the reward function returned no part")
-    parts = {name: number for name, number in numbers.items() if name != total}
+    parts = {written(str(name)): number for name, number in numbers.items() if name != total}
     reward = _number(numbers[total] if total else sum(numbers[name] * weights[name] for name in numbers))
     return failed(_not_a_number("", returned)) if reward is None else Grade("ok", reward, parts=parts or None)
+
+
+def _checked(returned: Grade) -> Grade:
+    """A grade that the function has made by itself, of what can be sent."""
+    if returned.status not in get_args(RewardStatus):
+        return failed(f"the reward function returned a grade with status {shown(returned.status)}")
+    reward = 0.0 if returned.status == "timeout" else _number(returned.reward)
+    wants_none = returned.status in ("error", "void")
+    if returned.reward is not None if wants_none else reward is None:
+        return failed(_not_a_number(f" with status {returned.status}", returned.reward))
+    reason = None if returned.reason is None else written(str(returned.reason))
+    numbers = {written(str(name)): _number(value) for name, value in (returned.parts or {}).items()}
+    parts = {name: number for name, number in numbers.items() if number is not None}
+    return Grade(returned.status, reward, reason, parts or None)
 
 
 def _trl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -134,12 +153,13 @@ def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Par
     truths = [row[name] for name in ("ground_truth", "answer") if isinstance(row, Mapping) and name in row]
     if not truths or trajectory.data is None:
         raise ValueError(f'the prompt needs "data": {{"ground_truth": "…"}}, got {shown(trajectory.data)}')
-    arguments = {
-        "data_source": data.get("data_source", ""),
-        "ground_truth": truths[0],
-        "extra_info": data.get("extra_info", {}),
-    }
-    return {text: trajectory.text} | {name: value for name, value in arguments.items() if name in parameters}
+    arguments = {text: trajectory.text, "ground_truth": truths[0]}
+    nothing: dict[str, Any] = {"data_source": "", "extra_info": {}}
+    for name in nothing.keys() & parameters.keys():
+        # A default that says something stays, also one of `functools.partial`.
+        if name in data or parameters[name].default in (inspect.Parameter.empty, None):
+            arguments[name] = data.get(name, nothing[name])
+    return arguments
 
 
 def _first(returned: Any) -> Any:
@@ -154,6 +174,14 @@ def _first(returned: Any) -> Any:
 
 async def _first_awaited(returned: Any) -> Any:
     return _first(await returned)
+
+
+def described(error: Exception) -> str:
+    """A stranger's exception, which may fail even as it is shown."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 async def _awaited(returned: Any) -> Any:

@@ -28,7 +28,7 @@ import psutil
 
 from vllm_rollout.rewards.family import descendants, end_descendants
 from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, receive
-from vllm_rollout.rewards.functions import caller, grade, load
+from vllm_rollout.rewards.functions import caller, described, grade, load
 from vllm_rollout.rewards.program_tests import TestJob, run_test
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
@@ -108,7 +108,7 @@ def _loaded(message: Load) -> Callable[[Trajectory], Any] | str:
             import_module(REQUIRED[message.place])
         return caller(load(message.place) if message.place else cloudpickle.loads(message.pickled))
     except Exception as error:  # a stranger's module may raise anything while it is imported
-        return f"the reward function cannot be loaded: {type(error).__name__}: {error}"
+        return f"the reward function cannot be loaded: {described(error)}"
 
 
 def _graded(call: Callable[[Trajectory], Any] | str, trajectory: Trajectory) -> Grade:

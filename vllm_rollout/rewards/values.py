@@ -50,7 +50,12 @@ MAX_REASON = 500
 
 
 def failed(reason: str, seconds: float = 0.0) -> Grade:
-    return Grade("error", reason=f"{reason:.{MAX_REASON}}", seconds=seconds)
+    return Grade("error", reason=written(reason), seconds=seconds)
+
+
+def written(text: str) -> str:
+    """As it can be sent: short, and without halves of surrogate pairs."""
+    return text[:MAX_REASON].encode(errors="backslashreplace").decode()
 
 
 def case_of(trajectory: Trajectory, test: bytes = b"") -> str:

@@ -15,6 +15,7 @@ import msgspec
 import regex
 
 from vllm_rollout.group.checks import shown
+from vllm_rollout.rewards.functions import MAX_REWARD
 from vllm_rollout.rewards.values import Grade
 
 SEARCH_LENGTH = 4096
@@ -167,8 +168,8 @@ def _named(where: str, rewards: Mapping[str, float]) -> dict[str, float]:
             f"{where}: must name words that differ in more than case and spaces, got {shown(dict(rewards))}"
         )
     for name, reward in known.items():
-        if not math.isfinite(reward):
-            raise ValueError(f"{where}: a reward must be a finite number, got {reward} for {name}")
+        if not abs(reward) <= MAX_REWARD:
+            raise ValueError(f"{where}: a reward must be a finite number up to {MAX_REWARD:g}, got {reward} for {name}")
     return known
 
 
@@ -177,6 +178,8 @@ def _number(word: str) -> float:
         number = float(word)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"no verdict: {shown(word)} is no finite number; say values = {{…}} for words")
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(
+            f"no verdict: {shown(word)} is no finite number up to {MAX_REWARD:g}; say values = {{…}} for words"
+        )
     return number

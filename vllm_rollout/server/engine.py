@@ -378,6 +378,9 @@ class Engine(Protocol):
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         """The text of output tokens of a candidate; `stopped`: the last one ended it, and says nothing."""
 
+    def prompt_text(self, prompt: PreparedPrompt) -> str:
+        """The text of its tokens."""
+
     async def current_weight_version(self) -> str | None:
         """The version of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead
         engine."""

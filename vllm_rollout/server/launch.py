@@ -35,8 +35,7 @@ class Places:
     async def take_again(self, num_candidates: int) -> None:
         """Wait until the group may start once more."""
         self.release_all()
-        places = await self._launcher.take(num_candidates, self._priority)
-        self.num_held, places.num_held = places.num_held, 0
+        await self.take_more(num_candidates)
 
 
 class Launcher:

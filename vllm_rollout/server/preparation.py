@@ -26,7 +26,7 @@ from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.grading.body import options_of
 from vllm_rollout.server.grading.service import Grading, GradingService, Question
 from vllm_rollout.server.learning.service import LearningService
-from vllm_rollout.server.protocol import Auto, DualEnd, DualEndSelection, RolloutRequest
+from vllm_rollout.server.protocol import Auto, DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan, ShapingService, history_key
@@ -125,7 +125,7 @@ class Preparation:
         if reward is not None:
             rollout.grading = Grading(
                 reward,
-                self._questions(request, prompts),
+                await self._questions(request, prompts),
                 [f"{adapter}:{key}" for key in keys],
                 num_graded,
                 self._grading,
@@ -137,14 +137,12 @@ class Preparation:
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 
-    def _questions(self, request: RolloutRequest, prompts: Sequence[PreparedPrompt]) -> list[Question]:
-        return [
-            Question(
-                prompt.messages or prompt.prompt or self._engine.text_of(prepared, prepared.token_ids, stopped=False),
-                prompt.data,
-            )
-            for prompt, prepared in zip(request.prompts, prompts, strict=True)
-        ]
+    async def _questions(self, request: RolloutRequest, prompts: Sequence[PreparedPrompt]) -> list[Question]:
+        def question(pair: tuple[Prompt, PreparedPrompt]) -> Question:
+            prompt, prepared = pair
+            return Question(prompt.messages or prompt.prompt or self._engine.prompt_text(prepared), prompt.data)
+
+        return await each(zip(request.prompts, prompts, strict=True), question)
 
     def _check_moves(self, request: RolloutRequest) -> None:
         for field, wanted, priced in (

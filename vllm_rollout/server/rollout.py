@@ -62,6 +62,7 @@ class RolloutOutcome:
         usage.wasted_tokens += wasted
         usage.resumed_tokens += returned + wasted
         usage.num_candidates += len(group.trajectories) + len(group.candidates)
+        usage.num_scored += sum(each.score is not None for each in (*group.trajectories, *group.candidates))
         for candidate in group.candidates:
             self._count_ended(candidate.state)
         for trajectory in group.trajectories:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import SIGNALS, PruningPlan
+from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.server.engine import CandidateEnd, LearningReport, PreparedPrompt
 
 
@@ -38,6 +39,13 @@ class ScoringLog:
         if not assessments and prompt.max_tokens is not None and prompt.max_tokens <= self.plan.detection_length:
             self.num_too_short += 1
             self.max_tokens = max(self.max_tokens or 0, prompt.max_tokens)
+
+    def ended_before(self, group: GroupAnswer) -> None:
+        """It was complete when its round was interrupted."""
+        ends = [*group.trajectories, *group.candidates]
+        self.num_prompts += 1
+        self.num_scored += sum(end.score is not None for end in ends)
+        self.longest = max([self.longest, *(end.num_tokens for end in ends)])
 
     def warnings(self, report: LearningReport | None) -> list[str]:
         """What the user did not get, and what to do; `report` tells how many labels there are."""

@@ -8,8 +8,9 @@ how many ran beside it changes it. Only where a candidate is void whose spare wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice, repeat
 from math import prod
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -126,21 +127,21 @@ def chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int, awaite
     A success is a reward above 0: with more than two values it is an estimate from above. `awaited`: rewards that have
     to be the same as well, each by the probability that it is above 0.
     """
+    return next(islice(_chances_of_same(prior, rewards, awaited), num_more, None))
+
+
+def _chances_of_same(prior: Prior, rewards: Sequence[float], awaited: Sequence[float]) -> Iterator[float]:
+    """`chance_of_same` of 0, 1, 2, … further rewards: draws of a Polya urn."""
     if len(set(rewards)) > 1:
-        return 0.0
-    sides = (prior.successes, prod(awaited)), (prior.failures, prod(1 - each for each in awaited))
-    if not rewards:
-        return min(1.0, sum(chance * _run(same, sum(prior), num_more) for same, chance in sides))
-    same, chance = sides[0 if rewards[0] > 0 else 1]
-    return chance * _run(same + len(rewards), sum(prior) + len(rewards), num_more)
-
-
-def _run(same: float, total: float, length: int) -> float:
-    """Probability that so many draws of a Polya urn are all of one kind."""
-    chance = 1.0
-    for drawn in range(length):
-        chance *= (same + drawn) / (total + drawn)
-    return chance
+        yield from repeat(0.0)
+    successes, failures = prod(awaited), prod(1 - each for each in awaited)
+    if rewards:
+        successes, failures = (successes, 0.0) if rewards[0] > 0 else (0.0, failures)
+    total = sum(prior)
+    for drawn in count(len(rewards)):
+        yield min(1.0, successes + failures)
+        successes *= (prior.successes + drawn) / (total + drawn)
+        failures *= (prior.failures + drawn) / (total + drawn)
 
 
 def num_needed(
@@ -152,7 +153,8 @@ def num_needed(
     anyway and are not counted here, each by the probability that it is above 0.
     """
     enough = 1 - chance + ROUNDING
-    return next((more for more in range(most) if chance_of_same(prior, rewards, more, awaited) <= enough), most)
+    chances = islice(_chances_of_same(prior, rewards, awaited), most)
+    return next((more for more, each in enumerate(chances) if each <= enough), most)
 
 
 def spares_wanted(

@@ -20,8 +20,8 @@ class RewardOptions(Body):
     name: RewardName = Field(description="Built in (exact, regex, math), or of a --rollout-reward of the server.")
     timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_SECONDS)] | None = Field(
         default=None,
-        description="The longest that grading a trajectory may take, in seconds, also where the server has learned "
-        "that it needs more. Default: the server's limits.",
+        description="The longest that grading a trajectory may take, in seconds, with code each of its tests, also "
+        "where the server has learned that it needs more. Default: the server's limits.",
     )
     estimator: Estimator = Field(default="grpo", description="Of the advantages in the answer: grpo, rloo or mean.")
     threshold: StrictFloat = Field(

@@ -43,6 +43,11 @@ class LaunchedCandidates:
         self._waves.discard(name)
 
     @property
+    def stream_tokens(self) -> bool:
+        """Their tokens are told while they run."""
+        return self._order.stream_tokens is not None
+
+    @property
     def launched_later(self) -> Set[int]:
         return self._wave_of.keys()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,8 @@ class GradedGroup(ABC):
         """With `until` "variance", once it is over."""
         self._num_waves = 0
         """That are not over."""
+        self._told_in_vain: Set[int] = frozenset()
+        """Indices of later candidates that run on while the group begins again: readers have dropped their tokens."""
 
     async def happenings(self, race: AsyncGenerator[Happening | Restarted | Lost, None]) -> AsyncGenerator[Any, None]:
         """What happens to the group, and grades among it, until nothing more can come of it."""
@@ -58,9 +60,13 @@ class GradedGroup(ABC):
                     continue
                 if isinstance(happening, Restarted):
                     self._restart()
+                if isinstance(happening, CandidateTokens) and happening.index in self._told_in_vain:
+                    continue  # they come again, at its end
                 if self._group.take(happening):
                     if not isinstance(happening, Restarted | CandidateTokens):
                         await self._decide()
+                    if isinstance(happening, CandidateEnd) and (tokens := self._told_again(happening)) is not None:
+                        yield tokens
                     yield happening
         finally:
             await self._all.close()
@@ -78,6 +84,14 @@ class GradedGroup(ABC):
         """What is known is void, and will be forgotten."""
         self._drop(self._tasks)
         self._tasks.clear()
+        self._told_in_vain = self._candidates.launched_later - self._group.ends.keys()
+
+    def _told_again(self, end: CandidateEnd) -> CandidateTokens | None:
+        """All that it has said, if a reader has dropped the beginning."""
+        index, state = end.ending.index, end.ending.state
+        if state != "finished" or index not in self._told_in_vain or not self._candidates.stream_tokens:
+            return None
+        return CandidateTokens(index, 0, end.token_ids, end.logprobs)
 
     def _add(self, race: AsyncGenerator[Any, None]) -> None:
         async def wave() -> AsyncGenerator[Any, None]:

@@ -120,7 +120,8 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
         integer(created, "created of a run")
     except (ValueError, TypeError, RecursionError) as error:
         return UnreadableRun(id, error, owner)
-    return StoredRun(id, created, model, settings, request, run, owner, memo)
+    # An earlier version wrote none of the fields that came since: of those a run has the defaults.
+    return StoredRun(id, created, model, request.settings, request, run, owner, memo)
 
 
 def run_answer(

@@ -188,9 +188,7 @@ class Viewers:
             return []
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
-        texts = GroupTexts(
-            prompt_id=prompt.id, prompt=self._engine.text_of(prompt, prompt.token_ids, stopped=False), candidates=[]
-        )
+        texts = GroupTexts(prompt_id=prompt.id, prompt=self._engine.prompt_text(prompt), candidates=[])
         ends = dict(group.ends)
         for index, end in ends.items():
             seen, stopped = group.candidates[index], end.finish_reason == "stop"

@@ -92,6 +92,13 @@ def text_of(
     return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
+def prompt_text(model_config: ModelConfig, token_ids: Sequence[int], params: SamplingParams) -> str:
+    """The text of a prompt, in which a stop string ends nothing."""
+    endless = copy(params)
+    endless.stop = []
+    return text_of(model_config, token_ids, endless, token_ids, stopped=False)
+
+
 def whole_text(model_config: ModelConfig, token_ids: Sequence[int]) -> str:
     """The text of tokens, special ones included."""
     return cached_tokenizer_from_config(model_config).decode(list(token_ids), skip_special_tokens=False)

@@ -28,7 +28,7 @@ from vllm_rollout.adapter.api.calls.versions import REJECTIONS, weight_spans
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput, ending_of
-from vllm_rollout.adapter.api.client.resuming import resume_refusal, text_of
+from vllm_rollout.adapter.api.client.resuming import prompt_text, resume_refusal, text_of
 from vllm_rollout.adapter.api.client.sampling import sampling_field, sampling_params
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.api.engine.migration import MigrationWatch
@@ -194,6 +194,10 @@ class VLLMEngine:
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         _, params, _ = prompt.handle
         return text_of(self._client.model_config, prompt.token_ids, params, token_ids, stopped=stopped)
+
+    def prompt_text(self, prompt: PreparedPrompt) -> str:
+        _, params, _ = prompt.handle
+        return prompt_text(self._client.model_config, prompt.token_ids, params)
 
     async def current_weight_version(self) -> str | None:
         try:
