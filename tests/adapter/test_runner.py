@@ -334,6 +334,7 @@ def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampl
         warmed.clear()
         assert runner._dummy_sampler_run(torch.ones(6, HIDDEN_SIZE)) == "what vLLM answers"
         assert len(made) == 1  # on every rank of a tensor-parallel group, which gathers
+        assert len(made[0]) == 6  # fewer than vLLM's step had, and LoRA's kernels write beyond the logits
         assert len(warmed) == num_warmed
         for logits, hidden in warmed:
             assert (logits.shape[1], hidden.shape[1]) == (VOCAB_SIZE, HIDDEN_SIZE)

@@ -175,8 +175,9 @@ class RunnerMixin:
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # vLLM warms its sampler up here, before it begins to watch for kernels that are compiled in a step.
         result = super()._dummy_sampler_run(hidden_states, *args, **kwargs)
-        hidden_states = hidden_states[:2]
-        logits = self.model.compute_logits(hidden_states)  # on every rank: its parts are gathered
+        # On every rank, since its parts are gathered, and of all rows: vLLM's LoRA kernels write into as many as the
+        # dummy step had.
+        logits = self.model.compute_logits(hidden_states)
         if logits is not None and self.feature_ring is not None:
             warm_up(logits, hidden_states)
         return result
