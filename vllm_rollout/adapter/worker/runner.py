@@ -209,7 +209,8 @@ def _num_prompt_tokens(request: NewRequestData) -> int:
 
 
 class RunnerV1Mixin(RunnerMixin):
-    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
+    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample,
+    _input_fits_in_drafter."""
 
     def start_tracking(self, *args: Any, **kwargs: Any) -> None:
         super().start_tracking(*args, **kwargs)
@@ -265,6 +266,13 @@ class RunnerV1Mixin(RunnerMixin):
         request_ids = self.input_batch.req_ids
         self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
         return output
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
+        # vLLM's answer is a draft model's: while any request is near the end of the context, no, and then token 0 is
+        # proposed to all. Ours looks to the end of each request.
+        if self.drafts is not None:
+            return common_attn_metadata is not None
+        return super()._input_fits_in_drafter(common_attn_metadata, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
         return self.async_output_copy_stream
