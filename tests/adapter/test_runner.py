@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_rollout.adapter.parcel import MovedCandidate
+from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
@@ -461,17 +461,32 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
     assert len(ring) == 1
 
 
-def test_what_is_not_observed_moves_with_its_generator_alone():
-    """Nobody looks at the candidates, but the request goes on elsewhere with its draws."""
+class Bare(runner_module.RunnerV1Mixin):
+    """V1 where nobody looks at candidates."""
 
-    class Bare(runner_module.RunnerV1Mixin):
-        def __init__(self) -> None:
-            self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
+    def __init__(self, uses_mrope: bool = False) -> None:
+        self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
+        self.uses_mrope = uses_mrope
 
-    source, target, generator = Bare(), Bare(), torch.Generator().manual_seed(7)
-    source.requests["a"] = SimpleNamespace(generator=generator)
-    state = source.detach(["a"])["a"]
-    params = SimpleNamespace(prompt_token_ids=[1], sampling_params=None, lora_request=None, request_id="a")
+    def _init_mrope_positions(self, state: Any) -> None:
+        state.mrope_positions, state.mrope_position_delta = torch.arange(3).expand(3, -1), 0
+
+
+def moved_to(target: Bare, state: WorkerState) -> Any:
+    params = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=None, lora_request=None, request_id="a")
     target.attach([MovedCandidate(0, params, [5], 1, True, None, [], state)])
-    its = target.requests["a"].generator
+    return target.requests["a"]
+
+
+def test_what_is_not_observed_moves_with_its_generator_alone():
+    """The request goes on elsewhere with its draws."""
+    source, generator = Bare(), torch.Generator().manual_seed(7)
+    source.requests["a"] = SimpleNamespace(generator=generator)
+    its = moved_to(Bare(), source.detach(["a"])["a"]).generator
     assert torch.equal(torch.rand(4, generator=its), torch.rand(4, generator=generator))
+
+
+def test_who_comes_has_the_positions_of_a_model_that_reads_images():
+    """Without them vLLM's engine ends in the next step, also where the prompt is text."""
+    assert moved_to(Bare(uses_mrope=True), WorkerState()).mrope_positions.shape == (3, 3)
+    assert moved_to(Bare(), WorkerState()).mrope_positions is None

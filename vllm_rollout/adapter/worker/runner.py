@@ -229,7 +229,7 @@ class RunnerV1Mixin(RunnerMixin):
         if candidate.state.generator is not None:
             generator = torch.Generator(device=self.device)
             generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
-        self.requests[request.request_id] = CachedRequestState(
+        known = self.requests[request.request_id] = CachedRequestState(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             mm_features=[],
@@ -240,6 +240,8 @@ class RunnerV1Mixin(RunnerMixin):
             output_token_ids=list(candidate.output_token_ids),
             lora_request=request.lora_request,
         )
+        if self.uses_mrope:
+            self._init_mrope_positions(known)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
