@@ -77,7 +77,10 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
             additional_config=NO_AUDITS.into({}),
             speculative_config=flags.get("speculative_config"),
             scheduler_config=SimpleNamespace(async_scheduling=True),
-            parallel_config=SimpleNamespace(enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling")),
+            parallel_config=SimpleNamespace(
+                enable_batch_sharded_sampling=flags.get("enable_batch_sharded_sampling"),
+                distributed_executor_backend=None,
+            ),
         )
         self.added: dict[str, tuple[CandidateTag, int | None]] = {}
         """Tag and data-parallel rank of every candidate, by external request id."""

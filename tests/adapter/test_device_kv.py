@@ -34,12 +34,13 @@ class Clock:
 
 
 class Process:
-    """A worker with a KV cache of two layers, whose rows are of different length."""
+    """A worker with a KV cache of two layers, whose rows are of different length. In one the axes are not in the order
+    of its memory, as heads and tokens are not on CUDA."""
 
     def __init__(self, runtime: Runtime, seed: int, clock: Clock | None = None) -> None:
         torch.manual_seed(seed)
         self.runtime = runtime
-        self.layers = [torch.rand(NUM_BLOCKS, 1, 6).bfloat16(), torch.rand(NUM_BLOCKS, 1, 4)]
+        self.layers = [torch.rand(NUM_BLOCKS, 3, 2, 1).bfloat16().transpose(1, 2), torch.rand(NUM_BLOCKS, 1, 4)]
         self.kv = DeviceKV(KVLayers(self.layers), 0, DeviceMemory(torch.device("cpu"), runtime), clock or Clock())
 
     def assert_holds_only_a_spare(self) -> None:

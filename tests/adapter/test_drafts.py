@@ -45,8 +45,11 @@ class Every(DraftingRule):
 class Runner:
     """Steps as a model runner makes them: what was sampled goes in, drafts come out."""
 
-    def __init__(self) -> None:
+    def __init__(self, launched_by: str | None = None) -> None:
         config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                distributed_executor_backend=launched_by, world_size=2, data_parallel_size=1
+            ),
             additional_config=ServeOptions().into({}),
             speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
@@ -262,3 +265,9 @@ def test_a_file_that_cannot_be_read_keeps_nobody_from_starting(runner, tmp_path,
     if content is None:
         file.save()
     assert runner.drafts.memory.num_prompts == 0
+
+
+def test_workers_that_each_have_a_scheduler_are_refused():
+    """They would verify different drafts, and wait for each other for ever."""
+    with pytest.raises(ValueError, match="external_launcher"):
+        Runner("external_launcher")

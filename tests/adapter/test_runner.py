@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_rollout.adapter.parcel import MovedCandidate
+from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
@@ -85,6 +85,9 @@ class RunnerV1:
     def sample_tokens(self, grammar: Any = None) -> Any:
         self._sample(self.new_logits(), None)
         return self.answer()
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return False  # some request is near the end of the context
 
     def new_logits(self) -> torch.Tensor:
         self.all_logits.append(torch.randn(len(self.rows), VOCAB_SIZE))
@@ -334,6 +337,7 @@ def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampl
         warmed.clear()
         assert runner._dummy_sampler_run(torch.ones(6, HIDDEN_SIZE)) == "what vLLM answers"
         assert len(made) == 1  # on every rank of a tensor-parallel group, which gathers
+        assert len(made[0]) == 6  # fewer than vLLM's step had, and LoRA's kernels write beyond the logits
         assert len(warmed) == num_warmed
         for logits, hidden in warmed:
             assert (logits.shape[1], hidden.shape[1]) == (VOCAB_SIZE, HIDDEN_SIZE)
@@ -415,6 +419,16 @@ def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
     assert runner.is_verifying
 
 
+def test_our_drafts_go_on_beside_a_request_that_is_near_the_end_of_the_context():
+    """Where they do not, vLLM proposes token 0 to every request."""
+    runner = RunnerV1()
+    observe_runner(runner, new_ring(), v2=False, cpu=False)
+    assert not runner._input_fits_in_drafter("metadata"), "another drafter's"
+    runner.drafts = object()
+    assert runner._input_fits_in_drafter("metadata")
+    assert not runner._input_fits_in_drafter(None)
+
+
 def test_v2_does_not_observe_drafts():
     rows, new = [Row("a", 3, 3)], (new_request("a", 3, 1),)
     runner = RunnerV2()
@@ -447,17 +461,32 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
     assert len(ring) == 1
 
 
-def test_what_is_not_observed_moves_with_its_generator_alone():
-    """Nobody looks at the candidates, but the request goes on elsewhere with its draws."""
+class Bare(runner_module.RunnerV1Mixin):
+    """V1 where nobody looks at candidates."""
 
-    class Bare(runner_module.RunnerV1Mixin):
-        def __init__(self) -> None:
-            self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
+    def __init__(self, uses_mrope: bool = False) -> None:
+        self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
+        self.uses_mrope = uses_mrope
 
-    source, target, generator = Bare(), Bare(), torch.Generator().manual_seed(7)
-    source.requests["a"] = SimpleNamespace(generator=generator)
-    state = source.detach(["a"])["a"]
-    params = SimpleNamespace(prompt_token_ids=[1], sampling_params=None, lora_request=None, request_id="a")
+    def _init_mrope_positions(self, state: Any) -> None:
+        state.mrope_positions, state.mrope_position_delta = torch.arange(3).expand(3, -1), 0
+
+
+def moved_to(target: Bare, state: WorkerState) -> Any:
+    params = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=None, lora_request=None, request_id="a")
     target.attach([MovedCandidate(0, params, [5], 1, True, None, [], state)])
-    its = target.requests["a"].generator
+    return target.requests["a"]
+
+
+def test_what_is_not_observed_moves_with_its_generator_alone():
+    """The request goes on elsewhere with its draws."""
+    source, generator = Bare(), torch.Generator().manual_seed(7)
+    source.requests["a"] = SimpleNamespace(generator=generator)
+    its = moved_to(Bare(), source.detach(["a"])["a"]).generator
     assert torch.equal(torch.rand(4, generator=its), torch.rand(4, generator=generator))
+
+
+def test_who_comes_has_the_positions_of_a_model_that_reads_images():
+    """Without them vLLM's engine ends in the next step, also where the prompt is text."""
+    assert moved_to(Bare(uses_mrope=True), WorkerState()).mrope_positions.shape == (3, 3)
+    assert moved_to(Bare(), WorkerState()).mrope_positions is None

@@ -72,6 +72,20 @@ def test_what_is_too_long_is_given_up_in_the_step_that_reaches_the_cap():
     assert not run.steps.has_events
 
 
+def test_a_group_that_waits_costs_no_step_and_gives_up_who_comes_late_and_is_too_long():
+    steps, terms = GroupSteps(Judge()), GroupTerms(1, 3, early_stop=False, patience=2.0)
+    first, group = steps.launch("a", terms)
+    steps.ended(first, group, "stop", 3)
+    steps.close_step({}, {}.__getitem__, now_s=0.0)
+    assert group.length_cap == 6
+    assert not steps.has_events
+    late, _ = steps.launch("a", terms)
+    assert steps.close_step({}, {late: 5}.__getitem__, now_s=1.0).stop == {}
+    assert steps.close_step({}, {late: 6}.__getitem__, now_s=2.0).stop == {late: "surplus"}
+    assert steps.forget_waiting(10_000.0) == ["a"]
+    assert not steps.has_events
+
+
 def test_a_cancelled_group_defers_what_runs_and_keeps_what_has_finished():
     run = Run()
     run.launch("a", [2, 9, 9], GroupTerms(3, 3))

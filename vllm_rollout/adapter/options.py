@@ -85,4 +85,17 @@ def observing_refusal(vllm_config: VllmConfig) -> str | None:
         return f"speculative decoding (--speculative-config) by {method!r} says a step late how many tokens there are"
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         return "--enable-batch-sharded-sampling gives each rank's sampler a part of the batch"
+    if each_worker_schedules(vllm_config):
+        return (
+            "with distributed_executor_backend 'external_launcher' each of its workers has a scheduler of its own, and "
+            "only one of them would know of scores"
+        )
     return None
+
+
+def each_worker_schedules(vllm_config: VllmConfig) -> bool:
+    """Whether several schedulers have to decide the same, each by what its own worker says: an engine of several
+    workers that a trainer has launched (torchrun)."""
+    parallel = vllm_config.parallel_config
+    is_launched = parallel.distributed_executor_backend == "external_launcher"
+    return is_launched and parallel.world_size > parallel.data_parallel_size

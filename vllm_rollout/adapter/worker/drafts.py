@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_rollout.adapter.names import learned_name
-from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions, each_worker_schedules
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.drafting import NUM_BINS, DraftingRule
@@ -42,6 +42,11 @@ class Drafts:
     """vLLM's custom proposer: `propose` of each step, after its tokens are known. `see_step` comes before."""
 
     def __init__(self, vllm_config: VllmConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+        if each_worker_schedules(vllm_config):
+            raise ValueError(
+                "drafts are chosen by what steps take, and with distributed_executor_backend 'external_launcher' each "
+                "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
+            )
         self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
         self.rule = DraftingRule()
         self._clock = clock

@@ -57,9 +57,11 @@ class KVLayers:
         return (layer.new_empty((num_blocks, *layer.shape[1:])) for layer in self.layers)
 
     def gather(self, block_ids: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Copies of blocks, layer by layer, [num_blocks, ...]."""
+        """Copies of blocks, layer by layer, [num_blocks, ...], in the order of their axes: in the cache of most CUDA
+        backends tokens lie before heads, and `layer[ids]` would keep that."""
         ids = torch.tensor(block_ids, device=self.device)
-        return (layer[ids] for layer in self.layers)
+        parts = self.empty_parts(len(block_ids))
+        return (torch.index_select(layer, 0, ids, out=part) for layer, part in zip(self.layers, parts, strict=True))
 
     def gather_into(self, parts: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
         """The same into host memory."""

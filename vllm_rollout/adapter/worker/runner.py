@@ -175,8 +175,9 @@ class RunnerMixin:
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # vLLM warms its sampler up here, before it begins to watch for kernels that are compiled in a step.
         result = super()._dummy_sampler_run(hidden_states, *args, **kwargs)
-        hidden_states = hidden_states[:2]
-        logits = self.model.compute_logits(hidden_states)  # on every rank: its parts are gathered
+        # On every rank, since its parts are gathered, and of all rows: vLLM's LoRA kernels write into as many as the
+        # dummy step had.
+        logits = self.model.compute_logits(hidden_states)
         if logits is not None and self.feature_ring is not None:
             warm_up(logits, hidden_states)
         return result
@@ -208,7 +209,8 @@ def _num_prompt_tokens(request: NewRequestData) -> int:
 
 
 class RunnerV1Mixin(RunnerMixin):
-    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
+    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample,
+    _input_fits_in_drafter."""
 
     def start_tracking(self, *args: Any, **kwargs: Any) -> None:
         super().start_tracking(*args, **kwargs)
@@ -227,7 +229,7 @@ class RunnerV1Mixin(RunnerMixin):
         if candidate.state.generator is not None:
             generator = torch.Generator(device=self.device)
             generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
-        self.requests[request.request_id] = CachedRequestState(
+        known = self.requests[request.request_id] = CachedRequestState(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             mm_features=[],
@@ -238,6 +240,8 @@ class RunnerV1Mixin(RunnerMixin):
             output_token_ids=list(candidate.output_token_ids),
             lora_request=request.lora_request,
         )
+        if self.uses_mrope:
+            self._init_mrope_positions(known)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
@@ -264,6 +268,13 @@ class RunnerV1Mixin(RunnerMixin):
         request_ids = self.input_batch.req_ids
         self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
         return output
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
+        # vLLM's answer is a draft model's: while any request is near the end of the context, no, and then token 0 is
+        # proposed to all. Ours looks to the end of each request.
+        if self.drafts is not None:
+            return common_attn_metadata is not None
+        return super()._input_fits_in_drafter(common_attn_metadata, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
         return self.async_output_copy_stream

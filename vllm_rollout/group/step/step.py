@@ -80,7 +80,7 @@ class GroupSteps:
         self._given_up: dict[str, set[int]] = {}
         """Candidates that nobody needs, by group."""
         self._capped: dict[str, Group] = {}
-        """Groups whose running candidates are given up when they reach a length."""
+        """Groups whose running candidates are given up when they reach a length; in each something runs."""
 
     def __len__(self) -> int:
         """Groups that are not over."""
@@ -118,6 +118,8 @@ class GroupSteps:
             group = Group(terms, scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id))
         self._table.put(group_id, group)
         candidate_id = CandidateId(group_id, group.launch(index))
+        if group.length_cap is not None:
+            self._capped[group_id] = group
         if scoring is not None:
             self._remember(candidate_id, scoring, request_id, group)
         if place is not None and self.races.enter(group_id, group, place):
@@ -317,7 +319,7 @@ class GroupSteps:
 
     def _release(self, group_id: str, group: Group, now_s: float) -> bool:
         """Forget a group that is over (True); one in which nothing runs waits for siblings."""
-        if group.over:
+        if not group.num_running:
             self._capped.pop(group_id, None)
         if self._table.find(group_id) is not group:
             return False  # it waited, and others took its place
