@@ -3,6 +3,7 @@
 #include "draft_places.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -10,7 +11,16 @@ namespace vllm_rollout {
 namespace {
 
 constexpr int64_t kMaxVersionsOld = 30;
+constexpr double kVoteKept = 0.98;
 constexpr double kDoubt = 2.6;
+
+// Of a place whose source ended so many versions ago.
+const std::array<double, kMaxVersionsOld + 1> kVotes = [] {
+  std::array<double, kMaxVersionsOld + 1> votes{};
+  for (size_t n = 0; n < votes.size(); ++n)
+    votes[n] = std::pow(kVoteKept, static_cast<double>(n));
+  return votes;
+}();
 
 }  // namespace
 
@@ -138,8 +148,8 @@ void DraftMemory::find(const Prompt& prompt) {
 
 double DraftMemory::weight(const Source& source) const {
   if (source.is_running) return 1.0;
-  return std::ldexp(1.0, -static_cast<int>(std::min(version_ - source.version,
-                                                    kMaxVersionsOld)));
+  return kVotes[static_cast<size_t>(
+      std::min(version_ - source.version, kMaxVersionsOld))];
 }
 
 // The token with most votes, of equals the one voted for most recently, and

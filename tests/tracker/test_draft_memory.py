@@ -9,6 +9,7 @@ import pytest
 from vllm_rollout.tracker import dispatch
 from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.tracker.draft_memory import DraftMemory, draft_memory_implementation
+from vllm_rollout.tracker.draft_memory_reference import VOTE_KEPT
 
 
 @pytest.fixture(params=["c++", "python"], autouse=True)
@@ -178,24 +179,27 @@ def read(drafts_of, tokens, longest=1, key="p"):
     return found
 
 
-def test_what_is_older_has_half_the_votes_for_each_version():
+def test_what_is_older_has_less_of_a_vote_for_each_version():
     made, _ = answered([[1, 2, 8], [1, 2, 8]])
     made.age()
     filled(made, "p", [1, 2, 9])
-    assert read(made, [1, 2]) == ([9], [pytest.approx(expected(1 / 2, 2, 2))])
+    old, new = 2 * VOTE_KEPT, 1
+    assert read(made, [1, 2]) == ([8], [pytest.approx(expected(old / (old + new), old + new, 2))])
     made.age()
-    assert read(made, [1, 2]) == ([9], [pytest.approx(expected(1 / 2, 1, 2))])
-    filled(made, "p", [1, 2, 7])
-    assert read(made, [1, 2]) == ([7], [pytest.approx(expected(1 / 2, 2, 2))])
+    old, new = 2 * VOTE_KEPT**2, VOTE_KEPT
+    assert read(made, [1, 2]) == ([8], [pytest.approx(expected(old / (old + new), old + new, 2))])
+    filled(made, "p", [1, 2, 9])
+    new += 1
+    assert read(made, [1, 2]) == ([9], [pytest.approx(expected(new / (old + new), old + new, 2))])
 
 
 def test_what_only_old_answers_say_is_less_and_less_probable():
     made, _ = answered([[1, 2, 8]])
     made.age()
-    assert read(made, [1, 2]) == ([8], [pytest.approx(expected(1, 0.5, 2))])
+    assert read(made, [1, 2]) == ([8], [pytest.approx(expected(1, VOTE_KEPT, 2))])
     for _ in range(100):
         made.age()
-    assert read(made, [1, 2]) == ([8], [pytest.approx(expected(1, 2**-30, 2))])
+    assert read(made, [1, 2]) == ([8], [pytest.approx(expected(1, VOTE_KEPT**30, 2))])
 
 
 def test_a_candidate_that_runs_counts_as_new_whatever_it_wrote_under():
@@ -207,7 +211,7 @@ def test_a_candidate_that_runs_counts_as_new_whatever_it_wrote_under():
     made.end([writer])
     made.age()
     other = made.begin("p", [])
-    assert step(made, {other: [2]}, 1) == [([3], [pytest.approx(expected(1, 0.5, 1))])]
+    assert step(made, {other: [2]}, 1) == [([3], [pytest.approx(expected(1, VOTE_KEPT, 1))])]
 
 
 def test_nothing_stays_of_what_is_not_kept():
@@ -360,8 +364,9 @@ def test_what_was_dumped_drafts_elsewhere_as_it_did_here():
     other.load(made.dump())
     assert other.num_prompts == 1
     reader = other.begin("ü\ud800", [])
-    assert step(other, {reader: [1, 2]}, 1) == [([9], [pytest.approx(expected(1 / 1.5, 1.5, 2))])]
-    assert read(made, [1, 2], key="ü\ud800")[0] == [9]
+    old = 2 * VOTE_KEPT**2
+    assert step(other, {reader: [1, 2]}, 1) == [([8], [pytest.approx(expected(old / (old + 1), old + 1, 2))])]
+    assert read(made, [1, 2], key="ü\ud800")[0] == [8]
     other.end([reader], keep=False)
     assert other.dump() == made.dump()
 

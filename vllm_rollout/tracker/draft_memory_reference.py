@@ -28,6 +28,8 @@ from vllm_rollout.tracker.draft_sources import (
 
 MAX_VERSIONS_OLD = 30
 """A source that is older counts as one of this age."""
+VOTE_KEPT = 0.98
+"""Of a vote, at each update of the weights since its source ended."""
 DOUBT = 2.6
 """What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
 (docs/log.md)."""
@@ -276,10 +278,12 @@ class DraftMemoryReference:
         vote is worse than its share says, because the winner was chosen by it; many votes are worse than their number
         says, because places with many are places with common words."""
         votes: dict[int, float] = defaultdict(float)
+        total = 0.0
         for place in places:
-            votes[place.token] += 0.5 ** min(self._versions_old(place.source), MAX_VERSIONS_OLD)
+            vote = VOTE_KEPT ** min(self._versions_old(place.source), MAX_VERSIONS_OLD)
+            votes[place.token] += vote
+            total += vote
         token = max(votes, key=votes.__getitem__)
-        total = sum(votes.values())
         share = votes[token] / total
         support = math.sqrt(total) * (match + 0.5)
         return token, share * math.sqrt(share) * (support / (support + DOUBT))
