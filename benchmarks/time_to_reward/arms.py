@@ -50,6 +50,8 @@ ARMS = {
     "balance": Arm("the same, rule balance", "--prune balance"),
     "paper": Arm("the same, ARRoL's Eq. 2 as printed", "--prune paper"),
     "rounds": Arm("rounds, 1.25 x prompts and answers", "--rounds"),
+    "resume": Arm("the same, long rounds go on from what there is", "--rounds --resume"),
+    "rounds1": Arm("rounds, no more prompts and answers than wanted", "--rounds --speculation 1.0"),
     "until": Arm("8, until rewards differ", "--until variance"),
     "stopped": Arm("race, stopped ones teach", "--race --stopped-teach"),
     "expected": Arm("the same, as right as their scores say", "--race --prune shadow --stopped-teach"),

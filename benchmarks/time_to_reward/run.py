@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--flags", default="", metavar="'...'", help="more flags of examples.grpo.train, for all arms")
     parser.add_argument("--hours", type=float, default=24.0, help="begin no run later than that")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     flags = ["--algorithm=dr_grpo", f"--lr={arguments.lr}", f"--steps={arguments.steps}"]
+    flags += shlex.split(arguments.flags)
     serve = ["--serve", "--serve-flags=--rollout-audit-ratio 0"]
     arguments.runs.mkdir(parents=True, exist_ok=True)
     write_json(arguments.runs / "about.json", {"versions": installed_versions(), "hardware": hardware()})

@@ -64,11 +64,11 @@ def chain(chance: random.Random, id: str, steps: tuple[int, int] = (LEAST_STEPS,
     return Problem(id, f"? {text} :", {"answer": str(sum(digits) % 10)}, len(digits) - 1)
 
 
-def digit_sum(chance: random.Random, id: str, digits: tuple[int, int] = (4, 8)) -> Problem:
+def digit_sum(chance: random.Random, id: str, digits: tuple[int, int] = (2, 4)) -> Problem:
     """For a chat model."""
     number = "".join(str(chance.randrange(10)) for _ in range(chance.randint(*digits)))
-    text = f"What is the sum of the digits of {number}? Think step by step, and end with the sum."
-    return Problem(id, text, {"answer": str(sum(map(int, number)))}, len(number))
+    text, answer = f"What is the sum of the digits of {number}?", str(sum(map(int, number)))
+    return Problem(id, text, {"answer": answer}, len(number))
 
 
 TASKS = {"chain": chain, "digit_sum": digit_sum}

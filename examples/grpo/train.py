@@ -29,9 +29,8 @@ from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 from vllm_rollout.whole_file import write_whole
 
-CLIP_NORM, MICRO_TOKENS, WARMUP_STEPS = 1.0, 4096, 5  # Adam's first steps are all sign
-MOST_IDLE_STEPS = 10  # in a row in which nothing teaches: then it is an error
-MOST_ASKS = 4  # in a step of DAPO, until enough groups teach
+CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
+MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # in a row in which nothing teaches: then it is an error; in a step of DAPO
 LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
 NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience")  # may change
 
@@ -99,7 +98,7 @@ class Training:
     def roll_out_and_learn(self) -> Step:
         """A step without the weights' way to the server. Until its last lines it can be done again."""
         step, streamed_s, began = Step(), 0.0, time.perf_counter()
-        update = Update(self.trainer, self.model, self.terms, MICRO_TOKENS)
+        update = Update(self.trainer, self.model, self.terms, self.args.micro_tokens)
         for group in self.groups(step):
             step.groups.append(group)
             if self.args.stream:
@@ -282,6 +281,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=512, help="of an answer")
     add("--lr", type=float, default=3e-4)
     add("--lora", type=int, default=0, metavar="RANK", help="only LoRA's matrices learn (pip install peft)")
+    add("--micro-tokens", type=int, default=4096, help="at once through the model: fewer where memory is short")
     add("--evaluate-every", type=int, default=5, metavar="STEPS")
     add("--held-out", type=int, default=256, help="problems of an evaluation, two answers each")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
