@@ -20,7 +20,7 @@ def step(at: int, lengths: list[int], **more: object) -> dict:
     line = {"kind": "step", "step": at, "lengths": lengths, "other_lengths": [], "longest": max(lengths), "groups": 4}
     line |= {"learned_from": sum(lengths)}
     line |= {"usage": {"generated_tokens": sum(lengths)}, "teaching": 3, "gradient_norm": 1.0, "difference_max": 1e-5}
-    return {**line, "seconds": {"rollout": 2.0, "training": 1.0}, **more}
+    return {**line, "seconds": {"rollout": 2.0, "training": 1.0, "rewards": 0.25, "sync": 0.125}, **more}
 
 
 def evaluation(at: int, success: float) -> dict:
@@ -70,7 +70,9 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
         told = report.row_of("plain", slow[:num_slow] + rows[0]["runs"][num_slow:], 0)["to_0.6"]
         assert (told["num"], told["steps"], told["steps_interval"]) == expected
     assert report.styles_of({}, {"one": rows}, 0) == {"one": rows}
-    old = [{**rows[0], "runs": [{**run, "seed": run["seed"] + 2, "p99": 9.5} for run in rows[0]["runs"]]}]
+    assert "2.00, 0.25, 1.00, 0.12" in report.tables({"styles": {"one": rows}})
+    lacking = [{name: run[name] for name in run if name != "sync_s"} for run in rows[0]["runs"]]
+    old = [{**rows[0], "runs": [{**run, "seed": run["seed"] + 2, "p99": 9.5} for run in lacking]}]
     (more, same), two = report.styles_of({"one": tmp_path}, {"one": old, "two": old}, 0).values()
     assert (more["seeds"], [run["p99"] for run in more["runs"]], same) == (
         [1, 2, 3, 4, 5],
@@ -78,6 +80,7 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
         rows[1],
     )
     assert [row["seeds"] for row in two] == [[3, 4, 5]]
+    assert [more["sync_s"], two[0]["sync_s"]] == [0.125, None]
     record = {"styles": {"one": rows, "two": rows[:1]}}
     assert "| race, 8 of 16 | 1 of 1 | 3.2 |" in report.tables(record)
     draw(record, tmp_path / "it.png")

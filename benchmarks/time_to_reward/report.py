@@ -33,6 +33,8 @@ PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race"
 TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
 ENDS = ("length", "p99", "easy", "hard")
 """Of the last evaluation."""
+PARTS = ("rollout", "rewards", "training", "sync")
+"""Of a step, in seconds. Rewards are graded while others still roll out; theirs are those of all graders together."""
 GRADIENTS = ("gradient_norm", "gradient_spread")
 UNITS = {
     "steps": "steps",
@@ -140,8 +142,7 @@ def summary(run: Finished) -> dict[str, Any]:
         **{name: last[name] for name in ENDS},
         "teaching": fmean(step["teaching"] / max(1, step["groups"]) for step in run.steps),
         "tokens_per_step": fmean(step["usage"]["generated_tokens"] for step in run.steps),
-        "rollout_s": median(step["seconds"]["rollout"] for step in run.steps),
-        "training_s": median(step["seconds"]["training"] for step in run.steps),
+        **{f"{part}_s": median(step["seconds"].get(part, 0.0) for step in run.steps) for part in PARTS},
         "gradient_norm": fmean(norms),
         "gradient_spread": pstdev(norms) / fmean(norms),
         "difference_max": max(step["difference_max"] for step in run.steps),
@@ -166,7 +167,10 @@ def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any
         for unit in measured:  # who never got there was later than all others
             values = [inf if point is None else getattr(point, unit) for point in found]
             row[f"to_{goal}"] |= {unit: finite(median(values)), f"{unit}_interval": interval(values, seed)}
-    row |= {name: median(run[name] for run in runs) for name in (*ENDS, "rollout_s", "training_s")}
+    row |= {name: median(run[name] for run in runs) for name in ENDS}
+    for part in PARTS:  # a record of before 2026-11-25 has no rewards and sync
+        known = [run[f"{part}_s"] for run in runs if f"{part}_s" in run]
+        row[f"{part}_s"] = median(known) if known else None
     row |= {name: fmean(run[name] for run in runs) for name in ("teaching", "tokens_per_step", *GRADIENTS)}
     return {**row, "difference_max": max(run["difference_max"] for run in runs), "runs": runs}
 
@@ -205,7 +209,7 @@ def _ends(style: str, rows: Sequence[Row]) -> str:
         "mean, P99 length": lambda row: f"{row['length']:.0f}, {row['p99']:.0f}",
         "groups that teach": lambda row: percent(row["teaching"]),
         "gradient norm, spread": lambda row: f"{row['gradient_norm']:.2f}, {row['gradient_spread']:.2f}",
-        "rollout, training of a step": lambda row: f"{row['rollout_s']:.2f} s, {row['training_s']:.2f} s",
+        f"{', '.join(PARTS)} of a step, s": lambda row: ", ".join(number(row[f"{part}_s"], 2) for part in PARTS),
     })  # fmt: skip
 
 

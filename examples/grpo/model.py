@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save as to_bytes
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.grpo.task import VOCABULARY, Problem
-from vllm_rollout.whole_file import write_whole
 
 PAD, BOS, EOS = 0, 1, 2
 # 0.9 M parameters. Heads of 32, the least that vLLM's attention on a CPU takes
@@ -61,7 +60,8 @@ def save_weights(model: Any, folder: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    write_whole(folder / "model.safetensors", to_bytes(tensors, {"format": "pt"}))
+    save_file(tensors, new := folder / "model.new", {"format": "pt"})
+    new.replace(folder / "model.safetensors")
 
 
 def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
