@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.time_to_reward import report, trl_record
-from benchmarks.time_to_reward.arms import ARMS, RIVALS, RandomHalf
+from benchmarks.time_to_reward.arms import ARMS, RIVALS, CorrectedBaseline, RandomHalf
 from benchmarks.time_to_reward.report import LONGER, SYNC_S, TRAINED_TOKENS_S, Point, draw, gpu_seconds, reached, read
 from benchmarks.time_to_reward.run import is_done
 from benchmarks.time_to_reward.trl_record import Record, RecordedClient
@@ -102,6 +102,8 @@ def groups_of(training: type[Training], given: GroupAnswer, monkeypatch: pytest.
     monkeypatch.setattr(Training, "groups", lambda self, step: iter([given]))
     arm = training.__new__(training)
     arm.args = Namespace(seed=1)
+    audit = Namespace(raced_success_weight=0.5)
+    arm.server = Namespace(client=Namespace(report=lambda: Namespace(audit=audit)))
     (found,) = arm.groups(None)
     return found
 
@@ -112,6 +114,22 @@ def test_half_of_a_group_is_drawn_and_has_advantages_of_its_own(monkeypatch):
     assert {other.index for other in found.candidates} == {*range(8)} - {t.index for t in found.trajectories}
     assert sum(found.rewards.advantages) == pytest.approx(0)
     assert found == groups_of(RandomHalf, group([1.0, 0.0] * 4, []), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said", "advantages"),
+    [
+        ([1.0, 1.0, 0.0], {}, [0.5, 0.5, -0.5]),  # two right answers stand for one, beside a wrong one
+        ([1.0, 1.0, 0.0], {"audit": True}, [7.0]),
+        ([1.0, 1.0], {}, [7.0]),
+        ([1.0, None, 0.0, 0.0], {}, [0.8, None, -0.2, -0.2]),
+    ],
+)
+def test_a_races_baseline_is_what_audits_say(rewards, said, advantages, monkeypatch):
+    given = group(rewards, []).model_copy(update=said)
+    its = given.rewards.model_copy(update={"teaches": len(set(rewards)) > 1, "advantages": [7.0]})
+    found = groups_of(CorrectedBaseline, given.model_copy(update={"rewards": its}), monkeypatch)
+    assert found.rewards.advantages == pytest.approx(advantages)
 
 
 @pytest.mark.parametrize("name", ARMS)

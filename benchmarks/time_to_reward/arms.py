@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from examples.grpo.train import Step, Training
+from vllm_rollout import RolloutError
 from vllm_rollout.group.rewards.estimates import advantages
 from vllm_rollout.server.answers import GroupAnswer, Trajectory
 
@@ -32,6 +34,30 @@ class RandomHalf(Training):
             yield regraded(group, drawn).model_copy(update={"candidates": others})
 
 
+def with_baseline(group: GroupAnswer, weight: float) -> GroupAnswer:
+    """The group with advantages over the success rate that it has where a right answer stands for `weight` answers."""
+    assert group.rewards is not None
+    if not group.rewards.teaches:
+        return group
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    known = [reward for reward in rewards if reward is not None]
+    right = weight * sum(known)
+    baseline = right / (right + len(known) - sum(known))
+    its = [None if reward is None else reward - baseline for reward in rewards]
+    return group.model_copy(update={"rewards": group.rewards.model_copy(update={"advantages": its})})
+
+
+class CorrectedBaseline(Training):
+    """A race's winners are right more often than the policy: its baseline is what audit groups say that it is."""
+
+    def groups(self, step: Step) -> Iterator[GroupAnswer]:
+        weight = 1.0
+        with suppress(RolloutError):  # nothing has been scored yet
+            weight = self.server.client.report().audit.raced_success_weight
+        for group in super().groups(step):
+            yield group if group.audit else with_baseline(group, weight)
+
+
 class Arm(NamedTuple):
     title: str
     flags: str
@@ -46,6 +72,9 @@ ARMS = {
     "dual": Arm("7 first + the longest of 16", "--race --dual-end 1.5"),
     "auto": Arm("7 first + the longest, as many as pay", "--redundancy auto --dual-end 1.5"),
     "audited": Arm("race, a group in 16 waited for", "--race --audit-ratio 0.0625"),
+    "corrected": Arm(
+        "the same, baselines as audits say", "--race --prune shadow --audit-ratio 0.0625", CorrectedBaseline
+    ),
     "prune": Arm("16, half stopped by score", "--prune"),
     "balance": Arm("the same, rule balance", "--prune balance"),
     "paper": Arm("the same, ARRoL's Eq. 2 as printed", "--prune paper"),
