@@ -286,6 +286,29 @@ def test_leaving_cancels_everything_and_deletes_what_is_not_over(url, turns):
     within(leave())
 
 
+def test_leaving_leaves_no_turn_of_a_loser_either(url, turns):
+    """Its group is over, and the engine has not stopped the turn yet."""
+    sessions: dict[int, AgentSession] = {}
+
+    async def run(session: AgentSession) -> float:
+        sessions[session.number] = session
+        await session.chat([LONG if session.number else USER])
+        await asyncio.to_thread(wait_until, lambda: turns._stops)
+        return 1.0
+
+    async def leave() -> None:
+        async with AsyncRolloutClient(url) as client:
+            async with aclosing(client.agents(["p"], 1, 1, run=run)) as groups:
+                first = asyncio.ensure_future(anext(groups))
+                await asyncio.to_thread(wait_until, lambda: 1 in sessions and sessions[1].has_lost)
+                first.cancel()
+                await asyncio.wait([first])
+            assert len(asyncio.all_tasks()) == 1
+
+    turns.lets_stop = lambda: False
+    within(leave())
+
+
 def test_a_server_that_dies_is_an_error(turns):
     ended = []
 

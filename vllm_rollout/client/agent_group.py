@@ -99,8 +99,8 @@ class Shared:
             raise ValueError(f"max_concurrent must be 1 or more, got {max_concurrent}.")
         self.client, self.run, self.body = client, run, body
         self.places = asyncio.Semaphore(max_concurrent)
-        self.calls: set[asyncio.Task[None]] = set()
-        """Of the user's function, that have not ended."""
+        self.calls: set[asyncio.Task[Any]] = set()
+        """Of the user's function, and turns, that have not ended."""
 
 
 class RunningGroup:
@@ -172,7 +172,7 @@ class RunningGroup:
     def _begin(self, ids: Iterable[str]) -> None:
         for id in ids:
             if id not in self._sessions:
-                session = AgentSession(self._client, id, self._prompt, len(self._sessions))
+                session = AgentSession(self._client, id, self._prompt, len(self._sessions), self._its.calls)
                 call = asyncio.create_task(self._call(session))
                 self._sessions[id], self._calls[id] = session, call
                 self._its.calls.add(call)

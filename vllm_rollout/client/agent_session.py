@@ -35,8 +35,9 @@ class Void(Exception):
 class AgentSession:
     """One conversation: what a user's function is called with."""
 
-    def __init__(self, client: Sender, id: str, prompt: Any, number: int) -> None:
-        self._client = client
+    def __init__(self, client: Sender, id: str, prompt: Any, number: int, on_their_way: set[asyncio.Task[Any]]) -> None:
+        """`on_their_way`: tasks that end with the caller; turns of this session come to them."""
+        self._client, self._on_their_way = client, on_their_way
         self.id = id
         self.prompt = prompt
         """The element of `prompts`."""
@@ -109,8 +110,9 @@ class AgentSession:
             )
         call = Call("POST", f"/v1/{path}", typed(dict[str, Any]), body, headers=self.headers)
         turn = asyncio.create_task(self._client.send(call))
-        self.turns.add(turn)
-        turn.add_done_callback(self.turns.discard)
+        for known in (self.turns, self._on_their_way):
+            known.add(turn)
+            turn.add_done_callback(known.discard)
         try:
             answer = await asyncio.shield(turn)
         except asyncio.CancelledError:
