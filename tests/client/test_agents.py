@@ -365,6 +365,21 @@ def test_a_stream_that_breaks_is_opened_again_and_nothing_is_missed(url, turns, 
     assert ([each.number for each in group.trajectories], len(streams)) == ([0, 2], 2)
 
 
+def test_a_group_that_is_declared_again_since_its_answer_was_lost_is_the_same(url, turns):
+    class Lossy(AsyncRolloutClient):
+        async def _open(self, method: str, path: str, *rest: Any) -> httpx.Response:
+            if path == "/v1/groups":
+                await (await super()._open(method, path, *rest)).aclose()
+            return await super()._open(method, path, *rest)
+
+    async def collect() -> list[AgentGroup]:
+        async with Lossy(url) as client:
+            return [each async for each in client.agents(["p"], 2, run=two_turns)]
+
+    (group,) = within(collect())
+    assert (group.status, len(group.trajectories), turns.num_groups) == ("complete", 2, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

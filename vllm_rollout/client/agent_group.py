@@ -112,6 +112,7 @@ class RunningGroup:
         self._position, self._prompt = position, prompt
         self._id = id or f"agents-{uuid.uuid4().hex}"
         self._path = f"/v1/groups/{self._id}"
+        self._read = Call("GET", self._path, typed(SessionGroupAnswer))
         self._sessions: dict[str, AgentSession] = {}
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._errors: dict[str, Exception] = {}
@@ -128,8 +129,7 @@ class RunningGroup:
                 body = {**self._its.body, "id": self._id}
                 if callable(data := body.get("data")):
                     body["data"] = data(self._prompt)
-                declared = await self._client.send(Call("POST", "/v1/groups", typed(SessionGroupAnswer), body))
-                self._begin(declared.to_begin)
+                self._begin((await self._declared(body)).to_begin)
             finally:
                 self._its.places.release()  # which its first session takes
                 self.has_begun.set()
@@ -142,6 +142,14 @@ class RunningGroup:
             if await self._left():
                 with suppress(RolloutError):  # there is none, or no server
                     await self._client.send(Call("DELETE", self._path, lambda _: None))
+
+    async def _declared(self, body: Mapping[str, Any]) -> SessionGroupAnswer:
+        try:
+            return await self._client.send(Call("POST", "/v1/groups", typed(SessionGroupAnswer), body))
+        except RolloutError as error:
+            if error.status != HTTPStatus.CONFLICT:
+                raise
+            return await self._client.send(self._read)  # nobody else has its id: an answer was lost
 
     async def of_round(self, to_begin: Iterable[str]) -> AgentGroup:
         """Runs one that a round has declared, which says what becomes of it (`hear`, `returned`)."""
@@ -262,7 +270,7 @@ class RunningGroup:
 
     async def _returned(self, over: GroupOverEvent) -> AgentGroup:
         await self._see_out(over.selected)
-        answer = await self._client.send(Call("GET", self._path, typed(SessionGroupAnswer)))
+        answer = await self._client.send(self._read)
         return self.made(answer, await asyncio.gather(*(self._sessions[id].read() for id in over.selected)))
 
     async def _see_out(self, selected: Sequence[str]) -> None:
