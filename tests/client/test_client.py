@@ -122,6 +122,7 @@ def test_token_ids_may_be_numpy_integers():
         ([1, 2, 3], r"prompts\[0\] must be text"),
         (["text", [1, "x"]], r"prompts\[1\] must be text"),
         ([[1.5]], r"prompts\[0\] must be text"),
+        ([b"text"], "decode it"),
     ],
 )
 def test_prompts_of_no_known_form_are_type_errors(prompts, words):
@@ -324,6 +325,7 @@ def test_backoff_doubles(monkeypatch):
     ("answer", "call", "words"),
     [
         (http_answer(b": comment\n\n", "text/event-stream"), "stream", "ended before its done event"),
+        (b"HTTP/1.1 308 Permanent Redirect\r\ncontent-length: 0\r\n\r\n", "stream", "308: Permanent Redirect"),
         (http_answer(b'{"object": "rollout"}'), "rollout", "not of this client's version"),
         (http_answer(b'{"data"', length=100), "rollout", "incomplete|peer closed|reset by peer"),
     ],
@@ -429,6 +431,12 @@ def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, ap
         assert not nobody.health()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "localhost:8000", ""])
+def test_an_address_without_http_is_told_at_once_and_not_waited_for(address):
+    with pytest.raises(ValueError, match="base_url must begin with http://"):
+        RolloutClient(address)
+
+
 PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(5)]
 
 
@@ -469,11 +477,11 @@ def test_the_key_of_the_environment_is_the_default(monkeypatch: pytest.MonkeyPat
         seen.append(request.headers.get("authorization"))
         return httpx.Response(200)
 
-    for key, asked in ((None, None), ("theirs", None), ("theirs", "ours")):
-        monkeypatch.setenv("VLLM_API_KEY", key) if key else monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for key, asked in ((None, None), ("", None), ("theirs", None), ("theirs", "ours")):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False) if key is None else monkeypatch.setenv("VLLM_API_KEY", key)
         with RolloutClient(api_key=asked, transport=httpx.MockTransport(answer)) as client:
             client.health()
-    assert seen == [None, "Bearer theirs", "Bearer ours"]
+    assert seen == [None, None, "Bearer theirs", "Bearer ours"]
 
 
 def test_a_proxy_in_front_of_a_server_that_starts_is_waited_for() -> None:
@@ -611,7 +619,7 @@ def fail() -> None:
 @pytest.mark.parametrize(
     ("routes", "weights", "said"),
     [
-        *((Routes(**{path.removeprefix("/"): 500}), None, "500") for path in (LOAD, RESET, NAME)),
+        *((Routes(**{path.removeprefix("/"): 500}), None, "500") for path in ("/pause", LOAD, RESET, NAME)),
         (Routes(), fail, "the trainer's side"),
         (Routes(is_reset=False), None, "kept its prefix cache"),
     ],

@@ -186,7 +186,7 @@ def test_both_kinds_of_reward_reach_the_server(client: RolloutClient):
         [
             ("0", first, 1),
             (np.str_("0"), np.int64(second), np.float32(0.25)),
-            {"prompt_id": "0", "index": third, "reward": np.float64(0)},
+            {"prompt_id": "0", "index": np.int64(third), "reward": np.float64(0)},
             RewardEntry(prompt_id="0", index=fourth, reward=succeeded(trajectories[3].token_ids) * 1.0),
         ],
         threshold=0.2,

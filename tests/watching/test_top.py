@@ -115,6 +115,8 @@ def test_line_ends_of_unicode_in_a_name_end_no_line() -> None:
 def test_what_is_no_server_is_an_error_with_a_remedy() -> None:
     with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9"):
         top("http://127.0.0.1:9", None, once=True)
+    with pytest.raises(RolloutError, match="'http://'"):
+        top("127.0.0.1:9", None, once=True)
     with serving(make_app(FakeEngine())) as url, pytest.raises(RolloutError, match="answers 404"):
         top(f"{url}/none", None, once=True)
     result = CliRunner().invoke(cli, ["top", "http://127.0.0.1:9", "--once"])

@@ -132,6 +132,8 @@ def prompt_body(prompt: PromptLike, position: int) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         return dict(prompt)
     try:
+        if isinstance(prompt, bytes):
+            raise TypeError("decode it")  # its items are integers, too
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             return {"messages": [dict(message) for message in items]}

@@ -298,11 +298,14 @@ def _entry(reward: RewardLike | NamedRewardLike, position: int, name: str) -> di
         if isinstance(reward, BaseModel):
             entry = reward.model_dump(exclude_none=True)
         elif isinstance(reward, Mapping):
-            entry = {**reward, "reward": float(reward["reward"])}
+            entry = dict(reward)
         else:
             id, index, value = reward
-            # numpy and torch scalars are not JSON
-            entry = {name: id, "index": operator.index(index), "reward": float(value)}
+            entry = {name: id, "index": index, "reward": value}
+        # numpy and torch scalars are not JSON
+        entry["reward"] = float(entry["reward"])
+        if "index" in entry:
+            entry["index"] = operator.index(entry["index"])
     except (TypeError, ValueError, KeyError) as error:
         raise TypeError(
             f"rewards[{position}] must be ({name}, index, reward) or a dict of these, got {reward!r:.80} ({error!r})"

@@ -98,11 +98,17 @@ class EventLines:
     """
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._begun: list[bytes] = []
+        """Parts of a line: a group of conversations is one of many megabytes."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Those that this chunk completes."""
-        *lines, self._tail = (self._tail + chunk).split(b"\n")
+        first, *rest = chunk.split(b"\n")
+        self._begun.append(first)
+        if not rest:
+            return []
+        *lines, tail = b"".join(self._begun), *rest
+        self._begun = [tail]
         return [line.removesuffix(b"\r") for line in lines]
 
 
@@ -129,7 +135,7 @@ async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
     """The data of an answer's events as they come; closes it. Raises: RolloutError for an answer that is an error;
     httpx.TransportError."""
     try:
-        if response.is_error:
+        if not response.is_success:
             await response.aread()
             raise_for_error(response)
         reader = EventData()
@@ -188,12 +194,16 @@ class Connection:
         `read_timeout_s`: longest silence of the server, in seconds; None waits for as long as a rollout takes.
         `num_retries`, `backoff_s`: after a connection error before any answer, and only then, try again that many
         times, waiting backoff_s, 2 backoff_s, 4 backoff_s, …. `transport`: an httpx transport in place of the network.
+
+        Raises: ValueError for an address that is none of HTTP.
         """
+        if httpx.URL(base_url).scheme not in ("http", "https"):
+            raise ValueError(f"base_url must begin with http:// or https://, got {base_url!r}.")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._connect_timeout_s = connect_timeout_s
         self._num_retries, self._backoff_s = num_retries, backoff_s
         api_key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
-        self.key_headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.key_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         """By which the server knows whose requests these are."""
         headers = self.key_headers | ({} if admin_key is None else {ADMIN_HEADER: admin_key})
         self._http = httpx.AsyncClient(

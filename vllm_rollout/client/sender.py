@@ -65,7 +65,7 @@ class Sender(Connection):
     async def _events(self, call: EventsCall) -> AsyncGenerator[Event, None]:
         response = await self._open("POST", call.path, call.body, call.timeout)
         try:
-            if response.is_error:
+            if not response.is_success:
                 await response.aread()
                 raise_for_error(response)
             reader = EventReader(streams_tokens="stream_tokens" in call.body)

@@ -59,7 +59,8 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
         try:
             await self.send(_post("/pause?mode=keep"))
         except RolloutError as error:
-            may_be_paused = error.status is None
+            # a proxy in front of a server that pauses may have lost patience
+            may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
             if error.status == HTTPStatus.NOT_FOUND:
                 remedy = "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
                 raise RolloutError(error.status, remedy, error.type) from error

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vllm_rollout.client.connection import CONNECTION_LOST, EventLines, RolloutError
+from vllm_rollout.client.connection import EventLines, RolloutError
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {
@@ -48,7 +48,7 @@ def feed(url: str, key: str | None) -> Iterator[tuple[str, Any]]:
                         name = line.removeprefix(b"event: ").decode()
                     elif line.startswith(b"data: "):
                         yield name, json.loads(line.removeprefix(b"data: "))
-    except (*CONNECTION_LOST, httpx.TimeoutException) as error:
+    except httpx.TransportError as error:
         raise RolloutError(None, f"{url}: {error or type(error).__name__}", type(error).__name__) from error
     raise RolloutError(None, f"{url}: the server ended the feed", "FeedEnded")
 
