@@ -300,7 +300,7 @@ async def measure_all(arguments: argparse.Namespace, its: Workload, url: str, st
 
 
 def rewards_of(its: Workload, seed: int) -> Rewards:
-    """Of the prompts of a period, of the device's clock."""
+    """Rewards for the prompts of a period, by the device's clock."""
     count = num_prompts(terms_of(its, 1.25, 1.25))
     return Rewards(count, its.group_size, its.num_prompts * its.group_size // ANSWERS_PER_PLACE, 1.0, seed)
 

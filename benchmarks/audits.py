@@ -36,7 +36,7 @@ NO_NUMBER = float("nan")
 RATE = 0.306
 """True success rate."""
 SPREAD = 0.7
-"""Of log lengths."""
+"""The standard deviation of log lengths."""
 GROUP_SIZE, NUM_CANDIDATES = 8, 16
 GROUPS_PER_STEP = 16
 GAP = 1.2
@@ -143,7 +143,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def cost(num_prompts: int, unit: AuditUnit, ratio: float = 0.05, num_requests: int = 2000) -> dict[str, Any]:
-    """Of requests that race, of which a share is audited; a mean over requests."""
+    """What audits cost requests that race, of which a share is audited; a mean over requests."""
     rng, turns = Random(0), AuditTurns()
     waits: dict[str, list[float]] = {"plain": [], "raced": [], "audited": []}
     tokens: dict[str, list[float]] = {"plain": [], "raced": [], "audited": []}

@@ -138,7 +138,7 @@ def quartiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Of paired measurements, one per repeat."""
+    """The ratios of paired measurements, one per repeat."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 

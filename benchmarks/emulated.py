@@ -43,7 +43,7 @@ class Workload:
     model_name: ModelName
     num_ranks: int
     num_prompts: int
-    """Of a round or a rollout."""
+    """How many prompts a round or a rollout has."""
     group_size: int
     seed: int
     speed: float = 1.0

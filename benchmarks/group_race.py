@@ -103,7 +103,7 @@ class Race:
 
     @property
     def flags(self) -> list[str]:
-        """Of the server. The same for every race of a model, so that servers can be kept."""
+        """The server's flags, the same for every race of a model, so that servers can be kept."""
         return server_flags(MAX_CANDIDATES_TINY if self.model == TINY else MAX_CANDIDATES)
 
 
@@ -166,7 +166,7 @@ async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: in
 
 
 def split_group(candidates: Sequence[tuple[bool, int]], group_size: int) -> tuple[list[int], list[int]]:
-    """Of (was cut, length) pairs that decoded in step: lengths of the first `group_size` to finish, and for each of the
+    """Lengths of the first `group_size` to finish, of (was cut, length) pairs that decoded in step, and for each of the
     others how far it went on after that. Cut ones are kept only when there are too few others.
     """
     ordered = sorted(candidates)

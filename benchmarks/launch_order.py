@@ -33,7 +33,7 @@ from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, Traced
 DEVICE = {"step": {"ms": 5.2, "ms_per_request": 0.012, "ms_per_context_token": 2e-5, "ms_per_prefilled_token": 0.03}}
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, MEDIAN_TOKENS = 64, 16, 16_384, 1000
 SIGMAS = ((0.5, 0.5), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0), (0.5, 1.4), (1.4, 1.4))
-"""Of log lengths between prompts and within them."""
+"""Standard deviations of log lengths between prompts and within them."""
 PLACES = (512, 256, 64)
 EPOCHS = ("no history", "1 epoch", "2 epochs", "lying", "after lies")
 
@@ -90,7 +90,7 @@ def longest_first(trace: Trace) -> Trace:
 
 
 class Seconds(Recording):
-    """Of each rollout."""
+    """The seconds of each rollout."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace, in_steps=False)

@@ -82,7 +82,7 @@ async def _move(client: AsyncRolloutClient, prompt: list[int], group_size: int) 
     """Let a group run, drain its rank, and restore it: seconds from the drain request to the first token of the other
     rank, between two tokens before the move, and until the drain is answered."""
     arrivals: list[list[float]] = [[] for _ in range(group_size)]
-    """Of each candidate's tokens."""
+    """When each candidate's tokens came."""
     rank: asyncio.Task[int] | None = None
     drain: asyncio.Task[float] | None = None
     drained_at, num_after = 0.0, 0

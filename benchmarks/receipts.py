@@ -23,7 +23,7 @@ from vllm_rollout.client.client import RolloutClient
 from vllm_rollout.process import exit_on_sigterm, log_folder
 
 SIGMAS = (0.5, 0.9, 1.3)
-"""Of log lengths within a prompt."""
+"""Standard deviations of log lengths within a prompt."""
 LENGTHS = {"mean": 200, "prompt_sigma": 0.5}
 STEP = {"ms": 10.0, "ms_per_request": 0.02}
 PROMPTS, GROUP_SIZE, REDUNDANCY, MAX_TOKENS = 32, 8, 8, 2048

@@ -17,7 +17,7 @@ FLOPS_PER_S = 989e12
 HBM_BYTES = 80e9
 GPU_SOURCE = "H800 SXM 80 GB, public data sheet: 3.35 TB/s of HBM3, 989 TFLOP/s dense in BF16"
 MEMORY_SHARE = 0.9
-"""Of a GPU's memory for weights and KV cache."""
+"""The share of a GPU's memory for weights and KV cache."""
 MAX_NUM_SEQS = 1024
 """vLLM's default on such GPUs; no rank ever has so many."""
 MESSAGE_S = 0.001

@@ -77,7 +77,7 @@ def terms_of(its: Workload, prompts: float, responses: float) -> RunTerms:
 
 
 def num_prompts(terms: RunTerms) -> int:
-    """Of one period; where nothing is deferred, of `SYNCHRONOUS_ROUNDS` rounds."""
+    """The prompts of one period; where nothing is deferred, of `SYNCHRONOUS_ROUNDS` rounds."""
     return terms.num_period_prompts or SYNCHRONOUS_ROUNDS * terms.prompts_per_round
 
 

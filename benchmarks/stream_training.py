@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 def recorded(wanted: int) -> list[Group]:
-    """Of the trace in this repository; its answers were cut at 1,024 tokens, a third of them."""
+    """Groups of the trace in this repository; its answers were cut at 1,024 tokens, a third of them."""
     prompts = read_trace(ROOT / "benchmarks/traces/smollm2_math500.jsonl").rollouts[0].prompts[:PROMPTS]
     return [
         raced([-(-each.num_tokens * MAX_TOKENS // 1024) for each in prompt.candidates], wanted) for prompt in prompts

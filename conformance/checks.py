@@ -148,8 +148,8 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def assert_raced(reasons: Sequence[str | None], group_size: int, *, stopped: str | None = "abort") -> None:
-    """Of siblings by their finish reasons, whatever was cut: no more ended by themselves than the group has places, and
-    those that did not fill them were filled by what was cut. `stopped`: the reason of the others."""
+    """No more siblings ended by themselves than the group has places, and places that these left were filled by
+    what was cut; finish reasons tell. `stopped`: the reason of the others."""
     num_valid = sum(reason in ("stop", "completed") for reason in reasons)
     num_cut = reasons.count("length")
     assert num_valid <= group_size <= num_valid + num_cut, reasons

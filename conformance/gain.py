@@ -30,7 +30,7 @@ def turns(num_pairs: int = NUM_PAIRS) -> Iterator[tuple[int, bool]]:
 
 
 def gain(what: str, with_s: Sequence[float], without_s: Sequence[float]) -> dict[str, Any]:
-    """Of the seconds of all pairs, first to last: numbers without the first one.
+    """The gain of all pairs' seconds, first to last: numbers without the first one.
 
     Raises: ValueError when there is no other.
     """

@@ -17,7 +17,7 @@ ENVIRONMENT = {
 }
 """Ray would end actors where the machine's memory is nearly full, whoever has it."""
 NUM_STARTS = 5
-"""Of Ray, which gives its own processes 30 s to start: a machine that has other work needs longer at times."""
+"""How often Ray is started, which gives its processes 30 s: a machine that has other work needs longer at times."""
 
 
 def watch(engine: Any) -> None:
@@ -83,7 +83,7 @@ def assert_best(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
 
 
 def summary(rows: list[dict[str, Any]], ended: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Of requests as `watch` saw them: how many, how many `ended`, tokens generated, and those of the others."""
+    """Requests as `watch` saw them: how many, how many `ended`, tokens generated, and those of the others."""
     kept = [row["tokens"] for row in rows if ended(row)]
     others = [row["tokens"] for row in rows if not ended(row)]
     return {"requests": len(rows), "ended": len(kept), "tokens": sum(kept), "tokens_of_others": sum(others)}

@@ -33,7 +33,7 @@ def data(num_prompts: int) -> list[dict]:
 
 
 def advantages(group: GroupAnswer) -> list[float]:
-    """Of a group's trajectories: 1 if its last number is right, else 0, standardised within the group."""
+    """A group's: 1 if a trajectory's last number is right, else 0, standardised within the group."""
     right = group.prompt_id.split("=")[1]
     rewards = [float(re.findall(r"\d+", t.text or "")[-1:] == [right]) for t in group.trajectories]
     std = statistics.pstdev(rewards) or 1.0

@@ -57,7 +57,7 @@ RECORD_MAX_MIB = 1024
 """What a recording takes on disk, in MiB: of 2,048 candidates a rollout, some 5,000 rollouts."""
 
 MAX_PRIORITY = 2**31 - 1
-"""Of a rollout, either way; vLLM takes 32 bits."""
+"""How far a rollout's priority may go either way; vLLM takes 32 bits."""
 
 MAX_TURNS = 10_000
 MAX_SESSION_TOKENS = 1 << 24

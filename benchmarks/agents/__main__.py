@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def medians(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each number, by size and way; ratios are of the runs of one seed."""
+    """The median of each number, by size and way; ratios are of the runs of one seed."""
     race = {(row["sessions"], row["seed"]): row for row in runs if row["way"] == "race"}
     found = []
     for sessions, way in dict.fromkeys((row["sessions"], row["way"]) for row in runs):
@@ -274,7 +274,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def by_turn(affinity: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of all seeds: medians of shares, sums of counts."""
+    """Medians of shares and sums of counts over all seeds."""
     rows = []
     for place in range(LATE_TURN):
         for way in dict.fromkeys(each["way"] for each in affinity):

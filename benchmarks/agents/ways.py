@@ -27,7 +27,7 @@ OPTIONS: dict[Way, dict[str, Any]] = {
     "race 10": {"redundancy": 2, "max_sessions": 10},
     "refill 10": {"redundancy": 2},
 }
-"""Of `client.agents`; other ways are plain requests."""
+"""Arguments of `client.agents`; other ways are plain requests."""
 
 
 class Answer(NamedTuple):

@@ -18,7 +18,7 @@ from vllm_rollout.simulator.sessions import Course, SessionTerms, draw_course
 TERMS = SessionTerms(turns=4, tool_seconds=0.5, tool_sigma=1.0, tool_tokens=40, tool_failures=0.05)
 PROMPT_TOKENS = 200
 MEAN_TOKENS, TOKENS_SIGMA = 160, 0.8
-"""Of what the policy says in all turns of a conversation; log-normal."""
+"""What the policy says in all turns of a conversation is log-normal."""
 FACTS = (
     "Paris has 2 million people.", "Rome has 3 million people.", "Oslo has 0.7 million people.", "A day has 24 hours.",
     "A week has 7 days.", "A year has 365 days.",

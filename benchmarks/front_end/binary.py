@@ -21,7 +21,7 @@ MEMBER = f"vllm/{NAME}"
 
 
 def installed_version() -> str:
-    """Of vLLM, whichever of its two distributions is here."""
+    """The version of vLLM, whichever of its two distributions is here."""
     try:
         return version("vllm")
     except PackageNotFoundError:

@@ -62,7 +62,7 @@ class Settings:
     kind: Literal["rollout", "stock"] = "rollout"
     model: Literal["tiny", "8b"] = "tiny"
     options: dict[str, Any] = field(default_factory=dict)
-    """Of vLLM's EngineArgs, beyond those that every engine here gets."""
+    """Fields of vLLM's EngineArgs, beyond those that every engine here gets."""
     environment: dict[str, str] = field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 LIMIT_S = 600
-"""Of one piece."""
+"""The time limit of one piece."""
 
 
 class Check(NamedTuple):
@@ -41,7 +41,7 @@ class Result:
 
 class Piece(NamedTuple):
     module: str
-    """Of this folder; the function in it has the piece's name."""
+    """A module of this folder; the function in it has the piece's name."""
     holds: str
     starts_an_engine: bool = False
 

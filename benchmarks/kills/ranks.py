@@ -110,7 +110,7 @@ def start(folder: Path, num_ranks: int, api_servers: int) -> ServerProcess:
 
 
 def rank_processes(pid: int) -> list[Any]:
-    """Of the server with that process id, by rank."""
+    """Rank processes of the server with that process id, by rank."""
     processes = psutil.Process(pid).children(recursive=True)
     ranks = [each for each in processes if RANKS in " ".join(each.cmdline())]
     return sorted(ranks, key=lambda each: each.cmdline())

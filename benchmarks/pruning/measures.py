@@ -19,7 +19,7 @@ from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, g
 from vllm_rollout.group.judging.report import Prediction, auc, brier, reliability_bins, within_group_auc
 
 NUM_DRAWS = 1000
-"""Of a bootstrap."""
+"""How often a bootstrap draws."""
 INTERVAL_PERCENT = 90.0
 
 

@@ -313,7 +313,7 @@ def _split(items: Sequence[Question], size: int) -> list[Sequence[Question]]:
 
 
 def _seed(sizes: Sizes, phase: str, number: int) -> int:
-    """Of sampling: the same for every way of a block, another one for every block and phase."""
+    """The seed of sampling: the same for every way of a block, another one for every block and phase."""
     return sizes.seed + 1_000_000 * SEEDS[phase] + 1000 * number
 
 

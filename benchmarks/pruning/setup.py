@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Of every request, beside the seed."""
+        """Sampling parameters of every request, beside the seed."""
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return own | (TINY_SAMPLING if self.model == TINY else {})
 

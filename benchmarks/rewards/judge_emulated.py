@@ -47,7 +47,7 @@ MAX_TOKENS = MODELS[MODEL].max_tokens
 NUM_PROMPTS = (8, 32)
 """On one device; 8 of 8 answers is RollPacker's share of a batch."""
 TEMPLATE_TOKENS = 50
-"""Of a judge's question around prompt and answer."""
+"""The tokens of a judge's question around prompt and answer."""
 SHORTER = 4
 """Short answers have a quarter of the tokens."""
 STEPS = {
@@ -85,7 +85,7 @@ class Replayed(NamedTuple):
     waits_s: list[float]
     """From an answer's end to its grade."""
     judge_s: float
-    """Of a whole device, that the judge computes."""
+    """Seconds of a whole device that the judge computes."""
 
 
 def main() -> None:
@@ -184,7 +184,7 @@ def replay(steps: Sequence[Step], judge: EmulatedRun, way: str) -> Replayed:
 
 
 def parts(way: str, both: bool, judge_is_next: bool) -> tuple[float, float]:
-    """Of the device, for the actor and for the judge. `judge_is_next`: if steps take turns."""
+    """The parts of the device that actor and judge have. `judge_is_next`: if steps take turns."""
     kind, _, share = way.partition(" ")
     if kind == "reserved":
         return 1 - float(share), float(share)

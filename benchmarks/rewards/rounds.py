@@ -48,7 +48,7 @@ from vllm_rollout.rewards import Grader, Trajectory
 
 MODEL = "7B/8k"
 TOKENS = 50
-"""Of the model's for which one of the emulated device stands."""
+"""For so many tokens of the model's one of the emulated device stands."""
 HANGING, RIGHT = 0.05, 0.5
 """Shares: of all runs (RollPacker 4.3), and of the others. The second is assumed."""
 SIGMA = 0.6

@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def max_num_seqs(self) -> int:
-        """Of the server: everything that any way asks for runs at once."""
+        """The server's, so that everything that any way asks for runs at once."""
         return self.terms.num_prompts * self.terms.num_candidates
 
     def sampling(self, repeat: int) -> dict[str, Any]:

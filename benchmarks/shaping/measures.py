@@ -18,7 +18,7 @@ LENGTH_FIELDS = ("mean", "std", "p50", "p99", "max")
 
 
 def lengths_row(lengths: Sequence[int]) -> Row:
-    """Of returned trajectories, all groups together, in tokens."""
+    """Lengths of returned trajectories, all groups together, in tokens."""
     return {
         "mean": fmean(lengths),
         "std": pstdev(lengths),
@@ -54,7 +54,7 @@ def row_of(run: Run, pool: Run) -> Row:
 
 
 def same_lengths_share(run: Run, pool: Run) -> float | None:
-    """Of candidates that were not stopped: those that are as long as in the pool. None when there are none.
+    """The share of candidates that were not stopped which are as long as in the pool. None when there are none.
 
     Seeds are the same, but a batch of another size rounds logits otherwise, and then answers part.
     """

@@ -60,7 +60,7 @@ LENGTH_CELLS = {
     f"{name}, tokens": lambda row, field=field: _length(row["lengths"][field], row["length_ratios"][field])
     for name, field in (("mean", "mean"), ("std", "std"), ("P50", "p50"), ("P99", "p99"))
 }
-"""Of returned trajectories, and over uniform's."""
+"""What is shown of returned trajectories, and over uniform's."""
 
 
 def _length(value: float, ratio: float | None) -> str:

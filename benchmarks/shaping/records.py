@@ -20,7 +20,7 @@ class GroupRecord:
     prompt_id: str
     prompt_tokens: int
     lengths: tuple[int, ...]
-    """Of every candidate, by index."""
+    """Every candidate's length, by index."""
     ends: tuple[End, ...]
     selected: tuple[int, ...]
     complete: bool
@@ -54,7 +54,7 @@ class GroupRecord:
         return [self.lengths[index] for index in self.selected]
 
     def endings(self, num_candidates: int | None = None) -> list[Ending]:
-        """Of the first `num_candidates`, for a selection by length; none may have been stopped."""
+        """How the first `num_candidates` ended, for a selection by length; none may have been stopped."""
         stopped = [end for end in self.ends if end not in ("stop", "length")]
         if stopped:
             raise ValueError(

@@ -71,7 +71,7 @@ class Sizes:
 
     @property
     def max_num_seqs(self) -> int:
-        """Of the server: everything that any way asks for runs at once."""
+        """The server's, so that everything that any way asks for runs at once."""
         return self.prompts * MAX_BUDGET_RATIO * self.group_size
 
     def sampling(self, seed: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Sizes:
         return {"dual_end": {"num_longest": self.num_longest, "patience": self.patience if way.has_patience else None}}
 
     def plan(self, way: Way, redundancy: int) -> GroupPlan:
-        """Of one prompt, as the server makes it."""
+        """The plan of one prompt, as the server makes it."""
         dual_end = way.selection == "dual_end"
         return make_plan(
             self.group_size,

@@ -93,5 +93,5 @@ def _candidates(group: GroupRecord, count: int) -> list[PoolCandidate]:
 
 
 def speed_ups(seconds: Mapping[WayName, float]) -> dict[WayName, float]:
-    """Of each way against the baseline."""
+    """How many times faster each way is than the baseline."""
     return {name: seconds[BASELINE] / value for name, value in seconds.items()}

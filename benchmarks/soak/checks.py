@@ -20,7 +20,7 @@ from vllm_rollout.server.answers import (
 
 
 def rollout_problems(body: dict[str, Any], answer: RolloutAnswer) -> Iterator[str]:
-    """Of an answer in one piece."""
+    """What is wrong with an answer in one piece."""
     wanted = [prompt["id"] for prompt in body["prompts"]]
     got = [group.prompt_id for group in answer.groups]
     if got != wanted:
@@ -73,7 +73,7 @@ def usage_problems(usage: Usage, ended: Sequence[EndedCandidate], returned: int)
 
 
 def stream_problems(body: dict[str, Any], events: Sequence[Event]) -> Iterator[str]:
-    """Of a whole event stream; that chunks join has been looked at by the reader (`client/joints.py`)."""
+    """What is wrong with a whole event stream; that chunks join, its reader has looked at (`client/joints.py`)."""
     if not events or not isinstance(events[-1], DoneEvent):
         yield f"the stream ended without done, after {len(events)} events"
         return

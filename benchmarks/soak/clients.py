@@ -25,7 +25,7 @@ from vllm_rollout.client.connection import EventReader, RolloutError
 from vllm_rollout.server.answers import Event, RolloutAnswer
 
 DISCONNECT_SHARE = 0.15
-"""Of acts that generate."""
+"""The share of acts that generate whose client leaves."""
 LONGEST_PATIENCE_S = 1.0
 """A client that breaks off does so within this time."""
 READ_TIMEOUT_S = 120.0
@@ -391,7 +391,7 @@ class Kind(NamedTuple):
     generates: bool = True
     """Candidates run for it."""
     bad_share: float = 0.0
-    """Of its acts: what they send is to be refused, or means harm."""
+    """The share of its acts that send what is to be refused, or means harm."""
 
 
 KINDS: Mapping[str, Kind] = {

@@ -11,7 +11,7 @@ import psutil
 
 SAMPLE_INTERVAL_S = 1.0
 WARM_UP_SHARE = 0.3
-"""Of a soak: buffers, caches and rings fill up. Growth is counted from the second half of it on."""
+"""The share of a soak in which buffers, caches and rings fill up. Growth is counted from the second half of it on."""
 END_SHARE = 0.1
 
 MIB = 2**20
@@ -47,7 +47,7 @@ class MemorySamples:
 
     @property
     def growth_by_process(self) -> dict[str, float]:
-        """Of those that were there all the time; "API" is the one that listens."""
+        """The growth of processes that were there all the time; "API" is the one that listens."""
         lasting = {name: mib for name, mib in self.by_process.items() if len(mib) == len(self.total)}
         names = ["API", *(name.partition(" ")[2] for name in list(lasting)[1:])]
         return {

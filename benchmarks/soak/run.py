@@ -75,7 +75,7 @@ IDLE_TIMEOUT_S = 60.0
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", 'vllm_rollout:groups_held{state="running"}')
 """Gauges that are 0 when nothing is left. Groups that wait for siblings which never come are kept on purpose."""
 SHORTEST_FOR_MEMORY_S = 300.0
-"""Of a shorter soak growth is reported and not judged: all of it is warm-up."""
+"""In a shorter soak growth is reported and not judged: all of it is warm-up."""
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ HALF, RANDOMLY_PRUNED, PRUNED_AT = "half16", "random", 24
 PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race")
 TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
 ENDS = ("length", "p99", "easy", "hard")
-"""Of the last evaluation."""
+"""What a summary takes from the last evaluation."""
 PARTS = ("rollout", "rewards", "training", "sync")
-"""Of a step, in seconds. Rewards are graded while others still roll out; theirs are those of all graders together."""
+"""The parts of a step, in seconds. Rewards come while others roll out; theirs are those of all graders together."""
 GRADIENTS = ("gradient_norm", "gradient_spread")
 UNITS = {
     "steps": "steps",
@@ -63,7 +63,7 @@ class Finished(NamedTuple):
 
 
 def gpu_seconds(step: Mapping[str, Any]) -> float:
-    """Of one training step; all candidates start at once. Those whose group was deferred ran as long as any."""
+    """What one training step takes; all candidates start at once. Those whose group was deferred ran as long as any."""
     deferred = [step["longest"]] * step["usage"].get("num_deferred", 0)
     lengths = sorted([*step["lengths"], *step["other_lengths"], *deferred])
     seconds, before = 0.0, 0

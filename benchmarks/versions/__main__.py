@@ -33,7 +33,7 @@ NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
 """Both model runners, and a server: groups, joined requests, what is missing."""
 SAME_EVERYWHERE = ("test_learning_calls.py", "test_observing.py")
-"""Of tests/adapter: no test in them calls a function of vLLM's."""
+"""Modules of tests/adapter in which no test calls a function of vLLM's."""
 SELECTION = {
     "adapter": (
         "tests/adapter",
@@ -132,7 +132,7 @@ def packages_of(python: Path) -> dict[str, str]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of the versions' rows in the result file; a column for each suite that any of them has run."""
+    """A table of the versions' rows in the result file, with a column for each suite that any of them has run."""
     columns = [suite for suite in SUITES if any(suite in row for row in rows.values())]
     lines = [
         f"| vLLM | {' | '.join(SUITES[suite] for suite in columns)} | what it lacks |",

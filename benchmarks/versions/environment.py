@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements" / "versions"
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
-"""Of the environment that runs this."""
+"""The packages of the environment that runs this."""
 WITHOUT_WHEEL = {"0.33"}
 """Versions without a CPU wheel, whose Python sources come out of the CUDA wheel."""
 

@@ -34,7 +34,7 @@ NUM_GROUPS = 4
 
 
 def samples_of(kit: Kit, url: str, kind: type, **more: Any) -> list[Any]:
-    """Of a rollout worker of TRL's, in its own process."""
+    """Samples of a rollout worker of TRL's, in its own process."""
     from accelerate import PartialState
     from transformers import AutoTokenizer
     from trl.chat_template_utils import qwen2_5_chat_template

@@ -36,7 +36,7 @@ from conformance.verifiers.agents import (  # checks, by their names here
 
 GROUP = {"rollout_group_size": 2, "rollout_num_candidates": 6}
 ON = "sampling.extra_body = {extra_args = {rollout_group_size = 2, rollout_num_candidates = 6}}"
-"""Of a prime-rl configuration."""
+"""Lines of a prime-rl configuration."""
 QUESTION = "What is 17 + 25?"
 
 

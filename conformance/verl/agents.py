@@ -19,7 +19,7 @@ ON = (
 
 
 def overrides(kit: Kit, redundancy: int) -> list[str]:
-    """Of verl's configuration: a tool, and a model that calls it after every turn, and racing loops."""
+    """Settings of verl's: a tool, and a model that calls it after every turn, and racing loops."""
     path = kit.folder / "agents.yaml"
     path.write_text(LOOP)
     common = [

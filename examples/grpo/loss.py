@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
-    """Of a group, and what it counts in the mean that the loss is: something, also where it has no gradient. Stopped
+    """The rows of a group, and what it counts in the mean that the loss is: something, also without a gradient. Stopped
     candidates whose tokens came back (`--stopped-teach`) are as right as their score says, or wrong without one."""
     assert group.rewards is not None  # a reward was asked for
     its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, UnselectedCandidate)]

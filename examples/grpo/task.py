@@ -75,7 +75,7 @@ TASKS = {"chain": chain, "digit_sum": digit_sum}
 
 
 def problems(task: str, name: str, count: int, first: int = 0) -> list[Problem]:
-    """Of an endless list for each name: each is the same, whatever was drawn before."""
+    """Problems of an endless list for each name: each is the same, whatever was drawn before."""
     return [TASKS[task](random.Random(f"{name}-{i}"), f"{name}-{i}") for i in range(first, first + count)]
 
 

@@ -63,7 +63,7 @@ class AgentResult:
     num_tokens: int
     """That the policy generated."""
     messages: list[dict[str, Any]] | None
-    """Of its last `chat`, and the answer; None where the function used another way."""
+    """The messages of its last `chat`, and the answer; None where the function used another way."""
     turns: list[TurnAnswer]
     """With how each went on from the one before; empty where the group did not return it."""
     segments: list[SegmentAnswer] | None
@@ -100,7 +100,7 @@ class Shared:
         self.client, self.run, self.body = client, run, body
         self.places = asyncio.Semaphore(max_concurrent)
         self.calls: set[asyncio.Task[Any]] = set()
-        """Of the user's function, and turns, that have not ended."""
+        """Calls of the user's function, and turns, that have not ended."""
 
 
 class RunningGroup:
@@ -291,7 +291,7 @@ class RunningGroup:
     def made(
         self, answer: SessionGroupAnswer | ReturnedEvent, trajectories: Collection[TrajectoryAnswer]
     ) -> AgentGroup:
-        """Of one that is over."""
+        """What the server has answered of a group that is over, with what its functions have returned."""
         known, selected = {each.id: each for each in answer.sessions}, {each.id for each in trajectories}
         others = [self._told(known.get(id) or _unbegun(id)) for id in {**self._sessions, **known} if id not in selected]
         assert answer.status != "running"

@@ -44,7 +44,7 @@ class AgentSession:
         self.number = number
         """Among the sessions of its group, from 0."""
         self.messages: list[dict[str, Any]] | None = None
-        """Of the last `chat`, and its answer; None before the first."""
+        """The messages of the last `chat`, and its answer; None before the first."""
         self.is_ending = False
         """It was finished, or is being."""
         self.has_lost = False

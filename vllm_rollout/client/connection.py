@@ -120,7 +120,7 @@ class EventData:
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Of the events that this chunk completes."""
+        """The data of the events that this chunk completes."""
         found = []
         for line in self._lines.feed(chunk):
             if line.startswith(b"data:"):

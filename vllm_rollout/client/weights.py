@@ -31,7 +31,7 @@ class GivenWeights:
     pause_s: float
     send_s: float
     finish_s: float
-    """Of forgetting the cache, naming the version and going on."""
+    """What forgetting the cache, naming the version and going on took."""
 
     @property
     def seconds(self) -> float:

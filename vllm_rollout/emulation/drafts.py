@@ -21,7 +21,7 @@ class DrawnDrafts(NamedTuple):
     """The drafts of one row and step."""
 
     probabilities: Sequence[float]
-    """Of each, that it is accepted together with all before it."""
+    """How likely each is accepted, together with all before it."""
     num_right: int
     """How many from the first one on."""
 

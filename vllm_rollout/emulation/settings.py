@@ -104,7 +104,7 @@ class DraftKind(_Model):
     """Drafts of a row and step, as they come in a part of all rows."""
 
     share: float = Field(ge=0, le=1)
-    """Of the rows of a candidate with `REFERENCE_SIBLINGS` siblings."""
+    """The share of rows that have these drafts, for a candidate with `REFERENCE_SIBLINGS` siblings."""
     accepted: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(min_length=1, max_length=MAX_DRAFT_TOKENS)
     """How likely each draft is accepted, together with all before it."""
 

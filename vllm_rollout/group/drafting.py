@@ -26,7 +26,7 @@ from operator import add
 from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 12
-"""Of one row and step."""
+"""The most that one row gets in one step."""
 PLAIN_INTERVAL_STEPS = 32
 """Where drafts pay, one step in so many goes without, since what they bring is measured against that."""
 TRIAL_INTERVAL_STEPS = 128
@@ -79,7 +79,7 @@ class BatchCost:
     """Steps in a row whose drafts were not worth it."""
     prior: tuple[float, float] = (FIRST_FIXED, FIRST_SLOPE)
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Of weights, x, y, xx, xy; x is drafts per row, y the time beyond that of a plain step, as a part of it."""
+    """Sums of weights, x, y, xx, xy; x is drafts per row, y the time beyond that of a plain step, as a part of it."""
 
     @property
     def is_trial_due(self) -> bool:
@@ -179,7 +179,7 @@ class DraftingRule:
         self._accepted = [PRIOR_DRAFTS * (bin + 0.5) / NUM_BINS for bin in range(NUM_BINS)]
         self._ratios = increasing(self._accepted, self._drafted)
         self._seconds = self._lost_s = 0.0
-        """Of all steps, and what trials have lost of them."""
+        """What all steps took, and what trials have lost of it."""
 
     def longest(self, num_rows: int) -> int:
         """How many drafts of a row are worth looking for in a step of so many rows; 0: none."""

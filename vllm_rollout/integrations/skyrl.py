@@ -29,9 +29,9 @@ from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.integrations.whole import whole
 
 _session: ContextVar[AgentSession | None] = ContextVar("session", default=None)
-"""Of the trajectory that runs here."""
+"""The session of the trajectory that runs here."""
 _races: ContextVar[Mapping[str, Race] | None] = ContextVar("races", default=None)
-"""Of the batch that is generated here, by instance."""
+"""The races of the batch that is generated here, by instance."""
 
 
 class RacingGymGenerator(SkyRLGymGenerator):

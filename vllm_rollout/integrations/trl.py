@@ -65,7 +65,7 @@ class TRLRollouts:
         self._sampling = dict(options.pop("sampling", None) or {})
         self._options: RolloutOptions = {**options, "return_logprobs": True}
         self._columns: dict[bool, dict[str, Any]] = {}
-        """Of the data sets of training and of evaluation, by prompt."""
+        """Columns of the data sets of training and of evaluation, by prompt."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.

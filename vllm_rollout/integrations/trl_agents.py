@@ -173,7 +173,7 @@ class Played:
         self.messages: list[dict[str, Any]] = []
         """After the prompt."""
         self.token_ids: list[int] = []
-        """Of the prompt, of all that was said, and of the tools' words."""
+        """Tokens of the prompt, of all that was said, and of the tools' words."""
         self._num_prompt_tokens = 0
 
     @property
@@ -194,7 +194,7 @@ class Played:
         return message
 
     def row(self, result: AgentResult) -> dict[str, Any]:
-        """Of tokens what the server holds; the rest are columns for reward functions."""
+        """A row of TRL's: the tokens that the server holds; the rest are columns for reward functions."""
         assert result.segments is not None
         (segment,) = result.segments
         assert segment.logprobs is not None

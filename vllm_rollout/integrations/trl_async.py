@@ -23,7 +23,7 @@ from vllm_rollout.client.agent_session import UNWANTED, SessionLost
 LOST: tuple[Any, ...] = ([], [], [], 0, 0, None)
 """What TRL gets of a conversation that nobody needs."""
 _turn_fields: ContextVar[dict[str, Any] | None] = ContextVar("turn_fields", default=None)
-"""Of the conversation that runs here."""
+"""The fields that turns of the conversation that runs here send."""
 
 
 class RacingRolloutLoop(_AsyncRolloutLoop):

@@ -27,9 +27,9 @@ from vllm_rollout.integrations.spares import End, Spares
 from vllm_rollout.integrations.verl import redundancy_of
 
 _session: ContextVar[str | None] = ContextVar("session", default=None)
-"""Of the loop that runs here."""
+"""The session of the loop that runs here."""
 _groups: dict[tuple[int, int], Spares[tuple[AgentLoopOutput, str]]] = {}
-"""Of this process, by their sizes: verl makes a loop anew for each sample."""
+"""The groups of this process, by their sizes: verl makes a loop anew for each sample."""
 
 
 class RacingToolAgentLoop(ToolAgentLoop):

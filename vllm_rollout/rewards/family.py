@@ -16,7 +16,7 @@ import psutil
 
 KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
 MAX_ROUNDS = 100
-"""Of killing what was started meanwhile. What starts more forever is left to the end of the process above it."""
+"""How often what was started meanwhile is killed. What starts more for ever ends with the process above it."""
 
 
 def descendants(pid: int) -> list[int]:

@@ -30,7 +30,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     place: str | None = None
     """`package.module:function`."""
     pickled: bytes | None = None
-    """Of a function without such a place, by cloudpickle."""
+    """A function without such a place, by cloudpickle."""
 
 
 class GradingJob(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from vllm_rollout.rewards.values import Grade, RewardStatus, Trajectory, failed,
 
 RewardFunction = Callable[..., Any]
 MAX_REWARD = 1e100
-"""Of any size beyond it is nonsense, and its square, which a spread is made of, would be none."""
+"""A larger one, either way, is nonsense, and its square, which a spread is made of, would not be finite."""
 _loop = asyncio.Runner()
 """One for all trajectories: a function may keep a client, whose connections belong to a loop."""
 TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}

@@ -39,11 +39,11 @@ _programs = count()
 @dataclass(frozen=True, slots=True)
 class SandboxBounds:
     memory_bytes: int = 1 << 30
-    """Of all processes of one program."""
+    """All processes of one program have it together."""
     disk_bytes: int = 64 << 20
-    """Of /tmp, and once more of /dev/shm."""
+    """/tmp has so much, and /dev/shm once more."""
     output_bytes: int = 1 << 20
-    """Of what it prints, errors among it; the rest is not read, and the program ends."""
+    """So much of what it prints is read, errors among it; beyond it the program ends."""
     max_processes: int = 32
 
 

@@ -16,7 +16,7 @@ VOID: None = None
 """What a reward function returns for a trajectory that must not count."""
 
 Message = dict[str, Any]
-"""Of a chat: `{"role": …, "content": …}`."""
+"""A message of a chat: `{"role": …, "content": …}`."""
 
 
 class Trajectory(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     data: Any = None
     """What came with the prompt: any JSON, an answer or tests. TRL's columns and verl's ground truth come out of it."""
     token_ids: Sequence[int] = ()
-    """Of the text, where the caller has them: TRL's `completion_ids`."""
+    """The text's tokens, where the caller has them: TRL's `completion_ids`."""
 
 
 class Grade(msgspec.Struct, frozen=True):

@@ -134,7 +134,7 @@ class Said(msgspec.Struct, frozen=True):
 
     text: str | None
     logprobs: list[tuple[str, float]]
-    """Of the likeliest first tokens; empty where none came."""
+    """The likeliest first tokens with theirs; empty where none came."""
 
     @classmethod
     def by_chat(cls, answer: Any) -> Said:

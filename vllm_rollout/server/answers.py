@@ -143,11 +143,11 @@ class GroupRewards(BaseModel):
     """What the rewards of a group's trajectories say; those without one count for nothing."""
 
     name: str
-    """Of the reward."""
+    """The reward's name."""
     num_rewards: int
     mean: float | None
     std: float | None
-    """Of the sample."""
+    """The sample's (n - 1); null with fewer than two rewards."""
     teaches: bool
     """They differ."""
     estimator: Estimator

@@ -1,5 +1,5 @@
-"""Of several API processes the first one has what one process must know whole: sessions, runs, the page that shows
-both, and groups without a name. The others hand such requests on to it.
+"""The first of several API processes has what one process must know whole: sessions, runs, the page that shows both,
+and groups without a name. The others hand such requests on to it.
 
 Invariant: a client cannot tell which process has read its request.
 """

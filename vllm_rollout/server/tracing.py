@@ -40,7 +40,7 @@ def asked_by(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def begin() -> RolloutTrace | None:
-    """Of the rollout that is being asked for; None when nobody traces."""
+    """The trace of the rollout that is being asked for; None when nobody traces."""
     span, parent = tracer.start_span("rollout"), trace.get_current_span()
     without_provider = (INVALID_SPAN_ID, parent.get_span_context().span_id)
     return None if span.get_span_context().span_id in without_provider else RolloutTrace(span)

@@ -20,12 +20,12 @@ CONTEXTS = tuple(2.0**power for power in range(8, 18))
 
 
 class DraftedStep(NamedTuple):
-    """Of a row, on average over steps; the row's own token is not a draft."""
+    """What a row has on average over steps; the row's own token is not a draft."""
 
     drafts: float
     tokens: float
     seconds: float
-    """Of the step."""
+    """How long the step takes."""
 
     @property
     def s_per_token(self) -> float:
@@ -35,7 +35,7 @@ class DraftedStep(NamedTuple):
 def drafted_step(
     cost: CostModel, settings: DraftSettings, factor: float, num_rows: float, context_tokens: float
 ) -> DraftedStep:
-    """Of a batch of so many rows, whose shares of drafts are `factor` times those of the settings."""
+    """A step of a batch of so many rows, whose shares of drafts are `factor` times those of the settings."""
     plain_s = cost.ptl(num_rows, context_tokens)
     plain = DraftedStep(0.0, 1.0, plain_s)
     found, right = [0.0] * NUM_BINS, [0.0] * NUM_BINS
@@ -59,8 +59,8 @@ def drafted_step(
 
 
 def _plain_share(drafting: float, num_rows: float) -> float:
-    """Of steps that go without drafts though there are some: one in `PLAIN_INTERVAL_STEPS`, or fewer where it happens
-    by itself that no row has any; `drafting`: share of rows that have some."""
+    """The share of steps that go without drafts though there are some: one in `PLAIN_INTERVAL_STEPS`, or fewer where it
+    happens by itself that no row has any; `drafting`: share of rows that have some."""
     some = 1 - (1 - min(1.0, drafting)) ** num_rows
     in_a_row = some ** (PLAIN_INTERVAL_STEPS - 1)
     return in_a_row / sum(some**step for step in range(PLAIN_INTERVAL_STEPS))
@@ -87,9 +87,9 @@ class BatchGain(NamedTuple):
 
     batch_size: int
     drafts: float
-    """Of a row, in a step."""
+    """How many a row has in a step."""
     tokens: float
-    """Of a row, in a step."""
+    """How many a row gains in a step."""
     faster: float
     """Tokens per second, by those without drafts."""
 

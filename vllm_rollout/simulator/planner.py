@@ -56,7 +56,7 @@ class Planner:
         self.num_without_history = 0
         """Prompts with redundancy "auto" of which nothing was known."""
         self._num_answers: Counter[str] = Counter()
-        """Of each prompt, by history key, so far."""
+        """How many answers each prompt has so far, by history key."""
 
     def race(
         self, prompt: PlannedPrompt, plan: GroupPlan, pool: Sequence[PoolCandidate], rollout_id: str, seed: int

@@ -118,7 +118,7 @@ class Race:
     """What is known of them: of its prompt, else of the data set."""
     max_tokens: int | None = None
     mean_tokens: float | None = None
-    """Of all lengths that were seen before it."""
+    """The mean of all lengths that were seen before it."""
     candidates: list[Runner] = field(default_factory=list)
     group: Group = field(init=False)
     endings: tuple[Ending, ...] = ()

@@ -126,7 +126,7 @@ class SessionRunner(Runner):
 
     @property
     def turn_tokens(self) -> int:
-        """Of the turn that runs, when it has ended."""
+        """How many tokens the turn that runs will have, when it has ended."""
         return self.course.turns[self.session.num_turns]
 
 

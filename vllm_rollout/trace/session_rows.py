@@ -35,7 +35,7 @@ class TurnRow(NamedTuple):
     """That it generated."""
     num_prompt_tokens: Length | None = None
     num_cached_tokens: Length | None = None
-    """Of its prompt, whose KV was there."""
+    """How many tokens of its prompt had their KV there already."""
     history: StrictStr | None = None
     """How its prompt went on from the turn before."""
 
@@ -65,7 +65,7 @@ class SessionGroupRow(Row):
     """Its client's."""
     model: StrictStr | None = None
     rank: StrictInt | None = None
-    """Of its last turn."""
+    """Where its last turn ran."""
     group_size: Annotated[StrictInt, Field(ge=1)]
     num_candidates: StrictInt | None = None
     """Sessions that it began with; None: a server says it that is older than rows of sessions."""

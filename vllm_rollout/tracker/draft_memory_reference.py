@@ -29,7 +29,7 @@ from vllm_rollout.tracker.draft_sources import (
 MAX_VERSIONS_OLD = 30
 """A source that is older counts as one of this age."""
 VOTE_KEPT = 0.98
-"""Of a vote, at each update of the weights since its source ended."""
+"""What is left of a vote at each update of the weights since its source ended."""
 DOUBT = 2.6
 """What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
 (docs/log.md)."""
@@ -257,7 +257,7 @@ class DraftMemoryReference:
         return drafts
 
     def _find(self, prompt: Prompt, context: list[int]) -> tuple[list[Place], int]:
-        """Of the most recent places that follow the last tokens those with the longest match, and its length."""
+        """Those of the most recent places after the last tokens that have the longest match, and its length."""
         if len(context) < self.min_match:
             return [], 0
         places = prompt.places.get(self._ngram(context), [])

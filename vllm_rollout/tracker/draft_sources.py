@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 BLOCK_TOKENS = 64
 BLOCK_BYTES = 560
-"""Of the tokens of a source, which are stored in blocks, and of their links to the places before them."""
+"""A block holds so many tokens of a source, and their links to the places before them, in so many bytes."""
 SEQUENCE_BYTES = 320
 PROMPT_BYTES = 768
 
@@ -28,7 +28,7 @@ class Source:
     recent: list[int]
     """All that it consists of, also what there was no room for."""
     version: int | None = None
-    """Of the weights it ended under; None while it runs, and for a stem."""
+    """The version of the weights it ended under; None while it runs, and for a stem."""
     is_cut: bool = False
 
     @property

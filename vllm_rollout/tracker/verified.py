@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 NO_POSITION = -1
-"""Of a row that samples nothing."""
+"""The position of a row that samples nothing."""
 
 
 class SeenTokens(NamedTuple):

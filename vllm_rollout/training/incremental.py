@@ -23,7 +23,7 @@ Key = tuple[Hashable, int]
 
 
 class Logprobs(NamedTuple):
-    """Of one trajectory's answer, in nats."""
+    """What one trajectory's answer has, in nats."""
 
     logprobs: Tensor  # [num_tokens]
     entropies: Tensor | None  # [num_tokens]
@@ -147,7 +147,7 @@ class IncrementalLogprobs:
         return num_tokens
 
     def finish(self, key: Key) -> Logprobs:
-        """Of the whole answer; what is left of it is passed over, alone. `forward` with the keys of a group before that
+        """The whole answer's; what is left of it is passed over, alone. `forward` with the keys of a group before that
         takes them together. Frees the cache."""
         self.forward([key])
         growing = self._growing.pop(key)

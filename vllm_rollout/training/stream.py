@@ -40,7 +40,7 @@ class StepResult:
     weight: float
     """N: what the sum was divided by: tokens, samples, groups, or what `add_sum` and `count` were told."""
     loss: float
-    """Of the whole batch; nan where N is 0."""
+    """The loss of the whole batch; nan where N is 0."""
     gradient_norm: float
     """Before clipping; nan where there is no gradient."""
     updated: bool

@@ -29,7 +29,7 @@ NUM_BINS = 30
 OURS = ".vllm_rollout"
 """The end of the names of our event files."""
 CONFIG = {"written_by": "vllm-rollout export"}
-"""Of our runs in trackio, by which they are known again."""
+"""The config of our runs in trackio, by which they are known again."""
 HISTOGRAM = "lengths"
 SESSIONS = "groups of sessions"
 """The run of their curves: a point per group."""

@@ -69,7 +69,7 @@ class Next(NamedTuple):
     setting: dict[str, Any]
     """Fields of a rollout request."""
     saves_seconds: float | None
-    """Of all seconds of the trace; None where it does not say them."""
+    """As a share of all seconds of the trace; None where it does not say them."""
     text: str
 
 
@@ -122,7 +122,7 @@ def _sum(receipts: Sequence[Told]) -> Receipt:
 
 
 def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionGroupRow]]:
-    """Of those it remembers; what runs has none yet."""
+    """What it tells of rollouts that it remembers; one that runs has no receipt yet."""
     found, groups = [], []
     for name, row in feed(url, api_key):
         if name == "rollout" and row.get("receipt"):

@@ -103,13 +103,13 @@ class Rows:
         self._name = name
         self.num_broken = 0
         self._groups: OrderedDict[str, SessionGroupRow] = OrderedDict()
-        """Of sessions, by name."""
+        """Groups of sessions, by name."""
         self._num_steps = 0
         self._step: tuple[str, int | None, list[PromptRow]] | None = None
         """Prompt rows that follow each other are one rollout: its name, what they say of it, and they."""
 
     def newest(self, files: Iterable[BinaryIO], num_rollouts: int) -> list[bytes]:
-        """Of the last rollouts that are there, and of as many groups of sessions."""
+        """The newest lines of the last rollouts that are there, and of as many groups of sessions."""
         rollouts: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         groups: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         for number, (id, event) in enumerate(chain.from_iterable(map(self.read, files))):

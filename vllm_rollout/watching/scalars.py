@@ -91,7 +91,7 @@ def _of_rewards(by_group: Sequence[Sequence[float | None]], threshold: float) ->
 
 
 def known_lengths(row: RolloutRow) -> Iterator[int]:
-    """Of candidates that ended by themselves, or at `max_tokens`."""
+    """The lengths of candidates that ended by themselves, or at `max_tokens`."""
     for prompt in row.prompts:
         for length, end in zip(prompt.lengths, _ends(prompt.ends, prompt.lengths), strict=True):
             if end in ("stop", "length"):

@@ -21,7 +21,7 @@ MAX_NAME = 24
 
 @dataclass(frozen=True, slots=True)
 class SessionReceipt:
-    """Of groups of sessions; tokens are output tokens where nothing else is said. None: nobody can tell."""
+    """What groups of sessions cost; tokens are output tokens where nothing else is said. None: nobody can tell."""
 
     seconds: float
     """In which any of them ran."""
@@ -38,13 +38,13 @@ class SessionReceipt:
     tool_seconds: float | None
     """Between turns, of all sessions."""
     prompt_tokens: int | None
-    """Of all turns,"""
+    """The prompt tokens of all turns,"""
     cached_tokens: int | None
     """and those of them that were in the prefix cache."""
 
 
 def receipt_of_sessions(groups: Sequence[SessionGroupRow]) -> SessionReceipt:
-    """Of one group, or the sum of several."""
+    """The receipt of one group, or the sum of several."""
     sessions = [session for group in groups for session in group.sessions]
     stopped = [session for session in sessions if session.state in STOPPED_STATES]
     turns = [turn for session in sessions for turn in session.turns]

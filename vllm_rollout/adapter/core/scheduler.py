@@ -47,7 +47,7 @@ from vllm_rollout.group.types import CandidateId, Observation
 
 logger = init_logger("vllm.vllm_rollout")
 MOST_LAST_TOKENS = 512
-"""Of a candidate that are told to a viewer: a screen of text, and no time of a step."""
+"""How many of a candidate's tokens a viewer is told: a screen of text, and no time of a step."""
 
 
 class GroupSchedulerMixin:
@@ -138,7 +138,7 @@ class GroupSchedulerMixin:
         return [self._by_id[id] for id in self.group_steps.running(group_id)]
 
     def last_tokens(self, group_id: str) -> list[LastTokens]:
-        """Of the candidates of a group that have not ended, for whoever looks."""
+        """What the candidates of a group that have not ended said last, for whoever looks."""
         told = []
         for candidate in self.candidates_of(group_id):
             token_ids = candidate.request.output_token_ids

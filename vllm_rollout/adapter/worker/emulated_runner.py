@@ -63,7 +63,7 @@ class EmulatedRunner:
         """marker: the tokens with which a turn asks for a tool."""
         self.drafts = drafts
         self.num_last_states = 1 + (NUM_IN_FLIGHT if drafts is None else drafts.most)
-        """Of a candidate that ends, how many of its newest tokens may be its last one."""
+        """How many of a candidate's newest tokens may be its last one when it ends."""
         self.heads: dict[HeadKey, PublishedHead] = {}
         """Quality heads publish here. There are no adapters (`adapter/api/client/emulate.py`)."""
         self._fates = fates

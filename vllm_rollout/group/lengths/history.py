@@ -130,7 +130,7 @@ class LengthHistory:
 
     @property
     def mean(self) -> float | None:
-        """Of all lengths; None before any was seen."""
+        """The mean of all lengths; None before any was seen."""
         return None if self._dataset is None else self._dataset.mean
 
     def statistics(self, keys: Iterable[str]) -> LengthStatistics:

@@ -12,13 +12,13 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 SEEN_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of a group's longest candidate: where it is looked at what steps took."""
+"""Shares of a group's longest candidate, at which it is looked at what its steps took."""
 LATE_GROUPS = 1 / 3
 """Share of the groups, the last ones to be over, that say what a step of the tail takes."""
 
 
 class RanCandidates(NamedTuple):
-    """Of one group. Seconds are those since its rollout began."""
+    """The candidates of one group. Seconds are those since its rollout began."""
 
     started_s: float
     ended_s: Sequence[float]

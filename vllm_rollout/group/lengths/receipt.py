@@ -87,7 +87,7 @@ class RanGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Of a rollout, or the sum of several; tokens are output tokens. None: nobody can tell."""
+    """What a rollout cost and saved, or the sum of several; tokens are output tokens. None: nobody can tell."""
 
     seconds: float | None = None
     generated_tokens: int = 0
@@ -106,7 +106,7 @@ class Receipt:
     checked_tokens: int = 0
     """What these generated after they would have been stopped."""
     saved_tokens_error: float | None = None
-    """Of the prediction for all of these, relative to `checked_tokens`; 0.1: a tenth too many."""
+    """How far the prediction for all of these is off, relative to `checked_tokens`; 0.1: a tenth too many."""
     waiting_seconds: float | None = None
     """Predicted: what waiting for all would have taken. From below where launched candidates had to wait for others."""
     saved_seconds: float | None = None
@@ -210,8 +210,8 @@ class Lengths:
         return max(self.curve.beyond(position)[0] * scale, float(num_tokens)), self.curve.reach(position)[2]
 
     def _unseen(self, group: RanGroup) -> float:
-        """Of a group in which nobody ended by itself: where its prompt usually is, or the others are, unless all of it
-        outliving their stops was less than an even chance there."""
+        """The location of a group in which nobody ended by itself: its prompt's usual one, or the others', unless the
+        chance that all of it outlives its stops were less than an even one there."""
         center, known = self.center, group.known
         if known is not None and known.mean > 0:
             center = math.log(known.mean) - math.log1p(known.variance / known.mean**2) / 2

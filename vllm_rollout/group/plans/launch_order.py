@@ -42,7 +42,7 @@ class WaitingGroup(NamedTuple):
 
     plan: GroupPlan
     lengths: LengthMoments | None
-    """Of its prompt, else of the data set; None: nothing is known."""
+    """What is known of its prompt, else of the data set; None: nothing."""
     max_tokens: int | None
 
     @property
@@ -62,7 +62,7 @@ class WaitingGroup(NamedTuple):
 def waiting_groups(
     plans: Iterable[GroupPlan], history: LengthStatistics, max_tokens: Iterable[int | None]
 ) -> list[WaitingGroup]:
-    """Of the prompts that a history was asked for."""
+    """The waiting groups of prompts that a history was asked for."""
     return [WaitingGroup(*each) for each in zip(plans, trusted(history), max_tokens, strict=True)]
 
 

@@ -298,7 +298,7 @@ class SessionRace:
 
     @property
     def endings(self) -> list[Ending]:
-        """Of the sessions that have ended."""
+        """How the sessions that are over have ended."""
         return [
             Ending(
                 session.index,

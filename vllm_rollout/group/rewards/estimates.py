@@ -22,7 +22,7 @@ class RewardSummary(NamedTuple):
     mean: float | None
     """None without a reward."""
     std: float | None
-    """Of the sample (n - 1); None with fewer than two rewards."""
+    """The sample's (n - 1); None with fewer than two rewards."""
     teaches: bool
     """Whether the rewards differ: else no estimator has a gradient for the group (DAPO, dynamic sampling)."""
 

@@ -70,11 +70,11 @@ class CandidateReward:
     index: int
     stage: CandidateStage
     reward: float | None = None
-    """Of a graded one, else None."""
+    """What a graded one has got; None for others."""
     place: int = 0
-    """Of a graded one: how many of its group were graded before it. Read by the order `grading` only."""
+    """How many of its group were graded before a graded one. Read by the order `grading` only."""
     chance: float | None = None
-    """Of an awaited one: how likely its reward is above 0, as the quality head says; None: it says nothing."""
+    """How likely an awaited one's reward is above 0, as the quality head says; None: it says nothing."""
 
 
 class Prior(NamedTuple):

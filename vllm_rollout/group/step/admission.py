@@ -8,7 +8,7 @@ the rollout ends sooner; with more room places stand empty, and it ends later (d
 from __future__ import annotations
 
 GROWTH_SHARE = 1 / 8
-"""Of a mean length, for each candidate that runs."""
+"""What is kept free for each candidate that runs, as a part of a mean length."""
 
 
 def most_running(free_tokens: int, mean_tokens: float) -> int:

@@ -36,7 +36,7 @@ class OpenRoundAnswer(BaseModel):
     prompt_ids: list[str]
     reserve: list[str]
     groups: list[OpenGroupAnswer] = []
-    """Of a round that runs and consists of sessions: those that are not over."""
+    """Those that are not over, where a round runs that consists of sessions."""
 
 
 class RoundRecordAnswer(OfAttributes):

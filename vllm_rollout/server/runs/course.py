@@ -54,7 +54,7 @@ class RoundCourse(Course):
         """By position: tokens of every candidate that ran, of groups that are returned or not."""
 
     def number_of(self, prompt_id: str) -> int:
-        """Of its entry."""
+        """The number of its entry."""
         return self.progress.opened.all_entries[self._position_of[prompt_id]].number
 
     async def positions(self) -> AsyncIterator[int]:

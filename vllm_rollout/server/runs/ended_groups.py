@@ -30,7 +30,7 @@ class EndedGroups:
     def __init__(self, write: Write, version: str | None) -> None:
         self._write = write
         self.version = version
-        """Of the weights with which the round began."""
+        """The version of the weights with which the round began."""
         self._waiting: dict[int, bytes] = {}
         self._writing: asyncio.Task[None] | None = None
 

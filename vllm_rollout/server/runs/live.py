@@ -39,7 +39,7 @@ class LiveRound(ABC):
     """A round that this process runs, whoever its candidates are."""
 
     id: str
-    """Of its rollout, or of its sessions together."""
+    """The id of its rollout, or of its sessions together."""
     run_id: str
     progress: RoundProgress
     owner: str = ""
@@ -69,7 +69,7 @@ class LiveRound(ABC):
 
     @abstractmethod
     def spent(self) -> Spent:
-        """Of one that is over."""
+        """What a round that is over has spent."""
 
     @abstractmethod
     def parts(self, told: RoundSummary) -> list[bytes]:

@@ -67,7 +67,7 @@ class SessionRound(LiveRound):
     created: int
     model: str
     namespace: str
-    """Of the client whose sessions these are."""
+    """The client's, whose sessions these are."""
     terms: SessionTerms
     prompts: Sequence[dict[str, Any]]
     """By position."""

@@ -89,7 +89,7 @@ class Looked(NamedTuple):
 
 class EndedGroup(NamedTuple):
     version: str | None
-    """Of the weights with which its round began."""
+    """The version of the weights with which its round began."""
     body: bytes
     """A GroupAnswer as JSON, compressed."""
 

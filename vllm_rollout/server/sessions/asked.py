@@ -19,7 +19,7 @@ from vllm_rollout.server.sessions.groups import OpenGroup, Terms, limits_of
 
 
 def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit_ratio: float) -> Terms:
-    """Of a group that is declared.
+    """The terms of a group that is declared.
 
     Args:
         pruning_refusal: why nothing can be scored here; None when it can.

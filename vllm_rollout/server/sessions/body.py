@@ -125,7 +125,7 @@ class FinishAnswer(SessionAnswer):
     """Sessions that are to begin now, in the place of void ones or until rewards differ."""
     num_wanted: int
     reward_status: str | None = None
-    """Of a reward that the server gave."""
+    """What became of a reward that the server gave."""
 
 
 class SegmentAnswer(BaseModel):
@@ -135,7 +135,7 @@ class SegmentAnswer(BaseModel):
     mask: list[int]
     """1: the policy generated this token."""
     logprobs: list[float] | None
-    """Of the tokens that it generated, 0 for the others; null where a turn did not ask for log probabilities."""
+    """Each token's, 0 for those it did not generate; null where a turn did not ask for log probabilities."""
 
 
 class TurnAnswer(BaseModel):

@@ -33,9 +33,9 @@ from vllm_rollout.server.sessions.body import (
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation
 
 MAX_EVENTS = 1024
-"""That wait for a reader of a group's events, who is left when there are more."""
+"""How many may wait for a reader of a group's events, who is left when there are more."""
 MAX_READERS = 64
-"""Of the events of one group."""
+"""How many may read the events of one group."""
 
 Key = tuple[str, str]
 """Namespace of a client, and a name that it chose."""
@@ -50,7 +50,7 @@ class Watcher(Protocol):
         """When their harness was last heard of, in any of its groups."""
 
     def told(self, event: Event) -> None:
-        """Of a group of its own."""
+        """Takes an event of this group."""
 
     def over(self, group: OpenGroup) -> None: ...
 
@@ -58,7 +58,7 @@ class Watcher(Protocol):
         """Its harness has said of a session that it is over."""
 
     def counted(self) -> None:
-        """Of a group that is over the last turn has ended."""
+        """The last turn of a group that was over has ended, so that its tokens can be counted."""
 
 
 class Terms(NamedTuple):
@@ -105,7 +105,7 @@ class OpenTurn:
 
     @property
     def engine_id(self) -> str:
-        """Of the group that the engine judges it in: those that are scored have one of their own."""
+        """The id of the group in which the engine judges it: those that are scored have one of their own."""
         return f"{self.group.engine_id}-scored" if self.is_scored else self.group.engine_id
 
 
@@ -122,13 +122,13 @@ class OpenGroup:
     began: float = field(default_factory=time.time)
     """Unix seconds."""
     rank: int | None = None
-    """Of its last turn."""
+    """Where its last turn ran."""
     model: str | None = None
     """That its first turn asked for."""
     declared: list[str] | None = None
     """Ids of its sessions; None: its client names them."""
     num_answered: int = 0
-    """Of the declared ids: those that an answer has named."""
+    """How many of the declared ids an answer has named."""
     reward: RewardOptions | None = None
     data: Any = None
     """For its reward function."""
@@ -144,7 +144,7 @@ class OpenGroup:
     scored: dict[str, int] = field(default_factory=dict)
     """Index of the turn that was scored, by session."""
     seed: int = field(default_factory=lambda: secrets.randbits(62))
-    """Of what chance decides in pruning."""
+    """Chance decides by it in pruning."""
     seconds: float | None = None
     """That it took; None while it runs."""
     watcher: Watcher | None = None
@@ -208,7 +208,7 @@ class OpenGroup:
         return round(now_s - self.began_s, 3)
 
     def tell_ends(self, now_s: float) -> None:
-        """Of the sessions that have ended since the last time."""
+        """Tells of the sessions that have ended since the last time."""
         for session in self.race.sessions.values():
             if not session.is_open and session.id not in self.ended_s:
                 self.ended_s[session.id] = self.since(now_s)
@@ -329,6 +329,6 @@ def _put(queue: asyncio.Queue[Event | None], event: Event | None) -> None:
 
 
 def limits_of(said: Mapping[str, Any]) -> SessionLimits:
-    """Of fields that were said; the others have their defaults."""
+    """The limits of fields that were said; the others have their defaults."""
     fields = {name: said[name] for name in ("max_turns", "max_tokens", "idle_timeout_s") if said.get(name) is not None}
     return SessionLimits(**fields, cut_turn_ends=said.get("cut_turn") != "goes_on")

@@ -120,7 +120,7 @@ class SeenSessions:
             self.changed(group)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of all that are known: fields of a SessionGroupRow."""
+        """All groups that are known, as fields of a SessionGroupRow."""
         return [seen.row() for seen in self._seen.values()]
 
     def news(self) -> tuple[list[dict[str, Any]], list[str]]:

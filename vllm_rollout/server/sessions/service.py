@@ -48,7 +48,7 @@ from vllm_rollout.server.slices import spawn
 logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
-"""Of the data of a group, which is held as its tokens are."""
+"""So many bytes of a group's data count as one token, since they are held as tokens are."""
 SCORED = "scored"
 """What stands for the prompt of a group's scored turns, where rewards name it."""
 STOP_AGAIN_S = 0.1
@@ -98,7 +98,7 @@ class SessionService:
         self._num_open_sessions = 0
         """The most that groups which are not over may have."""
         self._num_held_tokens = 0
-        """Of all trajectories."""
+        """All trajectories together have so many."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._stopping: list[OpenTurn] = []

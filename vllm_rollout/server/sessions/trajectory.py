@@ -28,9 +28,9 @@ class Continuation(NamedTuple):
 
     history: History
     token_ids: Sequence[int]
-    """Of the prompt, mended."""
+    """The prompt's, mended."""
     where: str | None = None
-    """Of a rewritten one: what it says differently."""
+    """What a rewritten one says differently; None: nothing."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Segment:
     mask: bytearray = field(default_factory=bytearray)
     """1: the policy generated this token."""
     logprobs: array[float] | None = None
-    """Of each token; 0 for those that were given. None where a turn asked for none."""
+    """Each token's; 0 for those that were given. None where a turn asked for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Turn:
     began_s: float
     """By the clock of its service."""
     num_cached_tokens: int | None = None
-    """Of its prompt, whose KV was there; None: nobody knows."""
+    """How many tokens of its prompt had their KV there already; None: nobody knows."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ def require_on(request: Request) -> None:
 
 
 def page_router() -> APIRouter:
-    """Of a server, or of a file's replay."""
+    """The page of a server, or of a file's replay."""
     router = APIRouter(include_in_schema=False, dependencies=[Depends(require_on)])
 
     @router.get("/rollouts")

@@ -16,7 +16,7 @@ from vllm_rollout.server.engine import CandidateEnd
 from vllm_rollout.trace.rows import End, GroupFate, RolloutPrompt, RolloutState, end_of
 
 MAX_MOVES = 16
-"""Of a group that are told, with where it began: later ones change its rank."""
+"""How many moves of a group are told, with where it began: later ones change its rank only."""
 
 
 @dataclass(slots=True)

@@ -181,7 +181,7 @@ class Viewers:
         return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
 
     async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        """Of those that run; nothing where the engine is dead, or has more to do."""
+        """What candidates that run said last; nothing where the engine is dead, or has more to do."""
         try:
             return await asyncio.wait_for(self._engine.last_tokens(group_id), LOOK_S)
         except (RequestError, TimeoutError):

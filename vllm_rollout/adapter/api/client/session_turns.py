@@ -28,7 +28,7 @@ from vllm_rollout.server.sessions.service import SCORED, SessionService
 MANY = 1 << 40
 """Turns that may come to a group: its rank is remembered between them."""
 TERMS = GroupTerms(1, 1, early_stop=False)
-"""Of the engine's group: it decides nothing, and is forgotten when no turn runs."""
+"""The terms of the engine's group, which decides nothing, and is forgotten when no turn runs."""
 
 
 def turn_of(

@@ -32,7 +32,7 @@ class JudgeProcess(msgspec.Struct, frozen=True):
     port: int
     api_key: str
     file: str
-    """Of the `JudgeEngine`: it is there from when the server first answers, or has failed to."""
+    """Where the `JudgeEngine` writes: it is there from when the server first answers, or has failed to."""
     log: str
     cores: list[int]
     """Empty: all that the process which starts it has."""
