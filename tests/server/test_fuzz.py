@@ -213,6 +213,21 @@ def test_openapi_describes_every_endpoint_with_its_errors():
                 assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
 
 
+@pytest.mark.parametrize(
+    ("path", "method", "statuses"),
+    [
+        ("/v1/rollouts", "post", {"409", "429"}),
+        ("/v1/runs", "post", {"409", "429", "507"}),
+        ("/v1/runs/{run_id}/rounds", "post", {"409", "410", "429", "504", "507"}),
+        ("/v1/groups", "post", {"409", "429"}),
+        ("/v1/quality_head", "put", {"401", "409", "507"}),
+        ("/v1/rollouts/state", "put", {"401", "409", "507"}),
+    ],
+)
+def test_openapi_has_the_statuses_that_the_page_names(path, method, statuses):
+    assert APP.openapi()["paths"][path][method]["responses"].keys() >= statuses
+
+
 def test_openapi_describes_bytes_as_bytes():
     paths = APP.openapi()["paths"]
     for path in ("/v1/quality_head", "/v1/rollouts/state"):
@@ -232,7 +247,7 @@ def test_openapi_says_what_every_field_takes(name):
 def test_openapi_describes_rollouts():
     openapi = APP.openapi()
     operation = openapi["paths"]["/v1/rollouts"]["post"]
-    assert operation["responses"].keys() == {"200", "400", "404", "413", "422", "500", "503"}
+    assert operation["responses"].keys() == {"200", "400", "404", "409", "413", "422", "429", "500", "503"}
     content = operation["responses"]["200"]["content"]
     assert content["application/json"]["schema"]["$ref"].endswith("/RolloutAnswer")
     events = content["text/event-stream"]

@@ -30,6 +30,9 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 ERRORS = errors_of(400, 404, 413, 422, 500, 503)
 """What every endpoint may answer."""
+ROLLOUT_ERRORS = ERRORS | errors_of(409, 429)
+"""What an endpoint may answer that begins a rollout: a rebuilt engine waits for weights, or a reward has too much to
+grade."""
 CHANGE_ERRORS = ERRORS | errors_of(401, 409)
 """What an endpoint may answer that needs --rollout-admin-key where the server was given one."""
 

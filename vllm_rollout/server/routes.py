@@ -8,7 +8,7 @@ from vllm_rollout.server import votes
 from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.engines import routes as engine_routes
-from vllm_rollout.server.errors import ERRORS, errors_of
+from vllm_rollout.server.errors import ERRORS, ROLLOUT_ERRORS, errors_of
 from vllm_rollout.server.learning import routes as learning_routes
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.runs import routes as run_routes
@@ -35,7 +35,7 @@ router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
     summary="Groups of trajectories for many prompts",
     response_model=RolloutAnswer,
     responses={
-        **ERRORS,
+        **ROLLOUT_ERRORS,
         200: {
             "description": "The finished groups, in the order of the prompts; with `stream`, server-sent events.",
             "content": {"text/event-stream": event_stream_schema(RolloutEvent)},

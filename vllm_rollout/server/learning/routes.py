@@ -46,6 +46,8 @@ BYTES_SCHEMA: dict[str, Any] = {BYTES: {"schema": {"type": "string", "format": "
 _REPORT = TypeAdapter(LearningReport)
 _LENGTH_TRIAL = TypeAdapter(LengthTrialReport)
 CONFLICTS = ERRORS | errors_of(409)
+PUT_ERRORS = CHANGE_ERRORS | errors_of(507)
+"""With --rollout-state what is put is on disk before it is answered."""
 
 DetectionLength = Annotated[
     int | None,
@@ -137,7 +139,7 @@ async def get_quality_head(
     description="Takes what the GET gave; its metadata says for which detection length. 422 for what is no head, 409 "
     f"for one of another model or hidden size. At most {MAX_BODY_BYTES} bytes.",
     response_model=HeadAnswer,
-    responses=CHANGE_ERRORS,
+    responses=PUT_ERRORS,
     dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )
@@ -219,7 +221,7 @@ async def get_state(request: Request) -> Response:
     "since and of all runs. 422 for what is no state, 409 for one of another model and while a round runs.",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
-    responses=CHANGE_ERRORS,
+    responses=PUT_ERRORS,
     dependencies=[Depends(require_admin)],
     openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
 )

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from vllm_rollout.server.answers import RoundAnswer, RoundStreamEvent
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.errors import ERRORS, errors_of
+from vllm_rollout.server.errors import ERRORS, ROLLOUT_ERRORS, errors_of
 from vllm_rollout.server.runs.answers import RunAnswer, RunsAnswer
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 from vllm_rollout.server.runs.replay import replayed
@@ -39,7 +39,11 @@ def _runs(request: Request) -> RunService:
     summary="Make a run: tail batching over the rounds of a training",
     response_model=RunAnswer,
     status_code=HTTPStatus.CREATED,
-    responses={**RUN_ERRORS, 200: {"model": RunAnswer, "description": "There is one on the same terms."}},
+    responses={
+        **RUN_ERRORS,
+        **ROLLOUT_ERRORS,
+        200: {"model": RunAnswer, "description": "There is one on the same terms."},
+    },
 )
 async def create_run(body: RunRequest, request: Request) -> Response:
     """A run keeps prompts that took too long in a queue, from round to round, on disk (`--rollout-state`).
@@ -82,6 +86,7 @@ async def delete_run(run_id: str, request: Request) -> Response:
     response_model=RoundAnswer | SessionRoundAnswer,
     responses={
         **RUN_ERRORS,
+        **ROLLOUT_ERRORS,
         **errors_of(410, 504),
         200: {
             "description": "The groups that the round returns; with `stream`, server-sent events.",

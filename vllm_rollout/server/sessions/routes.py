@@ -49,7 +49,7 @@ def _sessions(request: Request) -> SessionService:
     summary="Declare a group of sessions",
     response_model=SessionGroupAnswer,
     status_code=HTTPStatus.CREATED,
-    responses=SESSION_ERRORS,
+    responses=SESSION_ERRORS | errors_of(429),
 )
 async def create_group(body: SessionGroupRequest, request: Request) -> Response:
     """The answer has the ids of its sessions. A request whose header X-Session-ID is one of them is a turn of it,
