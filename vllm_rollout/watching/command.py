@@ -23,8 +23,10 @@ def watch(
 
     What a simulation would have done, beside what was:
 
-        vllm-rollout simulate trace.jsonl --profile ptl.json --output-trace whatif.jsonl
-        vllm-rollout watch trace.jsonl whatif.jsonl
+    ```
+    vllm-rollout simulate trace.jsonl --profile ptl.json --output-trace whatif.jsonl
+    vllm-rollout watch trace.jsonl whatif.jsonl
+    ```
     """
     import uvicorn
     from fastapi import FastAPI

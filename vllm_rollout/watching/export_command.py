@@ -29,8 +29,10 @@ def export(
 ) -> None:
     """Draw recorded rollouts in TensorBoard or trackio: a step per rollout, or per round.
 
-        vllm-rollout export trace.jsonl --to tensorboard && tensorboard --logdir runs
-        vllm-rollout export trace.jsonl --to trackio && trackio show
+    ```
+    vllm-rollout export trace.jsonl --to tensorboard && tensorboard --logdir runs
+    vllm-rollout export trace.jsonl --to trackio && trackio show
+    ```
 
     Seconds, tokens and what stopping saved, lengths, rewards, ends, moves; docs/watch.md says what each curve is. Run
     it again when the file has grown: it replaces what it wrote before.
