@@ -49,6 +49,8 @@ def test_short_help_says_what_is_added_and_what_the_default_model_is() -> None:
     assert done.returncode == 0
     for word in ("vllm-rollout serve", "/v1/rollouts", "smollm2-135m-instruct"):
         assert word in done.stdout
+    assert "Qwen" not in done.stdout
+    assert "vllm serve --help" not in done.stdout
 
 
 LATER_FLAGS = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -94,7 +95,9 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve_parser.prog = program
     serve_parser.usage = f"{program} {usage}"
-    serve_parser.epilog = EPILOG + (serve_parser.epilog or "")
+    description = serve_parser.description or ""
+    serve_parser.description = re.sub(r"Defaults to \S+", f"Defaults to {DEFAULT_MODEL}", description)
+    serve_parser.epilog = EPILOG + (serve_parser.epilog or "").replace("vllm serve", program)
     add_flags(serve_parser)
     for ours in (rewards, judge, emulate, parallelism, trainers, front_ends):
         ours.add_flags(serve_parser)
