@@ -91,7 +91,7 @@ CONFIDENCE_WINDOW_TOKENS = 16
 """Window of trace confidence. DeepConf takes 1,024 and more for whole traces; ours end at `detection_length`."""
 
 DRAFT_MEMORY_BYTES = 256 * 2**20
-"""Host memory for tokens that serve as drafts: about 20 million of them."""
+"""Host memory for tokens that serve as drafts: about 25 million of them."""
 
 FEATURE_RING_BYTES = 256 * 1024 * 1024
 """Host memory for hidden states that wait for their reward: 32,768 candidates at hidden size 4,096 in bfloat16."""

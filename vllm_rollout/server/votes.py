@@ -65,7 +65,7 @@ class VoteRequest(Body):
     )
     method: VotingMethod = Field(
         default="majority",
-        description='"majority"; "confidence", weights as given; "quality", ranks of the weights rescaled to [0, 1].',
+        description='"majority"; "confidence", weights as given; "quality", ranks of the weights over the best rank.',
     )
     weights: Annotated[list[StrictFloat | None], Field(min_length=1, max_length=MAX_VOTES, fail_fast=True)] | None = (
         Field(
