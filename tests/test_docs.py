@@ -44,3 +44,21 @@ def test_files_that_newcomers_are_sent_to_are_there():
     assert len(named) > 15
     folders = (ROOT, ROOT / "vllm_rollout")
     assert {name for name in named if not any((folder / name).exists() for folder in folders)} == set()
+
+
+VLLMS = {"nixl/pull_scheduler.py"}
+
+
+def test_programs_that_pages_name_are_there():
+    """The log names what there was."""
+    folders = ("benchmarks", "conformance", "csrc", "examples", "kernels", "tests", "vllm_rollout")
+    programs = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in PAGES
+        if page.name != "log.md"
+        for name in re.findall(r"`(\w+/[\w/]+\.(?:py|cpp|h))(?:::\w+)?`", page.read_text())
+    }
+    assert len(named) > 200
+    missing = {(page, name) for page, name in named if not any(path.endswith(f"/{name}") for path in programs)}
+    assert {(page, name) for page, name in missing if name not in VLLMS} == set()
