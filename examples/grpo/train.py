@@ -1,6 +1,6 @@
 """GRPO and DAPO in plain torch, rollouts and rewards by `vllm-rollout serve`: one update a step, on policy.
 
-    python -m examples.grpo.pretrain models                                   # models/careful, some four minutes
+    python -m examples.grpo.pretrain models                                   # models/careful, some five minutes
     python -m examples.grpo.train models/careful runs/race --race --serve     # 25 steps
 
 OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt` and `weights`. Started again with the
