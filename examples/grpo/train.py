@@ -105,6 +105,7 @@ class Training:
                 streamed_s -= time.perf_counter()
                 update.add([group])
                 streamed_s += time.perf_counter()
+        learned = self.learned_by_server()  # before the update: a server that is lost here loses the step, too
         rolled_out = time.perf_counter()
         step.groups.sort(key=lambda group: (len(group.prompt_id), group.prompt_id))  # not as they ended
         update.add([] if self.args.stream else step.groups)
@@ -117,6 +118,7 @@ class Training:
         step.result = update.finish()
         check_finite(self.model, f"step {self.progress.step}")
         self.progress.step += 1
+        self.progress.learned = learned
         self.progress.num_prompts += step.num_prompts
         self.progress.num_idle = 0 if step.result else self.progress.num_idle + 1
         step.seconds = {"rollout": rolled_out - began, "training": time.perf_counter() - rolled_out + streamed_s}
@@ -193,6 +195,12 @@ class Training:
             size, _ = rollout_fields(self.args)
             self.run = self.server.client.run(size, self.args.prompts, id=self.progress.run, **run_fields(self.args))
             self.progress.run = self.run.id
+        self.progress.learned = self.progress.learned or self.learned_by_server()
+
+    def learned_by_server(self) -> bytes:
+        """Lengths, scores and runs, where they matter: to be put back where a step is done again."""
+        matters = self.args.prune or self.args.rounds or self.args.redundancy == "auto"
+        return self.server.client.state() if matters else b""
 
     def give_weights(self) -> None:
         save_weights(self.model, self.args.output / "weights")
@@ -204,8 +212,6 @@ class Training:
 
     def save(self) -> None:
         """All of it in one file, which is whole and of one step whenever anybody is killed."""
-        if self.args.prune or self.args.rounds or self.args.redundancy == "auto":
-            self.progress.learned = self.server.client.state()
         self.progress.record_size = self.record.stat().st_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}

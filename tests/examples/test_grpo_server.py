@@ -1,0 +1,147 @@
+"""The reference trainer at a server around a fake engine: what is lost, or asked for, and how it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+
+from examples.grpo import train
+from examples.grpo.model import new_model, new_tokenizer, save
+from examples.grpo.server import Server
+from examples.grpo.train import Step, Training, parse
+from tests.server import fake_engine
+from tests.server.conftest import make_app, serving
+from tests.server.fake_engine import MODEL, FakeEngine
+from tests.server.test_grading import FakeGraders
+from vllm_rollout import RolloutClient, RolloutError
+from vllm_rollout.server.answers import GroupAnswer
+
+LOST = RolloutError(None, "no connection", "ConnectError")
+
+
+class Graders(FakeGraders):
+    names = ("chain",)
+
+
+def app_of(engine: FakeEngine) -> FastAPI:
+    """With vLLM's endpoints that a trainer asks for."""
+    app, tokenizer = make_app(engine, graders=Graders()), new_tokenizer()
+    app.router.routes[:] = [r for r in app.router.routes if not isinstance(r, APIRoute) or r.path != "/v1/models"]
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"data": [{"id": MODEL, "root": "/not/on/this/host"}]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        return {"tokens": tokenizer.encode((await request.json())["prompt"], add_special_tokens=False)}
+
+    @app.post("/{done:path}")  # what takes new weights
+    async def done() -> dict[str, Any]:
+        return {"success": True}
+
+    return app
+
+
+@pytest.fixture(autouse=True)
+def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine says what the small policy knows, but is not that policy."""
+    monkeypatch.setattr(fake_engine, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(train, "LARGEST_DIFFERENCE", math.inf)
+
+
+@pytest.fixture
+def urls() -> Iterator[tuple[str, str]]:
+    """Of two servers."""
+    with serving(app_of(FakeEngine())) as first, serving(app_of(FakeEngine())) as second:
+        yield first, second
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Training]:
+    """A training at a server."""
+    save(new_model(0), new_tokenizer(), tmp_path / "model")
+
+    def start(url: str, *words: str) -> Training:
+        small = "--prompts 4 --group-size 4 --max-tokens 32 --held-out 4 --evaluate-every 9 --steps 3"
+        args = parse([str(tmp_path / "model"), str(tmp_path / "run"), "--url", url, *small.split(), *words])
+        args.output.mkdir(exist_ok=True)
+        server = Server(args)
+        server.bring_back()
+        return Training(args, server)
+
+    return start
+
+
+def once(work: Callable[..., Any], happens: Callable[[], bool]) -> Callable[..., Any]:
+    """The same, after the server was lost there once."""
+    lost: list[bool] = []
+
+    def done(*args: Any) -> Any:
+        if not lost and happens():
+            lost.append(True)
+            raise LOST
+        return work(*args)
+
+    return done
+
+
+def learned_from(training: Training) -> Counter[str]:
+    """How often each prompt taught, to the end of the training."""
+    seen: Counter[str] = Counter()
+    say = training.say
+
+    def say_and_count(step: Step) -> None:
+        seen.update(group.prompt_id for group in step.groups)
+        say(step)
+
+    training.say = say_and_count  # type: ignore[method-assign]
+    training.go()
+    return seen
+
+
+def check_run(training: Training, seen: Counter[str]) -> None:
+    """Each prompt that was handed in has taught once, or waits."""
+    assert training.run is not None
+    run = training.run.refresh()
+    handed_in = {f"train-1-{i}" for i in range(training.progress.num_prompts)}
+    assert Counter(handed_in) == seen + Counter([*run.queue, *run.unstarted])
+
+
+def test_what_waits_in_a_run_is_kept_where_the_server_dies_before_it_has_the_weights(urls, start) -> None:
+    training = start(urls[0], "--rounds")
+
+    def bring_back() -> None:
+        training.server.client = RolloutClient(urls[1])  # it knows nothing
+
+    training.server.bring_back = bring_back
+    training.give_weights = once(training.give_weights, lambda: training.progress.step == 1)
+    check_run(training, learned_from(training))
+
+
+def test_a_first_round_that_ended_unheard_is_done_again(urls, start) -> None:
+    training = start(urls[0], "--rounds", "--speculation", "2")  # a long round comes next
+    groups = training.groups
+
+    def lost_at_the_end(step: Step) -> Iterator[GroupAnswer]:
+        training.groups = groups
+        yield from groups(step)
+        raise LOST
+
+    training.groups = lost_at_the_end
+    check_run(training, learned_from(training))
+
+
+def test_a_server_that_is_lost_when_it_says_what_it_has_learned_is_waited_for(urls, start) -> None:
+    training = start(urls[0], "--redundancy", "auto")
+    training.prepare_server()
+    client = training.server.client
+    client.state = once(client.state, lambda: True)
+    assert sum(learned_from(training).values()) == 3 * 4
