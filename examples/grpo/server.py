@@ -20,6 +20,9 @@ REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `
 PRUNING = (*get_args(PruningRule), "shadow")
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIES}
+"""Sampling from the policy itself: what is left out would be as the model's generation_config.json says."""
 
 
 class Server:
@@ -88,6 +91,10 @@ def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
         raise RuntimeError(f"the server's tokenizer {what}. Start the server with this model, without --tokenizer.")
 
 
+def sampling(args: Namespace, seed: int) -> dict[str, Any]:
+    return {**POLICY, "max_tokens": args.max_tokens, **({"seed": seed} if args.seeded else {})}
+
+
 def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     """Group size, and what else the flags say to the server."""
     size, fields = args.group_size, {}
@@ -103,9 +110,8 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     fields |= {"return_unselected": True} if args.stopped_teach else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     # each prompt samples by a seed of its own, made of this one and its id: none comes twice
-    sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": args.seed} if args.seeded else {})}
     reward = {"name": args.task, "estimator": ALGORITHMS[args.algorithm].estimator}
-    return size, {"reward": reward, "sampling": sampling, **fields}
+    return size, {"reward": reward, "sampling": sampling(args, args.seed), **fields}
 
 
 def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once

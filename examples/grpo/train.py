@@ -21,7 +21,7 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Update
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
-from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields
+from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.client.groups import GroupStream
@@ -162,9 +162,9 @@ class Training:
         """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much."""
         args, began = self.args, time.perf_counter()
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
-        sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": 7} if args.seeded else {})}
         asked = [self.asked(problem) for problem in held_out.values()]
-        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling, return_text=True)
+        how = {"reward": args.task, "sampling": sampling(args, seed=7), "return_text": True}
+        answer = self.server.client.rollout(asked, 2, **how)
         ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]

@@ -11,9 +11,10 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss, rows_of
 from examples.grpo.model import check_finite, load, new_model, new_tokenizer, save, save_weights
-from examples.grpo.server import rollout_fields, run_fields
+from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
+from vllm_rollout.adapter.api.client.sampling import sampling_params
 from vllm_rollout.group.rewards.estimates import Estimator, advantages
 from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
 from vllm_rollout.training.stream import StreamTrainer
@@ -237,8 +238,17 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
     ],
 )
 def test_each_flag_is_a_field(flags: str, size: int, fields: dict[str, Any]) -> None:
-    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling": {"temperature": 1.0, "max_tokens": 512}}
+    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling": {**POLICY, "max_tokens": 512}}
     assert rollout_fields(parse(["model", "output", *flags.split()])) == (size, {**always, **fields})
+
+
+def test_a_chat_model_is_sampled_as_it_is_whatever_its_generation_config_says() -> None:
+    qwen = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    more = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    asked = sampling(parse(["model", "output"]), 1)
+    taken = sampling_params(asked, {**qwen, **more}, want_logprobs=True, want_text=False)
+    plain = sampling_params({"max_tokens": 512}, {}, want_logprobs=True, want_text=False)
+    assert all(getattr(taken, name) == getattr(plain, name) for name in (*qwen, *more, "max_tokens"))
 
 
 def test_a_run_is_told_of_speculation_and_filtering() -> None:

@@ -50,10 +50,22 @@ def app_of(engine: FakeEngine) -> FastAPI:
     return app
 
 
+class Sampling(fake_engine.Sampling):
+    """With what means nothing to the fake engine."""
+
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+
 @pytest.fixture(autouse=True)
 def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine says what the small policy knows, but is not that policy."""
     monkeypatch.setattr(fake_engine, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(fake_engine, "Sampling", Sampling)
     monkeypatch.setattr(train, "LARGEST_DIFFERENCE", math.inf)
 
 
