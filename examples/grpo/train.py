@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from examples.grpo.loss import ALGORITHMS, Update
+from examples.grpo.loss import ALGORITHMS, Update, rows_of
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
 from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, Problem, describe, mean, problems
@@ -60,10 +60,6 @@ class Step:
     differences: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(1))
     result: StepResult | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-def teaches(group: GroupAnswer) -> bool:
-    return group.rewards is not None and group.rewards.teaches
 
 
 class Training:
@@ -144,7 +140,7 @@ class Training:
                 events = self.server.client.stream(draw(num_wanted), size, **fields)
             stream = GroupStream(events)
             for group in stream:
-                if teaches(group) or not self.filters:
+                if self.teaches(group) or not self.filters:
                     num_wanted -= 1
                     yield group
                 else:
@@ -154,6 +150,10 @@ class Training:
             step.warnings += stream.summary.warnings
             if not num_wanted:
                 return
+
+    def teaches(self, group: GroupAnswer) -> bool:
+        """Also where only who was stopped makes it differ, which the server does not count."""
+        return bool(rows_of(group, self.terms)[0])
 
     def asked(self, problem: Problem) -> dict[str, Any]:
         return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
@@ -246,7 +246,7 @@ class Training:
         line |= {"reward": mean([r for r in rewards if r is not None]) or 0.0, "length": mean(lengths) or 0.0}
         line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered), "usage": step.usage}
         norm, weight = (step.result.gradient_norm, step.result.weight) if step.result else (0.0, 0.0)
-        line |= {"teaching": sum(map(teaches, step.groups)), "gradient_norm": norm, "learned_from": weight}
+        line |= {"teaching": sum(map(self.teaches, step.groups)), "gradient_norm": norm, "learned_from": weight}
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}

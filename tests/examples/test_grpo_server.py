@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -67,6 +68,10 @@ def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine, "VOCAB_SIZE", 64)
     monkeypatch.setattr(fake_engine, "Sampling", Sampling)
     monkeypatch.setattr(train, "LARGEST_DIFFERENCE", math.inf)
+
+
+FIRST_ARE_RIGHT = dict.fromkeys(range(4), 2) | dict.fromkeys(range(4, 8), 31)
+"""Lengths by index: of eight candidates the first four win a race, and are right."""
 
 
 @pytest.fixture
@@ -157,3 +162,11 @@ def test_a_server_that_is_lost_when_it_says_what_it_has_learned_is_waited_for(ur
     client = training.server.client
     client.state = once(client.state, lambda: True)
     assert sum(learned_from(training).values()) == 3 * 4
+
+
+def test_who_was_stopped_makes_a_group_of_right_winners_teach_with_dapo_too(start) -> None:
+    with serving(app_of(FakeEngine(lengths=FIRST_ARE_RIGHT))) as url:
+        training = start(url, "--algorithm", "dapo", "--race", "--stopped-teach", "--steps", "1")
+        assert sum(learned_from(training).values()) == training.progress.num_prompts == 4
+    (step,) = [line for line in map(json.loads, training.record.read_text().splitlines()) if line["kind"] == "step"]
+    assert (step["teaching"], step["filtered"]) == (4, 0)
