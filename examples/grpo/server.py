@@ -74,9 +74,10 @@ def start(args: Namespace) -> process.ServerProcess:
     return server
 
 
-def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
+def check_server(client: RolloutClient, model: Any, tokenizer: Any, args: Namespace) -> None:
     """Raises: RuntimeError for a server of another model or tokenizer."""
-    served = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
+    url, how = client.base_url, {"headers": client.key_headers, "trust_env": False}
+    served = httpx.get(f"{url}/v1/models", **how).raise_for_status().json()["data"][0]
     with suppress(OSError, ValueError):  # a name that this host does not know says nothing
         its = AutoConfig.from_pretrained(served["root"])
         theirs, ours = ({name: getattr(config, name, None) for name in SHAPE} for config in (its, model.config))
@@ -85,7 +86,7 @@ def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
             raise RuntimeError(f"the server at {url} {what}. Start it with {args.model}, or let --serve do so.")
     text = task.problems(args.task, "look", 1)[0].text
     body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-    tokens = httpx.post(f"{url}/tokenize", json=body, trust_env=False).raise_for_status().json()["tokens"]
+    tokens = httpx.post(f"{url}/tokenize", json=body, **how).raise_for_status().json()["tokens"]
     if tokens != (own := tokenizer.encode(text, add_special_tokens=False)):
         what = f"makes {tokens[:8]} of {text!r}, that of {args.model} {own[:8]}"
         raise RuntimeError(f"the server's tokenizer {what}. Start the server with this model, without --tokenizer.")

@@ -68,7 +68,7 @@ class Training:
         self.args, self.server = args, server
         self.model, self.tokenizer = load(args.model, args.lora)
         self.learned = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        check_server(server.client.base_url, self.model, self.tokenizer, args)
+        check_server(server.client, self.model, self.tokenizer, args)
         self.optimizer = torch.optim.AdamW(self.learned.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.trainer = StreamTrainer(self.learned.values(), self.optimizer, max_norm=CLIP_NORM)
         self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"

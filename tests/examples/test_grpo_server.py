@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
 from examples.grpo import train
@@ -170,3 +170,16 @@ def test_who_was_stopped_makes_a_group_of_right_winners_teach_with_dapo_too(star
         assert sum(learned_from(training).values()) == training.progress.num_prompts == 4
     (step,) = [line for line in map(json.loads, training.record.read_text().splitlines()) if line["kind"] == "step"]
     assert (step["teaching"], step["filtered"]) == (4, 0)
+
+
+def test_a_server_with_a_key_is_looked_at_with_it(start, monkeypatch) -> None:
+    app = app_of(FakeEngine())
+
+    @app.middleware("http")
+    async def refuse(request: Request, ask: Callable[[Request], Any]) -> Response:
+        allowed = request.url.path == "/health" or request.headers.get("authorization") == "Bearer secret"
+        return await ask(request) if allowed else Response(status_code=401)
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM's server and our client read it
+    with serving(app) as url:
+        start(url, "--steps", "0").go()
