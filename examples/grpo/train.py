@@ -24,6 +24,7 @@ from examples.grpo.model import check_finite, load, prompt_ids, save_weights, wr
 from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
+from vllm_rollout.client.connection import STARTING
 from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
@@ -178,7 +179,7 @@ class Training:
         try:
             return work()
         except RolloutError as error:
-            if error.status not in (None, 503) or not attempts:
+            if error.status not in (None, *STARTING) or not attempts:
                 raise
             print(f"the server was lost ({error}); waiting until it is back", flush=True)
         self.server.bring_back()

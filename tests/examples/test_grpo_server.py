@@ -97,14 +97,14 @@ def start(tmp_path: Path) -> Callable[..., Training]:
     return start
 
 
-def once(work: Callable[..., Any], happens: Callable[[], bool]) -> Callable[..., Any]:
+def once(work: Callable[..., Any], happens: Callable[[], bool], how: RolloutError = LOST) -> Callable[..., Any]:
     """The same, after the server was lost there once."""
     lost: list[bool] = []
 
     def done(*args: Any) -> Any:
         if not lost and happens():
             lost.append(True)
-            raise LOST
+            raise how
         return work(*args)
 
     return done
@@ -154,6 +154,14 @@ def test_a_first_round_that_ended_unheard_is_done_again(urls, start) -> None:
 
     training.groups = lost_at_the_end
     check_run(training, learned_from(training))
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_server_that_its_proxy_does_not_find_is_waited_for(urls, start, status) -> None:
+    training = start(urls[0])
+    error = RolloutError(status, "no upstream", "Bad Gateway")
+    training.give_weights = once(training.give_weights, lambda: training.progress.step == 1, error)
+    assert sum(learned_from(training).values()) == 3 * 4
 
 
 def test_a_server_that_is_lost_when_it_says_what_it_has_learned_is_waited_for(urls, start) -> None:
