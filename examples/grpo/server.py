@@ -1,6 +1,7 @@
 """The server of a training: started or found, and checked; and what the flags of a training say to it."""
 
 import os
+import shlex
 import shutil
 import sys
 from argparse import Namespace
@@ -58,7 +59,7 @@ def start(args: Namespace) -> process.ServerProcess:
     model, max_len = str(args.model), str(args.max_tokens + MAX_PROMPT_TOKENS)
     command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *process.server_flags(MAX_CANDIDATES)]
     command += ["--max-model-len", max_len, "--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
-    command += [*(["--dtype", "float32"] if process.runs_on_cpu() else []), *(args.serve_flags or "").split()]
+    command += [*(["--dtype", "float32"] if process.runs_on_cpu() else []), *shlex.split(args.serve_flags or "")]
     if shutil.which("setpriv"):
         command = ["setpriv", "--pdeathsig", "TERM", *command]  # a trainer that is killed leaves no server behind
     path = os.pathsep.join([str(Path(task.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -99,8 +100,8 @@ def sampling(args: Namespace, seed: int) -> dict[str, Any]:
 def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     """Group size, and what else the flags say to the server."""
     size, fields = args.group_size, {}
-    spare = size if args.redundancy is None and (args.race or args.dual_end) else args.redundancy
-    if args.dual_end:
+    spare = size if args.redundancy is None and (args.race or args.dual_end is not None) else args.redundancy
+    if args.dual_end is not None:
         fields["selection"] = {"dual_end": {"num_longest": 1, "patience": args.dual_end}}
     if args.prune:
         how = {"mode": "shadow"} if args.prune == "shadow" else {"rule": args.prune}

@@ -274,7 +274,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("model", type=Path, help="a folder of `pretrain`, or any Hugging Face model's")
     add("output", type=Path, help="a folder; what is there is gone on with")
     add("--serve", action="store_true", help="start a server, and end it at the end")
-    add("--serve-flags", help="more flags of `vllm-rollout serve`, in one string")
+    add("--serve-flags", help="of --serve: more flags of `vllm-rollout serve`, quoted as for a shell")
     add("--url", default="http://127.0.0.1:8000", help="of a server that runs already; default: %(default)s")
     add("--patience", type=float, default=600, help="seconds to wait for a server that is gone")
     add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
@@ -304,7 +304,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--audit-ratio", type=float, help="share of the groups in which nobody is stopped")
     add("--until", choices=["variance"], help="a group goes on until its rewards differ")
     add("--stream", action="store_true", help="gradients of a group as soon as it ends")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.resume and not args.rounds:
+        parser.error("--resume is of --rounds, which was not said")
+    return args
 
 
 def main() -> None:

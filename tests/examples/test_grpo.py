@@ -11,11 +11,12 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss, rows_of
 from examples.grpo.model import check_finite, load, new_model, new_tokenizer, save, save_weights
-from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling
+from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling, start
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
 from vllm_rollout.adapter.api.client.sampling import sampling_params
 from vllm_rollout.group.rewards.estimates import Estimator, advantages
+from vllm_rollout.process import ServerError, ServerProcess
 from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
 from vllm_rollout.training.stream import StreamTrainer
 
@@ -230,6 +231,7 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
         ("--race --stopped-teach", 8, {"redundancy": 8, "return_unselected": True}),
         ("--race --redundancy 3", 8, {"redundancy": 3}),
         ("--dual-end", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
+        ("--dual-end 0", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 0.0}}}),
         ("--prune", 16, {"pruning": {**HALF, "rule": "gradient", "allow_fewer": True}}),
         ("--prune paper --race", 8, {"redundancy": 8, "pruning": {**HALF, "rule": "paper"}}),
         ("--prune shadow", 8, {"pruning": {**HALF, "mode": "shadow"}}),
@@ -255,3 +257,23 @@ def test_a_run_is_told_of_speculation_and_filtering() -> None:
     fields = run_fields(parse(["model", "output", "--rounds", "--speculation", "1.5", "--algorithm", "dapo"]))
     expected = {"prompt_speculation": 1.5, "response_speculation": 1.5, "filter": "zero_variance", "resume": False}
     assert expected.items() <= fields.items()
+
+
+def test_resume_without_rounds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["model", "output", "--resume"])
+    assert "--resume is of --rounds" in capsys.readouterr().err
+
+
+def test_flags_for_the_server_are_quoted_as_in_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def stopped_before_it_begins(self: ServerProcess) -> ServerProcess:
+        commands.append(self.command)
+        raise ServerError("no server here")
+
+    monkeypatch.setattr(ServerProcess, "__enter__", stopped_before_it_begins)
+    flags = """--weight-transfer-config '{"backend": "nccl"}'"""
+    with pytest.raises(ServerError):
+        start(parse(["model", str(tmp_path), "--serve", "--serve-flags", flags]))
+    assert '{"backend": "nccl"}' in commands[0]
