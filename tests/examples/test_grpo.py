@@ -167,6 +167,17 @@ def test_who_was_stopped_and_scored_is_as_right_as_its_score_says() -> None:
     assert [row.advantage for row in rows] == pytest.approx([0.625, -0.375, 0.125, -0.375])
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_answer_without_tokens_counts_and_has_no_gradient(name: str) -> None:
+    model = Bigrams()
+    update = Update(StreamTrainer(model.parameters()), model, ALGORITHMS[name], micro_tokens=9)
+    update.add([group(model, ALGORITHMS[name].estimator, ([2, 3], 1.0), ([4], 0.0), ([], 0.0))])
+    result = update.finish()
+    assert result is not None
+    assert result.weight == 3  # answers, and tokens, too
+    assert result.gradient_norm > 0
+
+
 def test_ratios_are_clipped_where_they_would_go_on() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
