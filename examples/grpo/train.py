@@ -160,19 +160,28 @@ class Training:
         return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
 
     def evaluate(self) -> None:
-        """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much."""
+        """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much.
+
+        Raises: RuntimeError where no answer has a reward.
+        """
         args, began = self.args, time.perf_counter()
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
         asked = [self.asked(problem) for problem in held_out.values()]
         how = {"reward": args.task, "sampling": sampling(args, seed=7), "return_text": True}
         answer = self.server.client.rollout(asked, 2, **how)
-        ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
+        graded = [(g.prompt_id, t) for g in answer.groups for t in g.trajectories if t.reward is not None]
+        if not graded:
+            why = "; ".join([*answer.warnings, *filter(None, [answer.groups[0].reason])][:2])
+            raise RuntimeError(f"no answer to a held-out problem has a reward: {why}. Look at the server and its log.")
+        ended = [(held_out[id], t.num_tokens, t.reward) for id, t in graded]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
         line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]
         write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
         success, length = mean([r for _, _, r in ended]), mean([n for _, n, _ in ended])
         print(f"held out after step {line['step']}: success {success:.3f}, length {length:.1f}", flush=True)
+        for warning in answer.warnings[:5]:
+            print(f"  warning: {warning}", flush=True)
 
     def persist(self, work: Callable[[], Any], attempts: int = 5) -> Any:
         """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""

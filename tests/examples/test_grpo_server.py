@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from examples.grpo.train import Step, Training, parse
 from tests.server import fake_engine
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import MODEL, FakeEngine
-from tests.server.test_grading import FakeGraders
+from tests.server.test_grading import FakeGraders, by_length
 from vllm_rollout import RolloutClient, RolloutError
+from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.answers import GroupAnswer
 
 LOST = RolloutError(None, "no connection", "ConnectError")
@@ -31,9 +33,9 @@ class Graders(FakeGraders):
     names = ("chain",)
 
 
-def app_of(engine: FakeEngine) -> FastAPI:
+def app_of(engine: FakeEngine, grade: Callable[[Trajectory], Grade] = by_length) -> FastAPI:
     """With vLLM's endpoints that a trainer asks for."""
-    app, tokenizer = make_app(engine, graders=Graders()), new_tokenizer()
+    app, tokenizer = make_app(engine, graders=Graders(grade)), new_tokenizer()
     app.router.routes[:] = [r for r in app.router.routes if not isinstance(r, APIRoute) or r.path != "/v1/models"]
 
     @app.get("/v1/models")
@@ -191,3 +193,25 @@ def test_a_server_with_a_key_is_looked_at_with_it(start, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM's server and our client read it
     with serving(app) as url:
         start(url, "--steps", "0").go()
+
+
+@pytest.mark.parametrize(
+    ("failures", "grade", "why"),
+    [
+        ({0: 0, 1: 0}, by_length, "2 failed"),
+        ({}, lambda _: Grade("error", reason="no answer in the data"), "no answer in the data"),
+        ({}, lambda _: Grade("void", reason="the sandbox is gone"), "4 void"),
+    ],
+)
+def test_an_evaluation_without_a_reward_says_why(start, failures, grade, why) -> None:
+    with serving(app_of(FakeEngine(failures=failures), grade)) as url, pytest.raises(RuntimeError, match=why):
+        start(url).evaluate()
+
+
+def test_answers_whose_grader_failed_are_not_wrong_ones(start, capsys) -> None:
+    grades = cycle([Grade("ok", 1.0), Grade("error", reason="out of disk")])
+    with serving(app_of(FakeEngine(), lambda _: next(grades))) as url:
+        start(url).evaluate()
+    said = capsys.readouterr().out
+    assert "success 1.000" in said
+    assert "4 of 8 trajectories have no reward; of the first one: out of disk" in said
