@@ -46,7 +46,7 @@ def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
         expected = [candidate.success_probability or 0.0 for candidate in stopped]
         its = advantages([t.reward for t in group.trajectories] + expected, terms.estimator)
     told = [(t, a) for t, a in zip([*group.trajectories, *stopped], its, strict=True) if a is not None]
-    rows = [Row(group.prompt_token_ids, answer, advantage) for answer, advantage in told if advantage]
+    rows = [Row(group.prompt_token_ids, answer, its) for answer, its in told if its and answer.token_ids]
     return rows, sum(answer.num_tokens for answer, _ in told) if terms.unit == "token" else len(told)
 
 

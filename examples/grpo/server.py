@@ -1,6 +1,7 @@
 """The server of a training: started or found, and checked; and what the flags of a training say to it."""
 
 import os
+import shlex
 import shutil
 import sys
 from argparse import Namespace
@@ -20,6 +21,9 @@ REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `
 PRUNING = (*get_args(PruningRule), "shadow")
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIES}
+"""Sampling from the policy itself: what is left out would be as the model's generation_config.json says."""
 
 
 class Server:
@@ -55,7 +59,7 @@ def start(args: Namespace) -> process.ServerProcess:
     model, max_len = str(args.model), str(args.max_tokens + MAX_PROMPT_TOKENS)
     command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *process.server_flags(MAX_CANDIDATES)]
     command += ["--max-model-len", max_len, "--rollout-reward", f"{args.task}={task.__name__}:{REWARDS[args.task]}"]
-    command += [*(["--dtype", "float32"] if process.runs_on_cpu() else []), *(args.serve_flags or "").split()]
+    command += [*(["--dtype", "float32"] if process.runs_on_cpu() else []), *shlex.split(args.serve_flags or "")]
     if shutil.which("setpriv"):
         command = ["setpriv", "--pdeathsig", "TERM", *command]  # a trainer that is killed leaves no server behind
     path = os.pathsep.join([str(Path(task.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -71,9 +75,10 @@ def start(args: Namespace) -> process.ServerProcess:
     return server
 
 
-def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
+def check_server(client: RolloutClient, model: Any, tokenizer: Any, args: Namespace) -> None:
     """Raises: RuntimeError for a server of another model or tokenizer."""
-    served = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()["data"][0]
+    url, how = client.base_url, {"headers": client.key_headers, "trust_env": False}
+    served = httpx.get(f"{url}/v1/models", **how).raise_for_status().json()["data"][0]
     with suppress(OSError, ValueError):  # a name that this host does not know says nothing
         its = AutoConfig.from_pretrained(served["root"])
         theirs, ours = ({name: getattr(config, name, None) for name in SHAPE} for config in (its, model.config))
@@ -82,17 +87,21 @@ def check_server(url: str, model: Any, tokenizer: Any, args: Namespace) -> None:
             raise RuntimeError(f"the server at {url} {what}. Start it with {args.model}, or let --serve do so.")
     text = task.problems(args.task, "look", 1)[0].text
     body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-    tokens = httpx.post(f"{url}/tokenize", json=body, trust_env=False).raise_for_status().json()["tokens"]
+    tokens = httpx.post(f"{url}/tokenize", json=body, **how).raise_for_status().json()["tokens"]
     if tokens != (own := tokenizer.encode(text, add_special_tokens=False)):
         what = f"makes {tokens[:8]} of {text!r}, that of {args.model} {own[:8]}"
         raise RuntimeError(f"the server's tokenizer {what}. Start the server with this model, without --tokenizer.")
 
 
+def sampling(args: Namespace, seed: int) -> dict[str, Any]:
+    return {**POLICY, "max_tokens": args.max_tokens, **({"seed": seed} if args.seeded else {})}
+
+
 def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     """Group size, and what else the flags say to the server."""
     size, fields = args.group_size, {}
-    spare = size if args.redundancy is None and (args.race or args.dual_end) else args.redundancy
-    if args.dual_end:
+    spare = size if args.redundancy is None and (args.race or args.dual_end is not None) else args.redundancy
+    if args.dual_end is not None:
         fields["selection"] = {"dual_end": {"num_longest": 1, "patience": args.dual_end}}
     if args.prune:
         how = {"mode": "shadow"} if args.prune == "shadow" else {"rule": args.prune}
@@ -103,9 +112,8 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
     fields |= {"return_unselected": True} if args.stopped_teach else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     # each prompt samples by a seed of its own, made of this one and its id: none comes twice
-    sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": args.seed} if args.seeded else {})}
     reward = {"name": args.task, "estimator": ALGORITHMS[args.algorithm].estimator}
-    return size, {"reward": reward, "sampling": sampling, **fields}
+    return size, {"reward": reward, "sampling": sampling(args, args.seed), **fields}
 
 
 def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from examples.grpo.loss import ALGORITHMS, Update
+from examples.grpo.loss import ALGORITHMS, Update, rows_of
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
-from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields
+from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
+from vllm_rollout.client.connection import STARTING
 from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
@@ -62,17 +63,13 @@ class Step:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def teaches(group: GroupAnswer) -> bool:
-    return group.rewards is not None and group.rewards.teaches
-
-
 class Training:
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         torch.manual_seed(args.seed)
         self.args, self.server = args, server
         self.model, self.tokenizer = load(args.model, args.lora)
         self.learned = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        check_server(server.client.base_url, self.model, self.tokenizer, args)
+        check_server(server.client, self.model, self.tokenizer, args)
         self.optimizer = torch.optim.AdamW(self.learned.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.trainer = StreamTrainer(self.learned.values(), self.optimizer, max_norm=CLIP_NORM)
         self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
@@ -105,6 +102,7 @@ class Training:
                 streamed_s -= time.perf_counter()
                 update.add([group])
                 streamed_s += time.perf_counter()
+        learned = self.learned_by_server()  # before the update: a server that is lost here loses the step, too
         rolled_out = time.perf_counter()
         step.groups.sort(key=lambda group: (len(group.prompt_id), group.prompt_id))  # not as they ended
         update.add([] if self.args.stream else step.groups)
@@ -117,6 +115,7 @@ class Training:
         step.result = update.finish()
         check_finite(self.model, f"step {self.progress.step}")
         self.progress.step += 1
+        self.progress.learned = learned
         self.progress.num_prompts += step.num_prompts
         self.progress.num_idle = 0 if step.result else self.progress.num_idle + 1
         step.seconds = {"rollout": rolled_out - began, "training": time.perf_counter() - rolled_out + streamed_s}
@@ -142,7 +141,7 @@ class Training:
                 events = self.server.client.stream(draw(num_wanted), size, **fields)
             stream = GroupStream(events)
             for group in stream:
-                if teaches(group) or not self.filters:
+                if self.teaches(group) or not self.filters:
                     num_wanted -= 1
                     yield group
                 else:
@@ -153,30 +152,43 @@ class Training:
             if not num_wanted:
                 return
 
+    def teaches(self, group: GroupAnswer) -> bool:
+        """Also where only who was stopped makes it differ, which the server does not count."""
+        return bool(rows_of(group, self.terms)[0])
+
     def asked(self, problem: Problem) -> dict[str, Any]:
         return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
 
     def evaluate(self) -> None:
-        """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much."""
+        """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much.
+
+        Raises: RuntimeError where no answer has a reward.
+        """
         args, began = self.args, time.perf_counter()
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
-        sampling = {"temperature": 1.0, "max_tokens": args.max_tokens, **({"seed": 7} if args.seeded else {})}
         asked = [self.asked(problem) for problem in held_out.values()]
-        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling, return_text=True)
-        ended = [(held_out[g.prompt_id], t.num_tokens, t.reward or 0.0) for g in answer.groups for t in g.trajectories]
+        how = {"reward": args.task, "sampling": sampling(args, seed=7), "return_text": True}
+        answer = self.server.client.rollout(asked, 2, **how)
+        graded = [(g.prompt_id, t) for g in answer.groups for t in g.trajectories if t.reward is not None]
+        if not graded:
+            why = "; ".join([*answer.warnings, *filter(None, [answer.groups[0].reason])][:2])
+            raise RuntimeError(f"no answer to a held-out problem has a reward: {why}. Look at the server and its log.")
+        ended = [(held_out[id], t.num_tokens, t.reward) for id, t in graded]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
         line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]
         write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
         success, length = mean([r for _, _, r in ended]), mean([n for _, n, _ in ended])
         print(f"held out after step {line['step']}: success {success:.3f}, length {length:.1f}", flush=True)
+        for warning in answer.warnings[:5]:
+            print(f"  warning: {warning}", flush=True)
 
     def persist(self, work: Callable[[], Any], attempts: int = 5) -> Any:
         """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
         try:
             return work()
         except RolloutError as error:
-            if error.status not in (None, 503) or not attempts:
+            if error.status not in (None, *STARTING) or not attempts:
                 raise
             print(f"the server was lost ({error}); waiting until it is back", flush=True)
         self.server.bring_back()
@@ -193,6 +205,12 @@ class Training:
             size, _ = rollout_fields(self.args)
             self.run = self.server.client.run(size, self.args.prompts, id=self.progress.run, **run_fields(self.args))
             self.progress.run = self.run.id
+        self.progress.learned = self.progress.learned or self.learned_by_server()
+
+    def learned_by_server(self) -> bytes:
+        """Lengths, scores and runs, where they matter: to be put back where a step is done again."""
+        matters = self.args.prune or self.args.rounds or self.args.redundancy == "auto"
+        return self.server.client.state() if matters else b""
 
     def give_weights(self) -> None:
         save_weights(self.model, self.args.output / "weights")
@@ -204,8 +222,6 @@ class Training:
 
     def save(self) -> None:
         """All of it in one file, which is whole and of one step whenever anybody is killed."""
-        if self.args.prune or self.args.rounds or self.args.redundancy == "auto":
-            self.progress.learned = self.server.client.state()
         self.progress.record_size = self.record.stat().st_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
@@ -240,7 +256,7 @@ class Training:
         line |= {"reward": mean([r for r in rewards if r is not None]) or 0.0, "length": mean(lengths) or 0.0}
         line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered), "usage": step.usage}
         norm, weight = (step.result.gradient_norm, step.result.weight) if step.result else (0.0, 0.0)
-        line |= {"teaching": sum(map(teaches, step.groups)), "gradient_norm": norm, "learned_from": weight}
+        line |= {"teaching": sum(map(self.teaches, step.groups)), "gradient_norm": norm, "learned_from": weight}
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
@@ -267,7 +283,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("model", type=Path, help="a folder of `pretrain`, or any Hugging Face model's")
     add("output", type=Path, help="a folder; what is there is gone on with")
     add("--serve", action="store_true", help="start a server, and end it at the end")
-    add("--serve-flags", help="more flags of `vllm-rollout serve`, in one string")
+    add("--serve-flags", help="of --serve: more flags of `vllm-rollout serve`, quoted as for a shell")
     add("--url", default="http://127.0.0.1:8000", help="of a server that runs already; default: %(default)s")
     add("--patience", type=float, default=600, help="seconds to wait for a server that is gone")
     add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
@@ -297,7 +313,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--audit-ratio", type=float, help="share of the groups in which nobody is stopped")
     add("--until", choices=["variance"], help="a group goes on until its rewards differ")
     add("--stream", action="store_true", help="gradients of a group as soon as it ends")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.resume and not args.rounds:
+        parser.error("--resume is of --rounds, which was not said")
+    return args
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(tiny_model: str, server: Server, tmp_path:
     version = server.http.get("/weight_info").json()
     wrong = Namespace(encode=lambda text, add_special_tokens: [1, 2])
     with pytest.raises(RuntimeError, match="tokenizer"):
-        asked.check_server(server.url, trained.model, wrong, trained.args)
+        asked.check_server(trained.server.client, trained.model, wrong, trained.args)
 
     weights = next(trained.model.parameters()).data
     kept = weights.clone()

@@ -11,10 +11,12 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Terms, Update, clipped_loss, rows_of
 from examples.grpo.model import check_finite, load, new_model, new_tokenizer, save, save_weights
-from examples.grpo.server import rollout_fields, run_fields
+from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling, start
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
+from vllm_rollout.adapter.api.client.sampling import sampling_params
 from vllm_rollout.group.rewards.estimates import Estimator, advantages
+from vllm_rollout.process import ServerError, ServerProcess
 from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
 from vllm_rollout.training.stream import StreamTrainer
 
@@ -165,6 +167,17 @@ def test_who_was_stopped_and_scored_is_as_right_as_its_score_says() -> None:
     assert [row.advantage for row in rows] == pytest.approx([0.625, -0.375, 0.125, -0.375])
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_answer_without_tokens_counts_and_has_no_gradient(name: str) -> None:
+    model = Bigrams()
+    update = Update(StreamTrainer(model.parameters()), model, ALGORITHMS[name], micro_tokens=9)
+    update.add([group(model, ALGORITHMS[name].estimator, ([2, 3], 1.0), ([4], 0.0), ([], 0.0))])
+    result = update.finish()
+    assert result is not None
+    assert result.weight == 3  # answers, and tokens, too
+    assert result.gradient_norm > 0
+
+
 def test_ratios_are_clipped_where_they_would_go_on() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.25])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
@@ -229,6 +242,7 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
         ("--race --stopped-teach", 8, {"redundancy": 8, "return_unselected": True}),
         ("--race --redundancy 3", 8, {"redundancy": 3}),
         ("--dual-end", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
+        ("--dual-end 0", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 0.0}}}),
         ("--prune", 16, {"pruning": {**HALF, "rule": "gradient", "allow_fewer": True}}),
         ("--prune paper --race", 8, {"redundancy": 8, "pruning": {**HALF, "rule": "paper"}}),
         ("--prune shadow", 8, {"pruning": {**HALF, "mode": "shadow"}}),
@@ -237,11 +251,40 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
     ],
 )
 def test_each_flag_is_a_field(flags: str, size: int, fields: dict[str, Any]) -> None:
-    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling": {"temperature": 1.0, "max_tokens": 512}}
+    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling": {**POLICY, "max_tokens": 512}}
     assert rollout_fields(parse(["model", "output", *flags.split()])) == (size, {**always, **fields})
+
+
+def test_a_chat_model_is_sampled_as_it_is_whatever_its_generation_config_says() -> None:
+    qwen = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    more = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    asked = sampling(parse(["model", "output"]), 1)
+    taken = sampling_params(asked, {**qwen, **more}, want_logprobs=True, want_text=False)
+    plain = sampling_params({"max_tokens": 512}, {}, want_logprobs=True, want_text=False)
+    assert all(getattr(taken, name) == getattr(plain, name) for name in (*qwen, *more, "max_tokens"))
 
 
 def test_a_run_is_told_of_speculation_and_filtering() -> None:
     fields = run_fields(parse(["model", "output", "--rounds", "--speculation", "1.5", "--algorithm", "dapo"]))
     expected = {"prompt_speculation": 1.5, "response_speculation": 1.5, "filter": "zero_variance", "resume": False}
     assert expected.items() <= fields.items()
+
+
+def test_resume_without_rounds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["model", "output", "--resume"])
+    assert "--resume is of --rounds" in capsys.readouterr().err
+
+
+def test_flags_for_the_server_are_quoted_as_in_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def stopped_before_it_begins(self: ServerProcess) -> ServerProcess:
+        commands.append(self.command)
+        raise ServerError("no server here")
+
+    monkeypatch.setattr(ServerProcess, "__enter__", stopped_before_it_begins)
+    flags = """--weight-transfer-config '{"backend": "nccl"}'"""
+    with pytest.raises(ServerError):
+        start(parse(["model", str(tmp_path), "--serve", "--serve-flags", flags]))
+    assert '{"backend": "nccl"}' in commands[0]

@@ -244,5 +244,6 @@ def test_columns_are_looked_up_in_every_data_set_and_rows_that_nobody_can_tell_a
     rows = [{"prompt": "a", "solution": 1}, {"prompt": [{"role": "user", "content": "b"}], "solution": 2}]
     assert list(columns_by_prompt({"math": rows[:1], "code": rows[1:]}).values()) == [{"solution": 1}, {"solution": 2}]
     assert len(columns_by_prompt([*rows, *rows])) == 2
-    with pytest.raises(ValueError, match="two rows have the prompt 'a' and another solution"):
-        columns_by_prompt([*rows, {"prompt": "a", "solution": 3}])
+    for other, name in (({"solution": 3}, "solution"), ({}, "solution"), ({"solution": 1, "unit": None}, "unit")):
+        with pytest.raises(ValueError, match=f"two rows have the prompt 'a' and another {name}"):
+            columns_by_prompt({"math": rows, "code": [{"prompt": "a", **other}]})

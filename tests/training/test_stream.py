@@ -120,6 +120,19 @@ def test_a_group_in_micro_batches_behind_checkpoints_counts_once(normalize):
     assert_equal(gradients_of(model), expected, 1e-12)
 
 
+def test_parts_of_a_group_in_which_no_token_counts_are_refused_and_it_is_counted_instead():
+    model, groups = Policy(), groups_of([[3, 5], [0, 0]])
+    expected, _ = whole_batch_gradients(model, groups, "group")
+    trainer = StreamTrainer(model.parameters(), normalize="group")
+    trainer.begin(1)
+    trainer.add(*losses_of(model, groups[0]))
+    with pytest.raises(ValueError, match=r"group_tokens must be at least 1, got 0.*count\(1\)"):
+        trainer.add(*losses_of(model, groups[1]), group_tokens=0)
+    trainer.count(1)
+    trainer.finish()
+    assert_equal(gradients_of(model), expected, 1e-12)
+
+
 def test_the_update_is_that_of_the_whole_batch_and_none_is_made_before():
     groups, models = groups_of([[3, 5], [4], [1, 1]]), (Policy(), Policy())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]

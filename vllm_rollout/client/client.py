@@ -202,7 +202,7 @@ class RolloutClient:
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._awaited = _BlockingClient(*args, **settings)
-        self.base_url = self._awaited.base_url
+        self.base_url, self.key_headers = self._awaited.base_url, self._awaited.key_headers
 
     update_wrapper(__init__, AsyncRolloutClient.__init__)
 

@@ -187,7 +187,8 @@ def columns_by_prompt(data_set: Iterable[Mapping[str, Any]] | Mapping[str, Any])
         row = dict(row)
         prompt = row.pop("prompt")
         if (known := columns.setdefault(json.dumps(prompt), row)) != row:
-            name = next(name for name in row if row[name] != known.get(name))
+            both = known.keys() & row.keys()
+            name = next(name for name in {**known, **row} if name not in both or row[name] != known[name])
             raise ValueError(
                 f"two rows have the prompt {prompt!r:.80} and another {name}, and a rollout_func is told the prompt "
                 "alone. Make prompts differ, or leave that column out."

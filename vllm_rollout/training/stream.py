@@ -129,12 +129,18 @@ class StreamTrainer:
         token_losses: [num_samples, num_tokens], with their graph, which is freed. mask: the same shape, 1 or True where
         a token counts; a sample without any counts as a sample of loss 0. group_tokens: where a group comes in several
         parts (micro-batches), how many tokens of the whole group count; asked for by `normalize="group"` only.
-        Raises: ValueError for other shapes; RuntimeError without an open step, or after a backward pass that failed.
+        Raises: ValueError for other shapes, or a group of no tokens; RuntimeError without an open step, or after a
+        backward pass that failed.
         """
         if token_losses.ndim != 2 or token_losses.shape != mask.shape:
             raise ValueError(
                 "token_losses and mask must both be [num_samples, num_tokens],"
                 f" got {list(token_losses.shape)} and {list(mask.shape)}"
+            )
+        if self.normalize == "group" and group_tokens is not None and group_tokens < 1:
+            raise ValueError(
+                f"group_tokens must be at least 1, got {group_tokens}. A group in which no token counts needs no parts:"
+                " count(1), once."
             )
         counted = mask.bool()
         losses = token_losses.masked_fill(~counted, 0.0)

@@ -1,0 +1,217 @@
+"""The reference trainer at a server around a fake engine: what is lost, or asked for, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+
+from examples.grpo import train
+from examples.grpo.model import new_model, new_tokenizer, save
+from examples.grpo.server import Server
+from examples.grpo.train import Step, Training, parse
+from tests.server import fake_engine
+from tests.server.conftest import make_app, serving
+from tests.server.fake_engine import MODEL, FakeEngine
+from tests.server.test_grading import FakeGraders, by_length
+from vllm_rollout import RolloutClient, RolloutError
+from vllm_rollout.rewards.values import Grade, Trajectory
+from vllm_rollout.server.answers import GroupAnswer
+
+LOST = RolloutError(None, "no connection", "ConnectError")
+
+
+class Graders(FakeGraders):
+    names = ("chain",)
+
+
+def app_of(engine: FakeEngine, grade: Callable[[Trajectory], Grade] = by_length) -> FastAPI:
+    """With vLLM's endpoints that a trainer asks for."""
+    app, tokenizer = make_app(engine, graders=Graders(grade)), new_tokenizer()
+    app.router.routes[:] = [r for r in app.router.routes if not isinstance(r, APIRoute) or r.path != "/v1/models"]
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"data": [{"id": MODEL, "root": "/not/on/this/host"}]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        return {"tokens": tokenizer.encode((await request.json())["prompt"], add_special_tokens=False)}
+
+    @app.post("/{done:path}")  # what takes new weights
+    async def done() -> dict[str, Any]:
+        return {"success": True}
+
+    return app
+
+
+class Sampling(fake_engine.Sampling):
+    """With what means nothing to the fake engine."""
+
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+
+
+@pytest.fixture(autouse=True)
+def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine says what the small policy knows, but is not that policy."""
+    monkeypatch.setattr(fake_engine, "VOCAB_SIZE", 64)
+    monkeypatch.setattr(fake_engine, "Sampling", Sampling)
+    monkeypatch.setattr(train, "LARGEST_DIFFERENCE", math.inf)
+
+
+FIRST_ARE_RIGHT = dict.fromkeys(range(4), 2) | dict.fromkeys(range(4, 8), 31)
+"""Lengths by index: of eight candidates the first four win a race, and are right."""
+
+
+@pytest.fixture
+def urls() -> Iterator[tuple[str, str]]:
+    """Of two servers."""
+    with serving(app_of(FakeEngine())) as first, serving(app_of(FakeEngine())) as second:
+        yield first, second
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Training]:
+    """A training at a server."""
+    save(new_model(0), new_tokenizer(), tmp_path / "model")
+
+    def start(url: str, *words: str) -> Training:
+        small = "--prompts 4 --group-size 4 --max-tokens 32 --held-out 4 --evaluate-every 9 --steps 3"
+        args = parse([str(tmp_path / "model"), str(tmp_path / "run"), "--url", url, *small.split(), *words])
+        args.output.mkdir(exist_ok=True)
+        server = Server(args)
+        server.bring_back()
+        return Training(args, server)
+
+    return start
+
+
+def once(work: Callable[..., Any], happens: Callable[[], bool], how: RolloutError = LOST) -> Callable[..., Any]:
+    """The same, after the server was lost there once."""
+    lost: list[bool] = []
+
+    def done(*args: Any) -> Any:
+        if not lost and happens():
+            lost.append(True)
+            raise how
+        return work(*args)
+
+    return done
+
+
+def learned_from(training: Training) -> Counter[str]:
+    """How often each prompt taught, to the end of the training."""
+    seen: Counter[str] = Counter()
+    say = training.say
+
+    def say_and_count(step: Step) -> None:
+        seen.update(group.prompt_id for group in step.groups)
+        say(step)
+
+    training.say = say_and_count  # type: ignore[method-assign]
+    training.go()
+    return seen
+
+
+def check_run(training: Training, seen: Counter[str]) -> None:
+    """Each prompt that was handed in has taught once, or waits."""
+    assert training.run is not None
+    run = training.run.refresh()
+    handed_in = {f"train-1-{i}" for i in range(training.progress.num_prompts)}
+    assert Counter(handed_in) == seen + Counter([*run.queue, *run.unstarted])
+
+
+def test_what_waits_in_a_run_is_kept_where_the_server_dies_before_it_has_the_weights(urls, start) -> None:
+    training = start(urls[0], "--rounds")
+
+    def bring_back() -> None:
+        training.server.client = RolloutClient(urls[1])  # it knows nothing
+
+    training.server.bring_back = bring_back
+    training.give_weights = once(training.give_weights, lambda: training.progress.step == 1)
+    check_run(training, learned_from(training))
+
+
+def test_a_first_round_that_ended_unheard_is_done_again(urls, start) -> None:
+    training = start(urls[0], "--rounds", "--speculation", "2")  # a long round comes next
+    groups = training.groups
+
+    def lost_at_the_end(step: Step) -> Iterator[GroupAnswer]:
+        training.groups = groups
+        yield from groups(step)
+        raise LOST
+
+    training.groups = lost_at_the_end
+    check_run(training, learned_from(training))
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_server_that_its_proxy_does_not_find_is_waited_for(urls, start, status) -> None:
+    training = start(urls[0])
+    error = RolloutError(status, "no upstream", "Bad Gateway")
+    training.give_weights = once(training.give_weights, lambda: training.progress.step == 1, error)
+    assert sum(learned_from(training).values()) == 3 * 4
+
+
+def test_a_server_that_is_lost_when_it_says_what_it_has_learned_is_waited_for(urls, start) -> None:
+    training = start(urls[0], "--redundancy", "auto")
+    training.prepare_server()
+    client = training.server.client
+    client.state = once(client.state, lambda: True)
+    assert sum(learned_from(training).values()) == 3 * 4
+
+
+def test_who_was_stopped_makes_a_group_of_right_winners_teach_with_dapo_too(start) -> None:
+    with serving(app_of(FakeEngine(lengths=FIRST_ARE_RIGHT))) as url:
+        training = start(url, "--algorithm", "dapo", "--race", "--stopped-teach", "--steps", "1")
+        assert sum(learned_from(training).values()) == training.progress.num_prompts == 4
+    (step,) = [line for line in map(json.loads, training.record.read_text().splitlines()) if line["kind"] == "step"]
+    assert (step["teaching"], step["filtered"]) == (4, 0)
+
+
+def test_a_server_with_a_key_is_looked_at_with_it(start, monkeypatch) -> None:
+    app = app_of(FakeEngine())
+
+    @app.middleware("http")
+    async def refuse(request: Request, ask: Callable[[Request], Any]) -> Response:
+        allowed = request.url.path == "/health" or request.headers.get("authorization") == "Bearer secret"
+        return await ask(request) if allowed else Response(status_code=401)
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM's server and our client read it
+    with serving(app) as url:
+        start(url, "--steps", "0").go()
+
+
+@pytest.mark.parametrize(
+    ("failures", "grade", "why"),
+    [
+        ({0: 0, 1: 0}, by_length, "2 failed"),
+        ({}, lambda _: Grade("error", reason="no answer in the data"), "no answer in the data"),
+        ({}, lambda _: Grade("void", reason="the sandbox is gone"), "4 void"),
+    ],
+)
+def test_an_evaluation_without_a_reward_says_why(start, failures, grade, why) -> None:
+    with serving(app_of(FakeEngine(failures=failures), grade)) as url, pytest.raises(RuntimeError, match=why):
+        start(url).evaluate()
+
+
+def test_answers_whose_grader_failed_are_not_wrong_ones(start, capsys) -> None:
+    grades = cycle([Grade("ok", 1.0), Grade("error", reason="out of disk")])
+    with serving(app_of(FakeEngine(), lambda _: next(grades))) as url:
+        start(url).evaluate()
+    said = capsys.readouterr().out
+    assert "success 1.000" in said
+    assert "4 of 8 trajectories have no reward; of the first one: out of disk" in said
