@@ -37,8 +37,8 @@ class Row(NamedTuple):
 
 
 def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
-    """The rows of a group, and what it counts in the mean that the loss is: something, also without a gradient. Stopped
-    candidates whose tokens came back (`--stopped-teach`) are as right as their score says, or wrong without one."""
+    """The rows of a group, none where it does not teach, and what it counts in the mean that the loss is, also then.
+    Stopped candidates whose tokens came back (`--stopped-teach`) are as right as their score says, or wrong."""
     assert group.rewards is not None  # a reward was asked for
     its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, UnselectedCandidate)]
     stopped = [candidate for candidate in stopped if candidate.state in ("surplus", "pruned") and candidate.token_ids]
@@ -46,7 +46,7 @@ def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
         expected = [candidate.success_probability or 0.0 for candidate in stopped]
         its = advantages([t.reward for t in group.trajectories] + expected, terms.estimator)
     told = [(t, a) for t, a in zip([*group.trajectories, *stopped], its, strict=True) if a is not None]
-    rows = [Row(group.prompt_token_ids, answer, its) for answer, its in told if its and answer.token_ids]
+    rows = [Row(group.prompt_token_ids, t, a) for t, a in told if a and t.token_ids]
     return rows, sum(answer.num_tokens for answer, _ in told) if terms.unit == "token" else len(told)
 
 

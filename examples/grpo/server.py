@@ -29,8 +29,6 @@ POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIE
 class Server:
     """Use as a context manager. `client` is another one after `bring_back`."""
 
-    client: RolloutClient
-
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self._process: process.ServerProcess | None = None

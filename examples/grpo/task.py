@@ -5,8 +5,8 @@ through it, slips, checks itself, doubts, rambles, and begins again, so that len
 
     a 7 b 3 = 0 c 9 = 9 total 9 check a 7 b 3 = 1 hmm so c 9 = 0 total 0 differ a 7 b 3 = 0 c 9 = 9 total 9 same …
 
-`STYLES` says what length has to do with being right; `python -m examples.grpo.task` prints it. Invariant: only the
-standard library is imported, since `vllm-rollout serve` imports the rewards into processes of its own.
+`STYLES` says what length has to do with being right. Invariant: only the standard library is imported, since
+`vllm-rollout serve` imports the rewards into processes of its own.
 """
 
 import random
@@ -49,7 +49,6 @@ CLEAR = Style(slip=(0.0,), ramble=(0.0,), doubt=(0.0,), check=0.0)
 RAMBLES, DOUBTS = (0.05, 0.14, 0.25, 0.40, 0.50), (0.22, 0.40, 0.55, 0.65, 0.70)
 STYLES = {
     # long is wrong: with each doubt it slips more
-    "confused": Style((0.06, 0.20, 0.35, 0.45, 0.50), RAMBLES, DOUBTS, check=0.1),
     "careful": Style((0.14, 0.28, 0.38, 0.46, 0.50), RAMBLES, DOUBTS, check=0.1),
     # long is right: who writes each step twice is right nearly always
     "thorough": Style((0.16,), (0.05,), (0.1,), check=0.0, twice=0.4),
@@ -160,15 +159,4 @@ def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
     said["easy"] = mean([r for problem, _, r in answers if problem.difficulty < middle])
     said["hard"] = mean([r for problem, _, r in answers if problem.difficulty >= middle])
     said |= {f"p{percent}": percentile(lengths, percent) for percent in (50, 90, 99)}
-    said["length_right"] = mean([n for _, n, r in answers if r == 1])
-    said["length_wrong"] = mean([n for _, n, r in answers if r == 0])
     return {**said, "quarters": [mean(quarter) for quarter in quarters]}
-
-
-if __name__ == "__main__":
-    for name, style in STYLES.items():
-        chance, answers = random.Random(0), []
-        for problem in problems("chain", "look", 6000):
-            words = thought(problem, chance, style)
-            answers.append((problem, len(words), reward(" ".join(words[:-1]), problem.data)))
-        print(name, describe(answers))

@@ -51,8 +51,6 @@ class Progress:
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What a step came to."""
-
     groups: list[GroupAnswer] = dataclasses.field(default_factory=list)
     filtered: list[GroupAnswer] = dataclasses.field(default_factory=list)
     usage: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -67,6 +65,7 @@ class Training:
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         torch.manual_seed(args.seed)
         self.args, self.server = args, server
+        self.said = {name: str(value) for name, value in vars(args).items() if name not in NOT_TERMS}
         self.model, self.tokenizer = load(args.model, args.lora)
         self.learned = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         check_server(server.client, self.model, self.tokenizer, args)
@@ -141,7 +140,7 @@ class Training:
                 events = self.server.client.stream(draw(num_wanted), size, **fields)
             stream = GroupStream(events)
             for group in stream:
-                if self.teaches(group) or not self.filters:
+                if not self.filters or rows_of(group, self.terms)[0]:
                     num_wanted -= 1
                     yield group
                 else:
@@ -152,23 +151,15 @@ class Training:
             if not num_wanted:
                 return
 
-    def teaches(self, group: GroupAnswer) -> bool:
-        """Also where only who was stopped makes it differ, which the server does not count."""
-        return bool(rows_of(group, self.terms)[0])
-
     def asked(self, problem: Problem) -> dict[str, Any]:
         return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
 
     def evaluate(self) -> None:
-        """Held-out problems at temperature 1, nobody stopped: what comes back from a race says too much.
-
-        Raises: RuntimeError where no answer has a reward.
-        """
+        """Held-out problems, nobody stopped: winners say too much. Raises: RuntimeError where no answer is graded."""
         args, began = self.args, time.perf_counter()
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
         asked = [self.asked(problem) for problem in held_out.values()]
-        how = {"reward": args.task, "sampling": sampling(args, seed=7), "return_text": True}
-        answer = self.server.client.rollout(asked, 2, **how)
+        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling(args, 7), return_text=True)
         graded = [(g.prompt_id, t) for g in answer.groups for t in g.trajectories if t.reward is not None]
         if not graded:
             why = "; ".join([*answer.warnings, *filter(None, [answer.groups[0].reason])][:2])
@@ -176,10 +167,10 @@ class Training:
         ended = [(held_out[id], t.num_tokens, t.reward) for id, t in graded]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
-        line["answers"] = [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]
-        write_line(self.record, {**line, **describe(ended), "seconds": time.perf_counter() - began})
-        success, length = mean([r for _, _, r in ended]), mean([n for _, n, _ in ended])
-        print(f"held out after step {line['step']}: success {success:.3f}, length {length:.1f}", flush=True)
+        line |= {**describe(ended), "seconds": time.perf_counter() - began}
+        write_line(self.record, {**line, "answers": [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]})
+        said = f"success {line['success']:.3f}, length {line['length']:.1f}"
+        print(f"held out after step {line['step']}: {said}", flush=True)
         for warning in answer.warnings[:5]:
             print(f"  warning: {warning}", flush=True)
 
@@ -216,28 +207,23 @@ class Training:
         save_weights(self.model, self.args.output / "weights")
         self.server.client.give_weights(self.args.output / "weights", f"{self.args.output.name}-{self.progress.step}")
 
-    def terms_said(self) -> dict[str, Any]:
-        """What the curve depends on."""
-        return {name: str(value) for name, value in vars(self.args).items() if name not in NOT_TERMS}
-
     def save(self) -> None:
         """All of it in one file, which is whole and of one step whenever anybody is killed."""
         self.progress.record_size = self.record.stat().st_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
         file = io.BytesIO()
-        torch.save({**content, "terms": self.terms_said()}, file)
+        torch.save({**content, "terms": self.said}, file)
         write_whole(self.checkpoint, file.getvalue())
 
     def restore(self) -> None:
         """Raises: RuntimeError for a checkpoint that was made on other terms."""
-        said = self.terms_said()
         if not self.checkpoint.exists():
             self.record.unlink(missing_ok=True)
-            write_line(self.record, {"kind": "start", **said})
+            write_line(self.record, {"kind": "start", **self.said})
             return
         saved = torch.load(self.checkpoint, weights_only=False)
-        if other := dict(saved["terms"].items() - said.items()):
+        if other := dict(saved["terms"].items() - self.said.items()):
             raise RuntimeError(f"{self.checkpoint} was made with {other}. Say the same, or another output.")
         self.model.load_state_dict(saved["weights"], strict=False)
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -256,7 +242,8 @@ class Training:
         line |= {"reward": mean([r for r in rewards if r is not None]) or 0.0, "length": mean(lengths) or 0.0}
         line |= {"longest": max([*lengths, *stopped], default=0), "filtered": len(step.filtered), "usage": step.usage}
         norm, weight = (step.result.gradient_norm, step.result.weight) if step.result else (0.0, 0.0)
-        line |= {"teaching": sum(map(self.teaches, step.groups)), "gradient_norm": norm, "learned_from": weight}
+        num_teaching = sum(bool(rows_of(group, self.terms)[0]) for group in step.groups)
+        line |= {"teaching": num_teaching, "gradient_norm": norm, "learned_from": weight}
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}

@@ -43,7 +43,7 @@ def test_clear_thoughts_are_right_and_rewards_look_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("style", "least", "most"),
-    [("confused", -1, -0.15), ("careful", -1, -0.08), ("thorough", 0.15, 1), ("even", -0.04, 0.04)],
+    [("careful", -1, -0.08), ("thorough", 0.15, 1), ("even", -0.04, 0.04)],
 )
 def test_styles_are_what_they_are_said_to_be(style: str, least: float, most: float) -> None:
     """Success of the longest quarter over that of the shortest two."""
