@@ -139,6 +139,15 @@ def test_settings_take_the_place_of_the_default_sweep(run, numbers):
     assert names == ["uniform n=2", "1.5x first", "1.5x shortest", "2x first", "2x shortest"]
 
 
+def test_settings_that_differ_have_names_that_differ(run, numbers):
+    written = ("group_size=1|2|4,redundancy=2", "redundancy=2,detection_length=8,keep_ratio=0.25|0.75")
+    result = run("--generate", SMALL, "--group-size", 2, *(each for text in written for each in ("--setting", text)))
+    assert result.exit_code == 0, result.output
+    names = [outcome["setting"]["name"] for outcome in numbers()["settings"]]
+    assert names[1:4] == ["3x first of 1", "2x first", "1.5x first of 4"]
+    assert names[4:] == [f"2x first pruned at 8 keep_ratio {ratio}" for ratio in (0.25, 0.75)]
+
+
 def test_a_trace_with_scores_and_rewards_tries_pruning(run, tmp_path):
     path = tmp_path / "trace.jsonl"
     prompt = {"prompt_id": "q", "lengths": [9] * 4, "scores": [0.1, 0.2, 0.3, 0.4], "rewards": [0, 0, 1, 1]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -261,6 +261,8 @@ def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candi
                     )
             except ValueError as error:
                 raise FlagError(f"--setting {text!r}: {error}") from error
+            if setting.redundancy and setting.group_size != group_size and not setting.label:
+                setting = replace(setting, label=f"{setting.name} of {setting.group_size}")
             settings.append(setting)
     return list(dict.fromkeys(settings))
 
