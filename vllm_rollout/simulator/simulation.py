@@ -81,9 +81,9 @@ def run(options: SimulateOptions) -> None:
     trace = None
     groups: list[SessionGroupRow] = []
     if options.trace is not None and options.sessions is not None:
-        groups, num_rollouts = read_session_groups(options.trace)
+        groups, num_rollouts, broken = read_session_groups(options.trace)
     if groups:
-        trace = trace_of_sessions(groups, options.prompts_per_step, num_rollouts)
+        trace = trace_of_sessions(groups, options.prompts_per_step, num_rollouts, broken)
     elif options.trace is not None:
         trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=options.prompts_per_step)
     job = _rounds(options, trace) if options.rounds else _rollouts(options, trace, groups)
