@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fake_engine import HARDWARE, MODEL, PREFILL_S_PER_TOKEN, STEP_PREFILL_S, Engines, FakeEngine
@@ -208,6 +209,8 @@ def test_a_tensor_parallel_size_without_devices_is_an_error_up_front(monkeypatch
         ({"refresh": True, "restart": True}, "give one of them"),
         ({"wanted": Wanted(num_steps=0)}, "--steps must be at least 1, got 0"),
         ({"serve_flags": ("--tensor-parallel-size=2",)}, "use --tensor-parallel in front of --"),
+        ({"serve_flags": ("--tensor_parallel_size", "2")}, "use --tensor-parallel in front of --"),
+        ({"output": Path("ptl.png")}, "--output must not end in .png, where the picture goes, got ptl.png"),
         ({"serve_flags": ("-dp", "2")}, "every data-parallel rank is an engine of its own"),
         ({"tensor_parallel_sizes": (0,)}, "sizes must be at least 1, got 0"),
     ],
