@@ -186,6 +186,13 @@ def test_candidates_that_never_run_together_are_left_out_and_said(options):
     assert "left out: no step computed all of 256 prompt tokens" in said
 
 
+def test_without_a_single_point_it_is_said_what_to_do(options):
+    engines = Engines()
+    engines.incapable = set(SIZES)
+    with pytest.raises(RuntimeError, match=r"no point was measured: .* Ask for smaller --batch-sizes"):
+        go(options, engines)
+
+
 def test_every_tensor_parallel_size_has_its_engine_and_curves(options, monkeypatch):
     monkeypatch.setattr(options_module, "num_devices", lambda: 4)
     engines = Engines()
