@@ -133,7 +133,6 @@ def _rollouts(options: SimulateOptions, trace: Trace | None, groups: Sequence[Se
     group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
     sessions = _sessions(options, groups, is_ideal=clock.machine.is_ideal)
     settings = _with_drafted(options, _settings(options, trace, group_size, clock.machine.max_candidates))
-    contexts = [prompt.prompt_tokens + c.num_tokens / 2 for prompt in trace.prompts for c in prompt.candidates]
     num_rollouts = len(trace.rollouts) * options.epochs
     rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
     groups = f"{len(trace.prompts) * options.epochs:,} groups of {group_size}"
@@ -152,7 +151,8 @@ def _rollouts(options: SimulateOptions, trace: Trace | None, groups: Sequence[Se
             on_rollout=lambda s: advance(s.name, 1),
             recording=recording,
         )
-        gained = gained_of(clock.machine, settings, group_size, sum(contexts) / max(1, len(contexts)))
+        contexts = (prompt.prompt_tokens + c.num_tokens / 2 for prompt in trace.prompts for c in prompt.candidates)
+        gained = gained_of(clock.machine, settings, group_size, contexts)
         notes = report.notes(its, trace)
         if recording is not None:
             recording.write(options.output_trace)
@@ -200,7 +200,12 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
 
         its = sweep_rounds(conditions, settings, on_round)
         drafting = [setting.group for setting in settings]
-        gained = gained_of(clock.machine, drafting, group_size, longest / 2)
+        contexts = (
+            prompt.prompt_tokens + candidate.num_tokens / 2
+            for prompt in data.prompts
+            for candidate in data.candidates(prompt, 0, 0, group_size)
+        )
+        gained = gained_of(clock.machine, drafting, group_size, contexts)
         return Report(
             [*rounds_report.tables(its), *gained.tables],
             rounds_report.summary(its),
