@@ -191,6 +191,15 @@ def test_how_drafts_are_accepted_comes_from_a_file(run, numbers, tmp_path):
     assert (broken.exit_code, "drafts.kinds" in broken.output) == (1, True)
 
 
+@pytest.mark.parametrize("ways", [(), ("--setting", "redundancy=2"), ("--rounds", "2"), ("--sessions", "turns=3")])
+def test_how_drafts_are_accepted_is_of_no_use_without_drafts(run, tmp_path, ways):
+    file = tmp_path / "device.json"
+    file.write_text("{}")
+    refused = run(*GENERATED, *ways, "--draft-acceptance", file)
+    assert (refused.exit_code, "no setting has any: add --drafts" in refused.output) == (2, True)
+    assert run(*GENERATED, "--setting", "drafts=true", "--draft-acceptance", file).exit_code == 0
+
+
 def test_conversations_have_no_simulated_drafts(run):
     refused = run(*GENERATED, "--drafts", "--sessions", "turns=3")
     assert (refused.exit_code, "--drafts is for answers" in refused.output) == (2, True)

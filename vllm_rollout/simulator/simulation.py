@@ -295,8 +295,11 @@ def _round_settings(options: SimulateOptions, group_size: int, pruning: Mapping[
 
 
 def _with_drafted(options: SimulateOptions, settings: list[AnySetting]) -> list[AnySetting]:
-    """With --drafts each of them with drafts, too, behind all that have none."""
+    """With --drafts each of them with drafts, too, behind all that have none. Raises: FlagError."""
     more = [setting.drafted for setting in settings] if options.drafts else []
+    groups = [its.group if isinstance(its, RoundSetting) else its for its in (*settings, *more)]
+    if options.draft_acceptance is not None and not any(group.drafts for group in groups):
+        raise FlagError("--draft-acceptance is for drafts, and no setting has any: add --drafts, or drafts=true to one")
     return list(dict.fromkeys([*settings, *more]))
 
 
