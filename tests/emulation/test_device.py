@@ -71,6 +71,15 @@ def test_what_was_logged_is_read_by_rank_and_a_row_cut_off_is_left_out(tmp_path)
     assert read_steps(tmp_path) == [LoggedSteps(rank, 0.5, STEPS) for rank in (0, 1)]
 
 
+def test_a_new_server_takes_away_the_logs_of_one_that_had_more_ranks(tmp_path):
+    for rank, num_ranks in ((0, 3), (2, 3), (0, 1)):
+        StepLog(tmp_path, rank=rank, speed=1.0, say=lambda line: None, num_ranks=num_ranks).close()
+    assert [log.rank for log in read_steps(tmp_path)] == [0]
+    for rank, num_ranks in ((1, 2), (0, 1)):
+        StepLog(tmp_path, rank=rank, speed=1.0, say=lambda line: None, num_ranks=num_ranks, goes_on=True).close()
+    assert [log.rank for log in read_steps(tmp_path)] == [0, 1]
+
+
 def test_a_log_that_goes_on_begins_after_the_last_whole_row(tmp_path):
     for goes_on in (False, True):
         log = StepLog(tmp_path, rank=0, speed=0.5, say=lambda line: None, goes_on=goes_on)

@@ -118,7 +118,16 @@ def test_a_traced_prompt_is_found_by_its_key_or_its_name_and_others_come_in_turn
 def test_ranks_take_turns_through_a_trace():
     rows = [prompt(str(row), row + 1) for row in range(4)]
     sources = [TracedLengths(rows, rank, 2) for rank in range(2)]
-    assert [[lengths(source, [i], 1)[0] for i in range(3)] for source in sources] == [[1, 3, 1], [2, 4, 2]]
+    assert [[lengths(source, [i], 1)[0] for i in range(3)] for source in sources] == [[1, 3, 2], [2, 4, 3]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 8])
+def test_every_rank_plays_every_prompt_of_a_trace_as_often(num_ranks):
+    rows = [prompt(str(row), row + 1) for row in range(4)]
+    for rank in range(num_ranks):
+        source = TracedLengths(rows, rank, num_ranks)
+        played = [lengths(source, [i], 1)[0] for i in range(16)]
+        assert sorted(played) == sorted([1, 2, 3, 4] * 4)
 
 
 def test_candidates_without_an_index_are_counted():

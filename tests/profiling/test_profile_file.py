@@ -57,6 +57,14 @@ def test_the_cost_model_has_the_fits_at_the_measured_contexts(profile):
     assert profile.batch_sizes() == [1, 2, 4]
 
 
+def test_contexts_that_the_engines_blocks_make_one_are_one_curve(profile):
+    for size in (1, 2, 4):
+        profile = with_point(profile, point(size, 102, 0.03).model_copy(update={"mean_context_tokens": 97}))
+    cost = finished(profile).cost()
+    assert [context for context, _ in cost.curves] == [97, 497]
+    assert cost.ptl(2, 97) == pytest.approx(0.03)
+
+
 def test_a_size_that_was_not_measured_is_said(profile, empty):
     with pytest.raises(
         ValueError, match=r"has no tensor-parallel size 2; measured: 1\. Add it with .*--tensor-parallel 2"

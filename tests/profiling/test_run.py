@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fake_engine import HARDWARE, MODEL, PREFILL_S_PER_TOKEN, STEP_PREFILL_S, Engines, FakeEngine
@@ -185,6 +186,13 @@ def test_candidates_that_never_run_together_are_left_out_and_said(options):
     assert "left out: no step computed all of 256 prompt tokens" in said
 
 
+def test_without_a_single_point_it_is_said_what_to_do(options):
+    engines = Engines()
+    engines.incapable = set(SIZES)
+    with pytest.raises(RuntimeError, match=r"no point was measured: .* Ask for smaller --batch-sizes"):
+        go(options, engines)
+
+
 def test_every_tensor_parallel_size_has_its_engine_and_curves(options, monkeypatch):
     monkeypatch.setattr(options_module, "num_devices", lambda: 4)
     engines = Engines()
@@ -208,6 +216,8 @@ def test_a_tensor_parallel_size_without_devices_is_an_error_up_front(monkeypatch
         ({"refresh": True, "restart": True}, "give one of them"),
         ({"wanted": Wanted(num_steps=0)}, "--steps must be at least 1, got 0"),
         ({"serve_flags": ("--tensor-parallel-size=2",)}, "use --tensor-parallel in front of --"),
+        ({"serve_flags": ("--tensor_parallel_size", "2")}, "use --tensor-parallel in front of --"),
+        ({"output": Path("ptl.png")}, "--output must not end in .png, where the picture goes, got ptl.png"),
         ({"serve_flags": ("-dp", "2")}, "every data-parallel rank is an engine of its own"),
         ({"tensor_parallel_sizes": (0,)}, "sizes must be at least 1, got 0"),
     ],

@@ -26,12 +26,12 @@ SMALL = "prompts=4,candidates=4,steps=2,median=20,max_tokens=60"
 def profile(tmp_path):
     """Writes a profile of these tensor-parallel sizes: a step takes 10 ms and 1 ms per candidate, divided by them."""
 
-    def write(*sizes, model="SmolLM2-135M-Instruct", max_num_seqs=64):
+    def write(*sizes, model="SmolLM2-135M-Instruct", max_num_seqs=64, batch_sizes=(1, 64)):
         room = {"max_num_seqs": max_num_seqs, "kv_capacity_tokens": 100_000, "kv_bytes_per_token": 1.0}
         made = profile_of(model, engines=tuple(facts(size, **room) for size in sizes))
         for size in sizes:
             for context in (128, 2048):
-                for batch_size in (1, 64):
+                for batch_size in batch_sizes:
                     made = with_point(made, point(batch_size, context, (0.010 + 0.001 * batch_size) / size, size))
         made.write(tmp_path / "ptl.json")
         return tmp_path / "ptl.json"
@@ -62,6 +62,12 @@ def test_the_same_seed_gives_the_same_numbers(run, tmp_path):
         assert run("--generate", SMALL, "--seed", seed, "--epochs", 2).exit_code == 0
         told.append((tmp_path / "a.json").read_text())
     assert told[0] == told[1] != told[2]
+
+
+def test_steps_of_fewer_candidates_than_were_measured_are_said_to_be_extrapolated(run, profile):
+    result = run("--generate", SMALL, "--profile", profile(1, batch_sizes=(16, 64)))
+    assert result.exit_code == 0, result.output
+    assert "the profile was measured from 16 candidates on: times of fewer" in " ".join(result.output.split())
 
 
 def test_a_profile_gives_seconds(run, profile, numbers):
@@ -137,6 +143,15 @@ def test_settings_take_the_place_of_the_default_sweep(run, numbers):
     assert result.exit_code == 0, result.output
     names = [outcome["setting"]["name"] for outcome in numbers()["settings"]]
     assert names == ["uniform n=2", "1.5x first", "1.5x shortest", "2x first", "2x shortest"]
+
+
+def test_settings_that_differ_have_names_that_differ(run, numbers):
+    written = ("group_size=1|2|4,redundancy=2", "redundancy=2,detection_length=8,keep_ratio=0.25|0.75")
+    result = run("--generate", SMALL, "--group-size", 2, *(each for text in written for each in ("--setting", text)))
+    assert result.exit_code == 0, result.output
+    names = [outcome["setting"]["name"] for outcome in numbers()["settings"]]
+    assert names[1:4] == ["3x first of 1", "2x first", "1.5x first of 4"]
+    assert names[4:] == [f"2x first pruned at 8 keep_ratio {ratio}" for ratio in (0.25, 0.75)]
 
 
 def test_a_trace_with_scores_and_rewards_tries_pruning(run, tmp_path):

@@ -5,11 +5,13 @@ from random import Random
 import pytest
 
 from tests.simulator.traces import FLAT, pool, run_rank
+from tests.support.profiles import facts, point, profile_of
 from vllm_rollout.emulation.drafts import share_factor
 from vllm_rollout.emulation.settings import DraftSettings
 from vllm_rollout.group.drafting import PLAIN_INTERVAL_STEPS
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.drafts import drafted, drafted_step, gains
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
@@ -163,6 +165,21 @@ def test_rounds_have_drafts_in_both_kinds_of_rounds(run, numbers):
     assert with_drafts["long_rounds"]["mean_time"] < 0.65 * plain["long_rounds"]["mean_time"]  # earlier answers
 
 
+def test_rounds_and_rollouts_of_the_same_lengths_say_the_same_of_drafts(run, numbers, tmp_path):
+    its = profile_of(engines=(facts(kv_capacity_tokens=1_000_000),))
+    for context in (128, 8192):
+        for batch_size in (1, 64):
+            its = with_point(its, point(batch_size, context, 0.01 + batch_size * (1e-4 + 5e-8 * context)))
+    its.write(tmp_path / "ptl.json")
+    data = ("--generate", "prompts=8,candidates=8,steps=1,sigma=0", "--group-size", 8, "--drafts")
+    said = []
+    for ways in (("--setting", "redundancy=0"), ("--rounds", "prompts_per_round=4,redundancy=0")):
+        done = run(*data, "--profile", tmp_path / "ptl.json", *ways)
+        assert done.exit_code == 0, done.output
+        said.append(numbers()["drafts"])
+    assert said[0] == said[1]
+
+
 def test_how_drafts_are_accepted_comes_from_a_file(run, numbers, tmp_path):
     file = tmp_path / "device.json"
     file.write_text('{"drafts": {"kinds": [{"share": 1.0, "accepted": [1.0]}], "alone": 1.0}}')
@@ -172,6 +189,15 @@ def test_how_drafts_are_accepted_comes_from_a_file(run, numbers, tmp_path):
     file.write_text('{"drafts": {"kinds": 3}}')
     broken = run(*GENERATED, "--drafts", "--draft-acceptance", file)
     assert (broken.exit_code, "drafts.kinds" in broken.output) == (1, True)
+
+
+@pytest.mark.parametrize("ways", [(), ("--setting", "redundancy=2"), ("--rounds", "2"), ("--sessions", "turns=3")])
+def test_how_drafts_are_accepted_is_of_no_use_without_drafts(run, tmp_path, ways):
+    file = tmp_path / "device.json"
+    file.write_text("{}")
+    refused = run(*GENERATED, *ways, "--draft-acceptance", file)
+    assert (refused.exit_code, "no setting has any: add --drafts" in refused.output) == (2, True)
+    assert run(*GENERATED, "--setting", "drafts=true", "--draft-acceptance", file).exit_code == 0
 
 
 def test_conversations_have_no_simulated_drafts(run):

@@ -111,6 +111,7 @@ def test_a_recording_is_replayed_with_what_it_has_or_what_is_said(run, numbers, 
     assert "Left out: 1 rollout of answers" in result.output
     recorded = numbers()["sessions"]
     assert (recorded["tool_tokens"], recorded["turns"] > 1) == (30, True)
+    assert f"1 broken row was skipped: {recording}:5: not JSON" in "".join(numbers()["notes"])
     assert run(recording, "--sessions", "tool_seconds=7").exit_code == 0
     assert numbers()["sessions"] == {**recorded, "tool_seconds": 7}
 

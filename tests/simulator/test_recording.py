@@ -112,7 +112,7 @@ def test_scores_and_rewards_are_those_that_a_trainer_would_have(recorded):
     pruning = PruningPlan(20, mode="shadow")
     (row,), _ = recorded(trace, Setting(4, 4, pruning=pruning), machine=Machine(FLAT))
     (prompt,) = row.prompts
-    assert (row.model, row.detection_length, row.rollout_id) == ("m", 20, "2x first pruned at 20/rollout-7")
+    assert (row.model, row.detection_length, row.rollout_id) == ("m", 20, "2x first pruned at 20 mode shadow/rollout-7")
     assert prompt.lengths == [10, 20, 30, 40, 40, 40, 40, 40]
     assert prompt.rewards == [0.0, 1.0, 0.0, 1.0, None, None, None, None]
     assert prompt.scores[:4] == [None, 1 / 8, 2 / 8, 3 / 8]

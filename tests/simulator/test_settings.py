@@ -87,6 +87,8 @@ def test_names_say_what_differs():
     ]
     assert Setting(7, 2, "shortest", early_stop=False).name == "7+2 shortest waits for all"
     assert Setting(8, "auto", tradeoff=2.0).name == "auto first tradeoff 2"
+    pruned = parse_setting("redundancy=8,detection_length=64,keep_ratio=0.25,rule=paper,allow_fewer=true", 8)
+    assert pruned.name == "2x first pruned at 64 rule paper keep_ratio 0.25 allow_fewer true"
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8, 64])

@@ -119,7 +119,7 @@ class DrawnLengths:
 
 class TracedLengths:
     """A prompt is found by its digest or its name (`PROMPT_FIELD`); one that is not takes the next in turn, and keeps
-    it."""
+    it. Ranks take different ones at a time, and each takes all of them in time."""
 
     def __init__(self, prompts: Sequence[TracedPrompt], rank: int, num_ranks: int) -> None:
         self._prompts = [lengths_of(prompt) for prompt in prompts]
@@ -127,15 +127,19 @@ class TracedLengths:
         rows = sorted(range(len(prompts)), key=lambda row: sum(not c.is_stopped for c in prompts[row].candidates))
         self._known = {prompts[row].history_key.removeprefix(KEY_OF_TOKENS): row for row in rows}
         self._known |= {prompts[row].id: row for row in rows}
-        self._next, self._stride = rank, num_ranks
+        self._rank, self._stride = rank, num_ranks
+        self._period = len(prompts) // math.gcd(num_ranks, len(prompts))
+        """Turns after which a rank would come to where it began."""
+        self._num_turns = 0
         self._seen: defaultdict[str, int] = defaultdict(int)
         """Candidates that came without an index, by prompt."""
 
     def of(self, prompt: str, name: str, index: int | None, prompt_chance: float, chance: float) -> int:
         row = self._known.get(name or prompt, self._known.get(prompt))
         if row is None:
-            row = self._known[prompt] = self._next % len(self._prompts)
-            self._next += self._stride
+            place = self._rank + self._num_turns * self._stride + self._num_turns // self._period
+            row = self._known[prompt] = place % len(self._prompts)
+            self._num_turns += 1
         if index is None:
             index = self._seen[prompt]
             self._seen[prompt] += 1

@@ -109,15 +109,25 @@ class StepLog:
     """Writes steps into `folder`, if there is one, and says every ten seconds how they went."""
 
     def __init__(
-        self, folder: Path | None, *, rank: int, speed: float, say: Callable[[str], None], goes_on: bool = False
+        self,
+        folder: Path | None,
+        *,
+        rank: int,
+        speed: float,
+        say: Callable[[str], None],
+        num_ranks: int | None = None,
+        goes_on: bool = False,
     ) -> None:
-        """`goes_on`: after the steps of an engine whose place this one takes. Raises: OSError."""
+        """`num_ranks`: of this server; a log of one beyond is an earlier server's, and goes. `goes_on`: after the steps
+        of an engine whose place this one takes. Raises: OSError."""
         self._rank = rank
         self._say = say
         self._file: int | None = None
         self._summary, self._before, self._since = Summary(), None, None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            if num_ranks is not None and not goes_on:
+                _remove_others(folder, num_ranks)
             path = folder / f"steps-{rank}.jsonl"
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o644)
             if goes_on:  # after a last row that was cut off
@@ -152,6 +162,13 @@ class StepLog:
             reason = error.strerror
         self._say(f"emulated device {self._rank}: its log ends here, {reason}")
         self.close()
+
+
+def _remove_others(folder: Path, num_ranks: int) -> None:
+    for path in folder.glob(PATTERN):
+        rank = path.stem.removeprefix("steps-")
+        if rank.isdecimal() and int(rank) >= num_ranks:
+            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

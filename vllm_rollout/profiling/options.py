@@ -38,10 +38,12 @@ class ProfileOptions:
     def __post_init__(self) -> None:
         if self.refresh and self.restart:
             raise ValueError("--refresh measures points of a profile again, --restart forgets it: give one of them")
+        if self.output.suffix == ".png":
+            raise ValueError(f"--output must not end in .png, where the picture goes, got {self.output}")
         if self.wanted.num_steps is not None and self.wanted.num_steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.wanted.num_steps}")
         for flag in self.serve_flags:
-            name = flag.partition("=")[0]
+            name = flag.partition("=")[0].replace("_", "-")  # vLLM takes both
             if name in OURS:
                 raise ValueError(f"{name} behind -- is not for a profile; use {OURS[name]}.")
         available = num_devices()

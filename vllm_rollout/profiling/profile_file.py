@@ -161,8 +161,10 @@ class Profile(_Model):
                 f"{measured}. Add it with `vllm-rollout profile {self.model_name} --tensor-parallel "
                 f"{tensor_parallel_size}` and the profile's file as --output."
             )
-        curves = sorted((fit.mean_context_tokens, fit.curve) for fit in fits)
-        return CostModel(tuple(curves), engine.prefill_s_per_token, engine.step_prefill_s, engine.max_num_seqs)
+        # Prompts end with a block: two planned contexts may be one that was measured.
+        curves = {fit.mean_context_tokens: fit.curve for fit in fits}
+        by_context = tuple((context, curves[context]) for context in sorted(curves))
+        return CostModel(by_context, engine.prefill_s_per_token, engine.step_prefill_s, engine.max_num_seqs)
 
     def batch_sizes(self, tensor_parallel_size: int = 1) -> list[int]:
         """Measured ones, ascending."""

@@ -104,6 +104,11 @@ def _measure_all(options: ProfileOptions, profile: Profile | None, start: StartE
                 continue
         profile = _measure_size(options, profile, size, flags, start, console)
     assert profile is not None
+    if not profile.fits:
+        raise RuntimeError(
+            "no point was measured: candidates never ran all together. Ask for smaller --batch-sizes and shorter "
+            "--contexts, or give the engine more memory."
+        )
     with console.status("the curves are tried on points left out of the fit"):
         profile = finished(profile)
     profile.write(options.output)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -23,14 +24,15 @@ class Gained(NamedTuple):
     numbers: dict[str, Any]
 
 
-def gained_of(machine: Machine, settings: Sequence[Setting], group_size: int, context_tokens: float) -> Gained:
-    """By size of the batch, for groups of that size; empty where no setting has drafts."""
+def gained_of(machine: Machine, settings: Sequence[Setting], group_size: int, contexts: Iterable[float]) -> Gained:
+    """By size of the batch, for groups of that size; empty where no setting has drafts. contexts: in tokens, of each
+    candidate half way."""
     if not any(setting.drafts for setting in settings):
         return Gained([], {})
     drafts = machine.with_drafts(True).drafts
     most = machine.num_slots or MAX_BATCH_SIZE
     sizes = [size for size in BATCH_SIZES if size & (size - 1) == 0 and size <= most]
-    rows = gains(machine.step_cost, drafts, share_factor(drafts, group_size - 1, 0), sizes, context_tokens)
+    rows = gains(machine.step_cost, drafts, share_factor(drafts, group_size - 1, 0), sizes, fmean(contexts))
     table = Table(title=f"What drafts bring, with {group_size} candidates to a prompt")
     for name in ("candidates in a step", "drafts of each", "tokens of each", "times as fast"):
         table.add_column(name, justify="right")

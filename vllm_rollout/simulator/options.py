@@ -139,9 +139,16 @@ def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> C
         warnings.append(
             f"contexts go up to {longest:,} tokens, the profile's to {known:,.0f}: times beyond are extrapolated."
         )
-    if machine.num_slots > (known := profile.batch_sizes(size)[-1]):
+    smallest, at_context = max((curve.batch_sizes[0], context) for context, curve in cost.curves)
+    largest = max(curve.batch_sizes[-1] for _, curve in cost.curves)
+    if smallest > 1:
         warnings.append(
-            f"up to {machine.num_slots:,} candidates run at once, the profile was measured up to {known:,}: times "
+            f"at a context of {at_context:,.0f} tokens the profile was measured from {smallest:,.0f} candidates on: "
+            "times of fewer, as at the end of every rollout, are extrapolated. Measure them with --batch-sizes 1,…."
+        )
+    if machine.num_slots > largest:
+        warnings.append(
+            f"up to {machine.num_slots:,} candidates run at once, the profile was measured up to {largest:,.0f}: times "
             "beyond are extrapolated."
         )
     source = {

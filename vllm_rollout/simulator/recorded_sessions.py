@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.group.lengths.censoring import fit_log_lengths
@@ -27,20 +28,35 @@ MS = 1000
 MOST_FAILURES = 0.99
 
 
-def read_session_groups(path: Path) -> tuple[list[SessionGroupRow], int]:
-    """In the order of their ends, and how many rollouts of answers there are. Raises: OSError."""
+class RecordedGroups(NamedTuple):
+    """What is read of a recording."""
+
+    groups: list[SessionGroupRow]
+    """In the order of their ends."""
+    num_rollouts: int
+    """How many rollouts of answers there are."""
+    broken: list[str]
+    """What is wrong with each row that is none; the last one may have been on its way."""
+
+
+def read_session_groups(path: Path) -> RecordedGroups:
+    """Raises: OSError."""
     groups, num_rollouts = [], 0
-    for row in rows_of(path, []):  # a broken one was being written
+    broken: list[str] = []
+    for row in rows_of(path, broken):
         groups += [row] if isinstance(row, SessionGroupRow) else []
         num_rollouts += isinstance(row, RolloutRow)
-    return groups, num_rollouts
+    return RecordedGroups(groups, num_rollouts, broken)
 
 
 def trace_of_sessions(
-    groups: Sequence[SessionGroupRow], prompts_per_step: int | None = None, num_rollouts: int = 0
+    groups: Sequence[SessionGroupRow],
+    prompts_per_step: int | None = None,
+    num_rollouts: int = 0,
+    skipped: Sequence[str] = (),
 ) -> Trace:
     """Each group is a prompt. One that began when all before it were over begins another rollout, unless
-    `prompts_per_step` says which do. num_rollouts: of answers, which are left out.
+    `prompts_per_step` says which do. num_rollouts: of answers, which are left out. skipped: what was wrong with rows.
 
     Raises: ValueError when nothing is left to replay.
     """
@@ -70,6 +86,7 @@ def trace_of_sessions(
         others=f"{num_rollouts:,} rollout{'s' * (num_rollouts != 1)} of answers: leave --sessions out to replay them"
         if num_rollouts
         else "",
+        skipped=tuple(skipped),
     )
 
 

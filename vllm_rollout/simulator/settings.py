@@ -100,7 +100,7 @@ class Setting:
         if self.patience is not None:
             words.append(f"patience {self.patience:g}")
         if self.pruning is not None:
-            words.append(f"pruned at {self.pruning.detection_length}")
+            words += [f"pruned at {self.pruning.detection_length}", *_unlike_default(self.pruning)]
         if self.tradeoff != DEFAULT_TRADEOFF:
             words.append(f"tradeoff {self.tradeoff:g}")
         if self.audit_ratio:
@@ -133,6 +133,15 @@ def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | N
 
 
 PRUNING_FIELDS = tuple(rows(PruningFields))
+
+
+def _unlike_default(pruning: PruningPlan) -> list[str]:
+    """Each field, and what it says, that has not its default."""
+    default = PruningPlan(pruning.detection_length)
+    values = {field: getattr(pruning, field) for field in PRUNING_FIELDS}
+    return [f"{field} {value}".lower() for field, value in values.items() if value != getattr(default, field)]
+
+
 FIELDS: Mapping[str, Row] = {
     **{field.name: ROWS[field.name] for field in fields(Setting) if field.name in ROWS},
     "redundancy": replace(ROWS["redundancy"], flat=Either((ROWS["redundancy"].flat, Names((AUTO,))))),

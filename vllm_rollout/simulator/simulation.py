@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -81,9 +81,9 @@ def run(options: SimulateOptions) -> None:
     trace = None
     groups: list[SessionGroupRow] = []
     if options.trace is not None and options.sessions is not None:
-        groups, num_rollouts = read_session_groups(options.trace)
+        groups, num_rollouts, broken = read_session_groups(options.trace)
     if groups:
-        trace = trace_of_sessions(groups, options.prompts_per_step, num_rollouts)
+        trace = trace_of_sessions(groups, options.prompts_per_step, num_rollouts, broken)
     elif options.trace is not None:
         trace = read_trace(options.trace, skip_broken=options.skip_broken, prompts_per_step=options.prompts_per_step)
     job = _rounds(options, trace) if options.rounds else _rollouts(options, trace, groups)
@@ -133,7 +133,6 @@ def _rollouts(options: SimulateOptions, trace: Trace | None, groups: Sequence[Se
     group_size = options.group_size or trace.group_size or DEFAULT_GROUP_SIZE
     sessions = _sessions(options, groups, is_ideal=clock.machine.is_ideal)
     settings = _with_drafted(options, _settings(options, trace, group_size, clock.machine.max_candidates))
-    contexts = [prompt.prompt_tokens + c.num_tokens / 2 for prompt in trace.prompts for c in prompt.candidates]
     num_rollouts = len(trace.rollouts) * options.epochs
     rollouts = "1 rollout" if num_rollouts == 1 else f"{num_rollouts:,} rollouts"
     groups = f"{len(trace.prompts) * options.epochs:,} groups of {group_size}"
@@ -152,7 +151,8 @@ def _rollouts(options: SimulateOptions, trace: Trace | None, groups: Sequence[Se
             on_rollout=lambda s: advance(s.name, 1),
             recording=recording,
         )
-        gained = gained_of(clock.machine, settings, group_size, sum(contexts) / max(1, len(contexts)))
+        contexts = (prompt.prompt_tokens + c.num_tokens / 2 for prompt in trace.prompts for c in prompt.candidates)
+        gained = gained_of(clock.machine, settings, group_size, contexts)
         notes = report.notes(its, trace)
         if recording is not None:
             recording.write(options.output_trace)
@@ -200,7 +200,12 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
 
         its = sweep_rounds(conditions, settings, on_round)
         drafting = [setting.group for setting in settings]
-        gained = gained_of(clock.machine, drafting, group_size, longest / 2)
+        contexts = (
+            prompt.prompt_tokens + candidate.num_tokens / 2
+            for prompt in data.prompts
+            for candidate in data.candidates(prompt, 0, 0, group_size)
+        )
+        gained = gained_of(clock.machine, drafting, group_size, contexts)
         return Report(
             [*rounds_report.tables(its), *gained.tables],
             rounds_report.summary(its),
@@ -261,6 +266,8 @@ def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candi
                     )
             except ValueError as error:
                 raise FlagError(f"--setting {text!r}: {error}") from error
+            if setting.redundancy and setting.group_size != group_size and not setting.label:
+                setting = replace(setting, label=f"{setting.name} of {setting.group_size}")
             settings.append(setting)
     return list(dict.fromkeys(settings))
 
@@ -288,8 +295,11 @@ def _round_settings(options: SimulateOptions, group_size: int, pruning: Mapping[
 
 
 def _with_drafted(options: SimulateOptions, settings: list[AnySetting]) -> list[AnySetting]:
-    """With --drafts each of them with drafts, too, behind all that have none."""
+    """With --drafts each of them with drafts, too, behind all that have none. Raises: FlagError."""
     more = [setting.drafted for setting in settings] if options.drafts else []
+    groups = [its.group if isinstance(its, RoundSetting) else its for its in (*settings, *more)]
+    if options.draft_acceptance is not None and not any(group.drafts for group in groups):
+        raise FlagError("--draft-acceptance is for drafts, and no setting has any: add --drafts, or drafts=true to one")
     return list(dict.fromkeys([*settings, *more]))
 
 

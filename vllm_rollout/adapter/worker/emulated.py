@@ -83,6 +83,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
             rank=parallel.data_parallel_index,
             speed=emulation.speed,
             say=logger.info,
+            num_ranks=emulation.num_ranks,
             goes_on=emulation.log_goes_on,
         )
         self._launched: LaunchedStep | None = None
