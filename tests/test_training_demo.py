@@ -67,6 +67,8 @@ def test_a_success_is_reached_between_evaluations(success, seconds):
         (["--train", "--steps", "0"], "--steps must be at least 1"),
         (["--train", "--group-size", "4"], "--group-size is not for --train"),
         (["--steps", "4"], "--steps is for --train"),
+        (["--train", "--output", "curve.foo"], "--output must end in .png, got curve.foo"),
+        (["--output", "/nowhere/curve.png"], "there is no folder /nowhere"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(words, said):

@@ -94,6 +94,10 @@ def demo(
     given |= {"max_tokens": max_tokens, "output": output}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
+        if output is not None and output.suffix != ".png":
+            raise ValueError(f"--output must end in .png, got {output}")
+        if output is not None and not output.parent.is_dir():
+            raise ValueError(f"--output: there is no folder {output.parent}; make it")
         if train:
             _run_training_demo(chosen | ({} if steps is None else {"steps": steps}), quick)
         elif steps is not None:
