@@ -38,10 +38,10 @@ class Row(NamedTuple):
 
 def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
     """The rows of a group, none where it does not teach, and what it counts in the mean that the loss is, also then.
-    Stopped candidates whose tokens came back (`--stopped-teach`) are as right as their score says, or wrong."""
+    Candidates stopped in mid-answer (`--stopped-teach`), not who lost a tie, are as right as their score, or wrong."""
     assert group.rewards is not None  # a reward was asked for
     its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, UnselectedCandidate)]
-    stopped = [candidate for candidate in stopped if candidate.state in ("surplus", "pruned") and candidate.token_ids]
+    stopped = [c for c in stopped if c.state in ("surplus", "pruned") and c.token_ids and not c.ended_by_itself]
     if stopped:
         expected = [candidate.success_probability or 0.0 for candidate in stopped]
         its = advantages([t.reward for t in group.trajectories] + expected, terms.estimator)

@@ -89,6 +89,13 @@ def test_the_same_seed_gives_the_same_group(server: Server) -> None:
     assert tokens() == tokens()
 
 
+def test_who_loses_a_tie_comes_back_as_one_that_ended_by_itself(server: Server) -> None:
+    groups = rollout(server, sampling=ends_after(50), **{"return": {"unselected": True}})["groups"]
+    others = [candidate for group in groups for candidate in group["candidates"]]
+    assert [c["ended_by_itself"] for c in others] == [c["num_tokens"] == 50 for c in others]
+    assert any(c["ended_by_itself"] for c in others)  # they start in the same step
+
+
 def test_a_group_without_redundancy_equals_the_n_choices_of_stock(server: Server) -> None:
     sampling = {"max_tokens": 60, "seed": 5, "temperature": 1.0}
     group = rollout(server, prompts=[PROMPTS[1]], redundancy=0, sampling=sampling)["groups"][0]

@@ -147,6 +147,7 @@ def test_who_was_stopped_teaches_as_a_wrong_answer_up_to_there(state: str, teach
         UnselectedCandidate.model_construct(index=2, state=state, **said),
         UnselectedCandidate.model_construct(index=3, state="surplus", token_ids=[], num_tokens=0, logprobs=[]),
         Candidate.model_construct(index=4, state="surplus", num_tokens=2),
+        UnselectedCandidate.model_construct(index=5, state=state, ended_by_itself=True, **said),
     ]
     rows, count = rows_of(answered, ALGORITHMS["dr_grpo"])
     told = [(row.answer.token_ids, row.advantage) for row in rows]

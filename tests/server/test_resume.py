@@ -20,7 +20,7 @@ from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.resumption import VersionSpan
 from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending
 from vllm_rollout.server import kept as kept_module
-from vllm_rollout.server.ended import trajectory_of
+from vllm_rollout.server.ended import candidate_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.server.kept import keep, read_kept
 from vllm_rollout.server.protocol import Return
@@ -267,6 +267,8 @@ def test_one_that_lost_a_tie_is_over_by_itself():
     tie = replace(tie, ending=replace(tie.ending, ended_by_itself=True))
     (kept,) = read_kept(keep([tie], 1, None))
     assert (kept.whole, kept.finish_reason, kept.stop_reason) == (True, "stop", None)
+    said = [candidate_of(each, Return(unselected=True), None) for each in (tie, end(1, "surplus", 3))]
+    assert [candidate.ended_by_itself for candidate in said] == [True, False]
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("active", 0.125), ("shadow", 0.5)])

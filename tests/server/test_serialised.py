@@ -52,7 +52,7 @@ TRAJECTORIES = st.builds(
 )
 STATES = st.sampled_from(["finished", "pruned", "surplus", "failed"])
 CANDIDATES = st.builds(Candidate, **ENDED, state=STATES) | st.builds(
-    UnselectedCandidate, **ENDED, **CONTENT, state=STATES
+    UnselectedCandidate, **ENDED, **CONTENT, state=STATES, ended_by_itself=st.booleans()
 )
 
 

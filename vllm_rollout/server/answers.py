@@ -95,6 +95,8 @@ class UnselectedCandidate(Candidate):
     token_ids: list[int]
     logprobs: list[float] | None = None
     text: str | None = None
+    ended_by_itself: bool = False
+    """Its answer is whole, and as likely right as any: it was not selected, or lost a tie."""
 
 
 class GroupLengths(BaseModel):

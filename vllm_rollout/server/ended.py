@@ -53,7 +53,9 @@ def candidate_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None)
         "state": end.ending.state,
         **_scoring(end, pruning),
     }
-    return UnselectedCandidate(**fields, **_content(end, wanted)) if wanted.unselected else Candidate(**fields)
+    if not wanted.unselected:
+        return Candidate(**fields)
+    return UnselectedCandidate(**fields, **_content(end, wanted), ended_by_itself=end.ending.ended_by_itself)
 
 
 def tokens_of(prompt_id: str, tokens: CandidateTokens, wanted: Return) -> TokensEvent:
