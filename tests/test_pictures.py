@@ -141,6 +141,9 @@ KEPT: Mapping[str, Kept] = {
     "time_to_reward": Kept(
         "python -m benchmarks.time_to_reward", of_result("benchmarks.time_to_reward.report"), (GPU_SECONDS,) * 3
     ),
+    "time_to_reward_300": Kept(
+        "python -m benchmarks.time_to_reward", of_result("benchmarks.time_to_reward.report"), (GPU_SECONDS,) * 2
+    ),
     "training_demo": Kept(
         "vllm-rollout demo --train",
         draw_training,
