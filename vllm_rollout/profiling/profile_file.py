@@ -163,8 +163,8 @@ class Profile(_Model):
             )
         # Prompts end with a block: two planned contexts may be one that was measured.
         curves = {fit.mean_context_tokens: fit.curve for fit in fits}
-        by_context = tuple((context, curves[context]) for context in sorted(curves))
-        return CostModel(by_context, engine.prefill_s_per_token, engine.step_prefill_s, engine.max_num_seqs)
+        by_context = sorted(curves.items())
+        return CostModel(tuple(by_context), engine.prefill_s_per_token, engine.step_prefill_s, engine.max_num_seqs)
 
     def batch_sizes(self, tensor_parallel_size: int = 1) -> list[int]:
         """Measured ones, ascending."""

@@ -12,7 +12,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 
 from vllm_rollout.group.plans.fields import MAX_NAME_CHARS
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.errors import ERRORS, errors_of
+from vllm_rollout.server.errors import ERRORS, ROLLOUT_ERRORS, errors_of
 from vllm_rollout.server.serialised import EventStream, event_stream_schema, json_response, to_json
 from vllm_rollout.server.sessions.body import (
     FinishAnswer,
@@ -49,7 +49,7 @@ def _sessions(request: Request) -> SessionService:
     summary="Declare a group of sessions",
     response_model=SessionGroupAnswer,
     status_code=HTTPStatus.CREATED,
-    responses=SESSION_ERRORS | errors_of(429),
+    responses=ROLLOUT_ERRORS,
 )
 async def create_group(body: SessionGroupRequest, request: Request) -> Response:
     """The answer has the ids of its sessions. A request whose header X-Session-ID is one of them is a turn of it,
