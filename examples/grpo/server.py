@@ -47,6 +47,7 @@ class Server:
         """Waits until it is there, the first time or again; one of our own is started. Raises: TimeoutError."""
         if self._process:
             self._process.stop()
+            self._process.log.replace(self._args.output / "server.lost.log")  # it may say why
         if self._args.serve:
             self._process = start(self._args)
         self.client = RolloutClient(self._process.url if self._process else self._args.url)

@@ -9,7 +9,6 @@ same words it goes on where it was, after a kill at any moment. docs/training.md
 
 import argparse
 import dataclasses
-import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from vllm_rollout.client.connection import STARTING
 from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
-from vllm_rollout.whole_file import write_whole
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # in a row in which nothing teaches: then it is an error; in a step of DAPO
@@ -169,8 +167,7 @@ class Training:
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
         line |= {**describe(ended), "seconds": time.perf_counter() - began}
         write_line(self.record, {**line, "answers": [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]})
-        said = f"success {line['success']:.3f}, length {line['length']:.1f}"
-        print(f"held out after step {line['step']}: {said}", flush=True)
+        print(f"held out after step {line['step']}: success {line['success']}, length {line['length']}", flush=True)
         for warning in answer.warnings[:5]:
             print(f"  warning: {warning}", flush=True)
 
@@ -212,9 +209,8 @@ class Training:
         self.progress.record_size = self.record.stat().st_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
-        file = io.BytesIO()
-        torch.save({**content, "terms": self.said}, file)
-        write_whole(self.checkpoint, file.getvalue())
+        torch.save({**content, "terms": self.said}, new := self.args.output / "checkpoint.new")
+        new.replace(self.checkpoint)
 
     def restore(self) -> None:
         """Raises: RuntimeError for a checkpoint that was made on other terms."""
@@ -301,8 +297,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--until", choices=["variance"], help="a group goes on until its rewards differ")
     add("--stream", action="store_true", help="gradients of a group as soon as it ends")
     args = parser.parse_args(words)
-    if args.resume and not args.rounds:
-        parser.error("--resume is of --rounds, which was not said")
+    for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):
+        if getattr(args, flag) and not getattr(args, its):
+            parser.error(f"--{flag.replace('_', '-')} is of --{its}, which was not said")
     return args
 
 

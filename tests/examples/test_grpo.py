@@ -271,10 +271,16 @@ def test_a_run_is_told_of_speculation_and_filtering() -> None:
     assert expected.items() <= fields.items()
 
 
-def test_resume_without_rounds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--resume"], "--resume is of --rounds"), (["--serve-flags", "x"], "--serve-flags is of --serve")],
+)
+def test_a_flag_of_another_one_is_refused_without_it(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        parse(["model", "output", "--resume"])
-    assert "--resume is of --rounds" in capsys.readouterr().err
+        parse(["model", "output", *words])
+    assert said in capsys.readouterr().err
 
 
 def test_flags_for_the_server_are_quoted_as_in_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

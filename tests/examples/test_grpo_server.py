@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
+from examples.grpo import server as asked
 from examples.grpo import train
 from examples.grpo.model import new_model, new_tokenizer, save
 from examples.grpo.server import Server
@@ -213,5 +216,23 @@ def test_answers_whose_grader_failed_are_not_wrong_ones(start, capsys) -> None:
     with serving(app_of(FakeEngine(), lambda _: next(grades))) as url:
         start(url).evaluate()
     said = capsys.readouterr().out
-    assert "success 1.000" in said
+    assert "success 1.0," in said
     assert "4 of 8 trajectories have no reward; of the first one: out of disk" in said
+
+
+def test_the_log_of_a_server_that_was_lost_is_kept(
+    urls: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = ["out of memory", "all is well"]
+
+    def start(args: argparse.Namespace) -> SimpleNamespace:
+        log = args.output / "server.log"
+        log.write_text(logs.pop(0))
+        return SimpleNamespace(url=urls[0], log=log, stop=lambda: None)
+
+    monkeypatch.setattr(asked, "start", start)
+    server = Server(parse(["model", str(tmp_path), "--serve"]))
+    server.bring_back()
+    server.bring_back()
+    texts = [(tmp_path / name).read_text() for name in ("server.lost.log", "server.log")]
+    assert texts == ["out of memory", "all is well"]
