@@ -167,7 +167,8 @@ class Training:
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
         line |= {**describe(ended), "seconds": time.perf_counter() - began}
         write_line(self.record, {**line, "answers": [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]})
-        print(f"held out after step {line['step']}: success {line['success']}, length {line['length']}", flush=True)
+        said = f"success {line['success']:.3f}, length {line['length']:.1f}"
+        print(f"held out after step {line['step']}: {said}", flush=True)
         for warning in answer.warnings[:5]:
             print(f"  warning: {warning}", flush=True)
 

@@ -216,7 +216,7 @@ def test_answers_whose_grader_failed_are_not_wrong_ones(start, capsys) -> None:
     with serving(app_of(FakeEngine(), lambda _: next(grades))) as url:
         start(url).evaluate()
     said = capsys.readouterr().out
-    assert "success 1.0," in said
+    assert "success 1.000" in said
     assert "4 of 8 trajectories have no reward; of the first one: out of disk" in said
 
 
