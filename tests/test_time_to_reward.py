@@ -36,6 +36,8 @@ def test_seconds_on_a_gpu_are_those_of_a_batch_that_empties():
     assert gpu_seconds(deferred) - gpu_seconds(plain) == pytest.approx(LONGER * 3 * 5 * 0.000012)
     stopped = step(0, [1], other_lengths=[3])
     assert gpu_seconds(plain) - gpu_seconds(stopped) == pytest.approx(LONGER * 3 / TRAINED_TOKENS_S)
+    went_on = step(0, [1, 9], resumed=[0, 6], learned_from=4)  # its last three tokens
+    assert gpu_seconds(went_on) == pytest.approx(gpu_seconds(plain))
 
 
 @pytest.mark.parametrize(("goal", "steps"), [(0.2, 0), (0.4, 7.5), (0.5, 10), (0.55, 12), (0.9, None)])
@@ -70,6 +72,10 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
         told = report.row_of("plain", slow[:num_slow] + rows[0]["runs"][num_slow:], 0)["to_0.6"]
         assert (told["num"], told["steps"], told["steps_interval"]) == expected
     assert report.styles_of({}, {"one": rows}, 0) == {"one": rows}
+    assert [each["step"] for each in rows[0]["over_time"]] == [0, 4]
+    assert (rows[0]["start"], rows[0]["end"]) == (0.2, 0.7)
+    waves = report.row_of("until", rows[0]["runs"], 0)["to_0.6"]
+    assert (waves["seconds"], waves["gpu_seconds"]) == (plain["seconds"], None)
     assert "2.00, 0.25, 1.00, 0.12" in report.tables({"styles": {"one": rows}})
     lacking = [{name: run[name] for name in run if name != "sync_s"} for run in rows[0]["runs"]]
     old = [{**rows[0], "runs": [{**run, "seed": run["seed"] + 2, "p99": 9.5} for run in lacking]}]
@@ -85,6 +91,14 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
     assert "| race, 8 of 16 | 1 of 1 | 3.2 |" in report.tables(record)
     draw(record, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def test_a_training_in_which_nothing_taught_has_a_summary(tmp_path):
+    (tmp_path / "plain-1").mkdir()
+    lines = [evaluation(0, 0.5), step(0, [4], gradient_norm=0.0, teaching=0), evaluation(1, 0.5)]
+    (tmp_path / "plain-1" / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (row,) = report.styles_of({"one": tmp_path}, {}, 0)["one"]
+    assert (row["gradient_norm"], row["gradient_spread"], row["end"]) == (0.0, 0.0, 0.5)
 
 
 def group(rewards: list[float], stopped: list[int]) -> GroupAnswer:

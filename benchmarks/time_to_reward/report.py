@@ -29,10 +29,12 @@ LONGER = 10
 STEP_S, CANDIDATE_S, TRAINED_TOKENS_S, SYNC_S = 0.0052, 0.000012, 7000, 1.0
 HALF, RANDOMLY_PRUNED, PRUNED_AT = "half16", "random", 24
 """The second is no training: it is the first, had the others been stopped where pruning judges. Chance chose both."""
+NOT_MEASURED = {(RANDOMLY_PRUNED, "seconds"), ("until", "gpu_seconds")}
+"""Of the second, whose candidates begin one wave after another, no record says when."""
 PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race")
 TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
 ENDS = ("length", "p99", "easy", "hard")
-"""What a summary takes from the last evaluation."""
+"""What a summary takes from each evaluation."""
 PARTS = ("rollout", "rewards", "training", "sync")
 """The parts of a step, in seconds. Rewards come while others roll out; theirs are those of all graders together."""
 GRADIENTS = ("gradient_norm", "gradient_spread")
@@ -63,9 +65,12 @@ class Finished(NamedTuple):
 
 
 def gpu_seconds(step: Mapping[str, Any]) -> float:
-    """What one training step takes; all candidates start at once. Those whose group was deferred ran as long as any."""
+    """What one training step takes; all candidates start at once, after what they go on from. Those whose group was
+    deferred ran as long as any."""
     deferred = [step["longest"]] * step["usage"].get("num_deferred", 0)
-    lengths = sorted([*step["lengths"], *step["other_lengths"], *deferred])
+    resumed = step.get("resumed") or [0] * len(step["lengths"])
+    decoded = [num - before for num, before in zip(step["lengths"], resumed, strict=True)]
+    lengths = sorted([*decoded, *step["other_lengths"], *deferred])
     seconds, before = 0.0, 0
     for place, length in enumerate(lengths):
         seconds += LONGER * (length - before) * (STEP_S + CANDIDATE_S * (len(lengths) - place))
@@ -134,17 +139,18 @@ def randomly_pruned(run: Finished) -> Finished:
 
 def summary(run: Finished) -> dict[str, Any]:
     """What the record keeps of a training, so that a later report can add seeds to it."""
-    norms = [step["gradient_norm"] for step in run.steps if step["gradient_norm"]]
-    last = run.evaluations[-1]
+    norms = [step["gradient_norm"] for step in run.steps if step["gradient_norm"]] or [0.0]
+    over_time = [{name: each[name] for name in ("step", *ENDS)} for each in run.evaluations]
     return {
         "seed": run.seed,
         "points": [point._asdict() for point in run.points],
-        **{name: last[name] for name in ENDS},
+        **{name: over_time[-1][name] for name in ENDS},
+        "over_time": over_time,
         "teaching": fmean(step["teaching"] / max(1, step["groups"]) for step in run.steps),
         "tokens_per_step": fmean(step["usage"]["generated_tokens"] for step in run.steps),
         **{f"{part}_s": median(step["seconds"].get(part, 0.0) for step in run.steps) for part in PARTS},
         "gradient_norm": fmean(norms),
-        "gradient_spread": pstdev(norms) / fmean(norms),
+        "gradient_spread": pstdev(norms) / (fmean(norms) or 1.0),
         "difference_max": max(step["difference_max"] for step in run.steps),
     }
 
@@ -153,11 +159,11 @@ def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any
     """What the trainings of one arm came to."""
     runs = sorted(runs, key=lambda run: run["seed"])
     curves = [[Point(**point) for point in run["points"]] for run in runs]
-    last = [fmean(point.success for point in points[-2:]) for points in curves]
+    last = [points[-1].success for points in curves]
     row: dict[str, Any] = {"arm": arm, "title": TITLES[arm], "seeds": [run["seed"] for run in runs]}
     row["start"], row["end"] = median(points[0].success for points in curves), median(last)
     row["end_interval"] = interval(last, seed)
-    measured = [unit for unit in UNITS if (arm, unit) != (RANDOMLY_PRUNED, "seconds")]
+    measured = [unit for unit in UNITS if (arm, unit) not in NOT_MEASURED]
     for goal in GOALS:
         found = [reached(points, goal) for points in curves]
         row[f"to_{goal}"] = {
@@ -168,6 +174,10 @@ def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any
             values = [inf if point is None else getattr(point, unit) for point in found]
             row[f"to_{goal}"] |= {unit: finite(median(values)), f"{unit}_interval": interval(values, seed)}
     row |= {name: median(run[name] for run in runs) for name in ENDS}
+    row["over_time"] = [
+        {name: median(each[name] for each in at) for name in ("step", *ENDS)}
+        for at in zip(*(run["over_time"] for run in runs if "over_time" in run), strict=False)
+    ]  # a record of before 2026-11-26 has ends only
     for part in PARTS:  # a record of before 2026-11-25 has no rewards and sync
         known = [run[f"{part}_s"] for run in runs if f"{part}_s" in run]
         row[f"{part}_s"] = median(known) if known else None
@@ -206,6 +216,7 @@ def _ends(style: str, rows: Sequence[Row]) -> str:
         "arm": lambda row: row["title"],
         "success": lambda row: _ranged(row["end"], row["end_interval"], 2),
         "easy, hard": lambda row: f"{row['easy']:.2f}, {row['hard']:.2f}",
+        "before": lambda row: "{easy:.2f}, {hard:.2f}".format(**row["over_time"][0]) if row["over_time"] else "—",
         "mean, P99 length": lambda row: f"{row['length']:.0f}, {row['p99']:.0f}",
         "groups that teach": lambda row: percent(row["teaching"]),
         "gradient norm, spread": lambda row: f"{row['gradient_norm']:.2f}, {row['gradient_spread']:.2f}",

@@ -52,7 +52,8 @@ def main() -> None:
     flags += shlex.split(arguments.flags)
     serve = ["--serve", "--serve-flags=--rollout-audit-ratio 0"]
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.runs / "about.json", {"versions": installed_versions(), "hardware": hardware()})
+    about = {"versions": installed_versions(), "hardware": hardware(), "flags": [*flags, *serve]}
+    write_json(arguments.runs / "about.json", about)
     deadline = time.monotonic() + 3600 * arguments.hours
     with Server(parse([arguments.model, str(arguments.runs), *serve, *flags])) as server:
         nothing = server.client.state()

@@ -63,7 +63,6 @@ class Update:
     def __init__(self, trainer: StreamTrainer, model: Any, terms: Terms, micro_tokens: int) -> None:
         self.trainer, self.model, self.terms, self.micro_tokens = trainer, model, terms, micro_tokens
         self.differences = [torch.zeros(1)]  # of log probabilities, to those of who sampled
-        self._teaches = False
         trainer.abandon()  # the gradients of an attempt that died
         trainer.begin(0)
 
@@ -87,11 +86,10 @@ class Update:
         loss = clipped_loss(logprobs, sampled, its, self.terms) * mask
         total = loss.sum() if self.terms.unit == "token" else (loss.sum(1) / mask.sum(1)).sum()
         self.trainer.add_sum(total, 0)  # what it is divided by was counted
-        self._teaches = True
 
     def finish(self) -> StepResult | None:
         """None when no group taught: nothing is updated. Raises: FloatingPointError for a gradient that is none."""
-        if not self._teaches:
+        if not self.differences[1:]:  # no group taught
             self.trainer.abandon()
             return None
         return self.trainer.finish()

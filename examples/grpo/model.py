@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.grpo.task import VOCABULARY, Problem
@@ -37,6 +38,7 @@ def new_tokenizer() -> Any:
 def load(folder: Path | str, rank: int = 0) -> tuple[Any, Any]:
     """Model, in float32, and tokenizer of any Hugging Face folder. With a rank only LoRA's matrices of it learn."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     if rank:
         import peft
 
@@ -53,8 +55,8 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     new.rename(folder)
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """`model.safetensors`, which is all that a server reads again; what LoRA adds to a weight is added."""
+def save_weights(model: Any, folder: Path) -> Path:
+    """The folder with `model.safetensors`, which is all that a server reads; what LoRA adds to a weight is added."""
     folder.mkdir(parents=True, exist_ok=True)
     model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
@@ -62,6 +64,7 @@ def save_weights(model: Any, folder: Path) -> None:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, new := folder / "model.new", {"format": "pt"})
     new.replace(folder / "model.safetensors")
+    return folder
 
 
 def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
@@ -90,15 +93,12 @@ def answer_logprobs(
 
     Padding is on the right and attention is causal, so the model needs no mask.
     """
-    shape = len(prompts), max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids, mask = torch.full(shape, PAD), torch.zeros(shape)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
-        mask[row, len(prompt) : len(prompt) + len(answer)] = 1
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    pairs = list(zip(prompts, answers, strict=True))
+    ids = pad_sequence([torch.tensor([*p, *a]) for p, a in pairs], batch_first=True).to(model.device)
+    mask = pad_sequence([torch.tensor([0.0] * len(p) + [1.0] * len(a)) for p, a in pairs], batch_first=True)
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
     logprobs = -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return logprobs.view_as(ids[:, 1:]), mask[:, 1:]
+    return logprobs.view_as(ids[:, 1:]), mask[:, 1:].to(ids.device)
 
 
 def write_line(path: Path, line: dict[str, Any]) -> None:
@@ -110,5 +110,5 @@ def check_finite(model: Any, what: str) -> None:
     """Raises: ValueError for weights that no server should have."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            remedy = "The server keeps those it has. Start again, from the checkpoint, with a lower --lr."
+            remedy = "The server keeps those it has. Start again: it goes on from the checkpoint, with a lower --lr."
             raise ValueError(f"{what}: the weights {name} are not finite everywhere. {remedy}")

@@ -72,12 +72,11 @@ def main() -> None:
         if (args.cache / name).exists():
             print(f"{args.cache / name} is there")
             continue
-        if clear.exists():
-            model, tokenizer = load(clear)
-        else:
+        if not clear.exists():
             model, tokenizer = new_model(args.seed), new_tokenizer()
             train(model, tokenizer, CLEAR, "clear", args.seed, CLEAR_STEPS)
             save(model, tokenizer, clear)
+        model, tokenizer = load(clear)
         train(model, tokenizer, STYLES[name], name, args.seed, STYLE_STEPS)
         save(model, tokenizer, args.cache / name)
         print(f"{args.cache / name} is made: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")

@@ -5,12 +5,11 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, get_args
 
 import httpx
-from transformers import AutoConfig
 
 from examples.grpo import task
 from examples.grpo.loss import ALGORITHMS
@@ -19,7 +18,6 @@ from vllm_rollout.group.plans.fields import PruningRule
 
 REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `task.py`; the server has the task's name
 PRUNING = (*get_args(PruningRule), "shadow")
-SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIES}
@@ -51,6 +49,8 @@ class Server:
         if self._args.serve:
             self._process = start(self._args)
         self.client = RolloutClient(self._process.url if self._process else self._args.url)
+        if not self.client.health():
+            print(f"no server at {self.client.base_url} yet: waiting for it (--serve starts one)", flush=True)
         self.client.wait_until_ready(self._args.patience)
 
 
@@ -74,22 +74,14 @@ def start(args: Namespace) -> process.ServerProcess:
     return server
 
 
-def check_server(client: RolloutClient, model: Any, tokenizer: Any, args: Namespace) -> None:
-    """Raises: RuntimeError for a server of another model or tokenizer."""
-    url, how = client.base_url, {"headers": client.key_headers, "trust_env": False}
-    served = httpx.get(f"{url}/v1/models", **how).raise_for_status().json()["data"][0]
-    with suppress(OSError, ValueError):  # a name that this host does not know says nothing
-        its = AutoConfig.from_pretrained(served["root"])
-        theirs, ours = ({name: getattr(config, name, None) for name in SHAPE} for config in (its, model.config))
-        if theirs != ours:
-            what = f"serves {served['root']}, {theirs}, and {args.model} is {ours}"
-            raise RuntimeError(f"the server at {url} {what}. Start it with {args.model}, or let --serve do so.")
-    text = task.problems(args.task, "look", 1)[0].text
-    body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-    tokens = httpx.post(f"{url}/tokenize", json=body, **how).raise_for_status().json()["tokens"]
-    if tokens != (own := tokenizer.encode(text, add_special_tokens=False)):
-        what = f"makes {tokens[:8]} of {text!r}, that of {args.model} {own[:8]}"
-        raise RuntimeError(f"the server's tokenizer {what}. Start the server with this model, without --tokenizer.")
+def nccl_sender(model: Any, url: str) -> Callable[[], None]:
+    """vLLM's own transfer of weights, from this process's GPU to those of a server that runs on others."""
+    from vllm.distributed.weight_transfer import base, clients, nccl_engine
+
+    size = httpx.get(f"{url}/get_world_size", trust_env=False).raise_for_status().json()["world_size"]
+    info = nccl_engine.NCCLTrainerInitInfo("127.0.0.1", process.free_port(), 1 + size, rank=0)
+    ends = {"client": clients.HTTPVLLMWeightSyncClient(url), "source": base.ModuleSource(model)}
+    return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(info, **ends).send_weights
 
 
 def sampling(args: Namespace, seed: int) -> dict[str, Any]:
@@ -117,6 +109,6 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
 
 def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once
     _, fields = rollout_fields(args)
-    speculation = {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
-    filters = {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
-    return {**fields, **speculation, **filters, "resume": args.resume}
+    fields |= {"prompt_speculation": args.speculation, "response_speculation": args.speculation}
+    fields |= {"filter": "zero_variance"} if args.algorithm == "dapo" else {}
+    return {**fields, "resume": args.resume}

@@ -120,16 +120,14 @@ def thought(problem: Problem, chance: random.Random, style: Style) -> list[str]:
             before, value = value, work_through()
             while value != before and len(tokens) < MAX_THOUGHT:
                 tokens.append("differ")
-                if chance.random() < style.confuses:
-                    confusion = min(confusion + 1, worst)
+                confusion = min(confusion + (chance.random() < style.confuses), worst)
                 before, value = value, work_through()
             tokens.append("same")
             is_sure = True
         if is_sure:
             return [*tokens, "answer", str(value), "<eos>"][:MAX_THOUGHT]
         tokens.append("wait")
-        if chance.random() < style.confuses:
-            confusion = min(confusion + 1, worst)
+        confusion = min(confusion + (chance.random() < style.confuses), worst)
     return tokens[:MAX_THOUGHT]
 
 
@@ -150,8 +148,7 @@ def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
     lengths, rewards = [n for _, n, _ in answers], [r for _, _, r in answers]
     quarters: list[list[float]] = [[], [], [], []]
     for difficulty in {problem.difficulty for problem, _, _ in answers}:
-        alike = [(n, r) for problem, n, r in answers if problem.difficulty == difficulty]
-        alike.sort(key=itemgetter(0))  # stable: among equally long ones, chance decides
+        alike = sorted([(n, r) for problem, n, r in answers if problem.difficulty == difficulty], key=itemgetter(0))
         for place, (_, r) in enumerate(alike):
             quarters[4 * place // len(alike)].append(r)
     middle = percentile([problem.difficulty for problem, _, _ in answers], 50)

@@ -9,10 +9,12 @@ same words it goes on where it was, after a kill at any moment. docs/training.md
 
 import argparse
 import dataclasses
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,27 @@ import torch
 
 from examples.grpo.loss import ALGORITHMS, Update, rows_of
 from examples.grpo.model import check_finite, load, prompt_ids, save_weights, write_line
-from examples.grpo.server import PRUNING, Server, check_server, rollout_fields, run_fields, sampling
-from examples.grpo.task import TASKS, Problem, describe, mean, problems
+from examples.grpo.server import PRUNING, Server, nccl_sender, rollout_fields, run_fields, sampling
+from examples.grpo.task import TASKS, VOCABULARY, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
 from vllm_rollout.client.connection import STARTING
 from vllm_rollout.client.groups import GroupStream
+from vllm_rollout.integrations.served import check_served
 from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # in a row in which nothing teaches: then it is an error; in a step of DAPO
 LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
-NOT_TERMS = ("output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience")  # may change
+NOT_TERMS = {"output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience"}  # may change
+NOT_TERMS |= {"lr", "micro_tokens", "nccl"}
 
 
 @dataclasses.dataclass(slots=True)
 class Progress:
     """What a training is besides weights, optimizer and random numbers; the counters are of steps that are done."""
 
+    id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(3))  # in the names of its weights
     step: int = 0
     num_prompts: int = 0
     seconds: float = 0.0  # of steps, without evaluations and starts
@@ -63,18 +68,20 @@ class Training:
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         torch.manual_seed(args.seed)
         self.args, self.server = args, server
-        self.said = {name: str(value) for name, value in vars(args).items() if name not in NOT_TERMS}
+        self.said = {name: str(value) for name, value in vars(args).items()}
         self.model, self.tokenizer = load(args.model, args.lora)
         self.learned = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        check_server(server.client, self.model, self.tokenizer, args)
+        words = " ".join([problems(args.task, "look", 1)[0].text, *VOCABULARY])
+        check_served(server.client, self.model.config, self.tokenizer, words)
         self.optimizer = torch.optim.AdamW(self.learned.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.trainer = StreamTrainer(self.learned.values(), self.optimizer, max_norm=CLIP_NORM)
         self.terms, self.filters = ALGORITHMS[args.algorithm], args.algorithm == "dapo"
-        self.progress, self.run = Progress(), None
+        self.progress, self.run, self.version = Progress(), None, None
         self.checkpoint, self.record = args.output / "checkpoint.pt", args.output / "record.jsonl"
 
     def go(self) -> None:
         self.restore()
+        write_line(self.record, {"kind": "start", **self.said})
         self.persist(self.prepare_server)
         while self.progress.step < self.args.steps:
             if self.progress.step % self.args.evaluate_every == 0:
@@ -104,13 +111,14 @@ class Training:
         step.groups.sort(key=lambda group: (len(group.prompt_id), group.prompt_id))  # not as they ended
         update.add([] if self.args.stream else step.groups)
         step.differences = torch.cat(update.differences)
-        if step.differences.mean() > LARGEST_DIFFERENCE and not any(group.off_policy for group in step.groups):
-            what = f"log probabilities are {step.differences.mean():.2g} nats from the policy's on average"
-            raise RuntimeError(f"the server's {what}: it has other weights. Does somebody else give it some?")
+        versions = {span["version"] for g in step.groups for t in g.trajectories for span in t.weight_versions}
+        others, difference = versions - {self.version}, step.differences.mean().item()
+        if not self.args.resume and (others or difference > LARGEST_DIFFERENCE):
+            what = f"it sampled with {others or 'them'}, {difference:.2g} nats from the policy on average"
+            raise RuntimeError(f"the server has other weights: {what}. Does somebody else give it some?")
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.args.lr * min(1, (self.progress.step + 1) / WARMUP_STEPS)
         step.result = update.finish()
-        check_finite(self.model, f"step {self.progress.step}")
         self.progress.step += 1
         self.progress.learned = learned
         self.progress.num_prompts += step.num_prompts
@@ -162,13 +170,12 @@ class Training:
         if not graded:
             why = "; ".join([*answer.warnings, *filter(None, [answer.groups[0].reason])][:2])
             raise RuntimeError(f"no answer to a held-out problem has a reward: {why}. Look at the server and its log.")
-        ended = [(held_out[id], t.num_tokens, t.reward) for id, t in graded]
         line = {"kind": "evaluation", "step": self.progress.step, "seconds_of_steps": self.progress.seconds}
+        line |= describe([(held_out[id], t.num_tokens, t.reward) for id, t in graded])
+        line["seconds"] = time.perf_counter() - began
         shown = [(held_out[g.prompt_id].text, t) for g in answer.groups[:8] for t in g.trajectories[:1]]
-        line |= {**describe(ended), "seconds": time.perf_counter() - began}
         write_line(self.record, {**line, "answers": [[asked, t.text, t.num_tokens, t.reward] for asked, t in shown]})
-        said = f"success {line['success']:.3f}, length {line['length']:.1f}"
-        print(f"held out after step {line['step']}: {said}", flush=True)
+        print("held out after step {step}: success {success:.3f}, length {length:.1f}".format(**line), flush=True)
         for warning in answer.warnings[:5]:
             print(f"  warning: {warning}", flush=True)
 
@@ -177,7 +184,9 @@ class Training:
         try:
             return work()
         except RolloutError as error:
-            if error.status not in (None, *STARTING) or not attempts:
+            forgotten = self.run is not None and error.status == HTTPStatus.NOT_FOUND  # by one that was started anew
+            lost = forgotten or error.status in (None, *STARTING) or not self.server.client.health()
+            if not attempts or not lost or error.type == "UnexpectedAnswer":
                 raise
             print(f"the server was lost ({error}); waiting until it is back", flush=True)
         self.server.bring_back()
@@ -187,12 +196,13 @@ class Training:
 
     def prepare_server(self) -> None:
         """What it has to have before a step: these weights, what it had learned, and the run."""
+        self.send = nccl_sender(self.model, self.server.client.base_url) if self.args.nccl else None
         self.give_weights()
         if self.progress.learned:
             self.server.client.set_state(self.progress.learned)
         if self.args.rounds:
-            size, _ = rollout_fields(self.args)
-            self.run = self.server.client.run(size, self.args.prompts, id=self.progress.run, **run_fields(self.args))
+            shape = self.args.group_size, self.args.prompts
+            self.run = self.server.client.run(*shape, id=self.progress.run, **run_fields(self.args))
             self.progress.run = self.run.id
         self.progress.learned = self.progress.learned or self.learned_by_server()
 
@@ -202,8 +212,10 @@ class Training:
         return self.server.client.state() if matters else b""
 
     def give_weights(self) -> None:
-        save_weights(self.model, self.args.output / "weights")
-        self.server.client.give_weights(self.args.output / "weights", f"{self.args.output.name}-{self.progress.step}")
+        check_finite(self.model, f"after {self.progress.step} steps")
+        weights = self.send or save_weights(self.model, self.args.output / "weights")
+        version = f"{self.args.output.name}-{self.progress.id}-{self.progress.step}"
+        self.version = self.server.client.give_weights(weights, version).version
 
     def save(self) -> None:
         """All of it in one file, which is whole and of one step whenever anybody is killed."""
@@ -217,11 +229,11 @@ class Training:
         """Raises: RuntimeError for a checkpoint that was made on other terms."""
         if not self.checkpoint.exists():
             self.record.unlink(missing_ok=True)
-            write_line(self.record, {"kind": "start", **self.said})
             return
         saved = torch.load(self.checkpoint, weights_only=False)
-        if other := dict(saved["terms"].items() - self.said.items()):
-            raise RuntimeError(f"{self.checkpoint} was made with {other}. Say the same, or another output.")
+        other = dict(saved["terms"].items() - self.said.items())
+        if terms := {name: value for name, value in other.items() if name not in NOT_TERMS}:
+            raise RuntimeError(f"{self.checkpoint} was made with {terms}. Say the same, or another output.")
         self.model.load_state_dict(saved["weights"], strict=False)
         self.optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"])
@@ -244,12 +256,12 @@ class Training:
         line |= {"difference_mean": step.differences.mean().item(), "difference_max": step.differences.max().item()}
         line |= {"seconds": {**step.seconds, "rewards": sum(t.reward_s or 0.0 for t in ended)}}
         line |= {"lengths": lengths, "rewards": rewards, "other_lengths": stopped}
+        line |= {"resumed": [t.num_resumed_tokens for t in ended]}
         write_line(self.record, line)
         took = " ".join(f"{name} {value:.2f}" for name, value in step.seconds.items())
         said = f"reward {line['reward']:.3f}, length {line['length']:.0f}, {line['teaching']} groups teach, {took} s"
         print(f"step {line['step']}: {said}", flush=True)
-        incomplete = [group for group in step.groups if group.status == "incomplete"]
-        step.warnings += [f"the group of {group.prompt_id} is incomplete: {group.reason}" for group in incomplete]
+        step.warnings += [f"{g.prompt_id} is incomplete: {g.reason}" for g in step.groups if g.status == "incomplete"]
         if step.usage["num_reward_errors"]:
             step.warnings.append(f"the reward function failed for {step.usage['num_reward_errors']} answers")
         if step.result is None:
@@ -257,8 +269,7 @@ class Training:
         for warning in sorted(set(step.warnings))[:5]:
             print(f"  warning: {warning}", flush=True)
         if self.progress.num_idle >= MOST_IDLE_STEPS:
-            remedy = "Look at the reward function, or take easier or harder problems."
-            raise RuntimeError(f"for {MOST_IDLE_STEPS} steps {step.warnings[-1]}. {remedy}")
+            raise RuntimeError(f"for {MOST_IDLE_STEPS} steps {step.warnings[-1]}. Look at the rewards.")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -269,6 +280,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--serve", action="store_true", help="start a server, and end it at the end")
     add("--serve-flags", help="of --serve: more flags of `vllm-rollout serve`, quoted as for a shell")
     add("--url", default="http://127.0.0.1:8000", help="of a server that runs already; default: %(default)s")
+    add("--nccl", action="store_true", help="weights by vLLM's own transfer, to a server on other GPUs; not by disk")
     add("--patience", type=float, default=600, help="seconds to wait for a server that is gone")
     add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
     add = parser.add_argument_group("learning").add_argument
@@ -301,6 +313,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):
         if getattr(args, flag) and not getattr(args, its):
             parser.error(f"--{flag.replace('_', '-')} is of --{its}, which was not said")
+    if args.nccl and (args.serve or args.lora):
+        parser.error("--nccl is for a server on other GPUs (--url), and sends whole weights: not with --serve, --lora")
     return args
 
 

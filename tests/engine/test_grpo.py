@@ -20,6 +20,7 @@ from examples.grpo import server as asked
 from examples.grpo.train import Step, Training, parse
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, Server, serve_command
 from vllm_rollout import RolloutError
+from vllm_rollout.integrations.served import check_served
 from vllm_rollout.model_files import tiny
 from vllm_rollout.server.answers import GroupAnswer
 
@@ -54,7 +55,7 @@ def curve(output: Path) -> list[dict[str, Any]]:
     """The record, without what the clock and the last bits of floats say."""
     said = ("kind", "step", "success", "quarters", "lengths", "rewards", "teaching", "filtered", "gradient_norm")
     lines = [json.loads(line) for line in (output / "record.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in said if key in line} for line in lines]
+    return [{key: line[key] for key in said if key in line} for line in lines if line["kind"] != "start"]
 
 
 def start(args: list[str]) -> subprocess.Popen[bytes]:
@@ -137,7 +138,7 @@ def test_lora_learns_and_goes_on(tiny_model: str, server: Server, tmp_path: Path
 
 def test_what_does_not_fit_is_refused(tiny_model: str, server: Server, tmp_path: Path) -> None:
     tiny(tmp_path / "other", hidden_size=128)
-    with pytest.raises(RuntimeError, match=r"'hidden_size': 256.*'hidden_size': 128.*--serve"):
+    with pytest.raises(RuntimeError, match=r"'hidden_size': 256.*'hidden_size': 128.*Start the server"):
         training(words(str(tmp_path / "other"), tmp_path / "run", server.url))
 
     trained = training(words(tiny_model, tmp_path / "run", server.url))
@@ -145,7 +146,7 @@ def test_what_does_not_fit_is_refused(tiny_model: str, server: Server, tmp_path:
     version = server.http.get("/weight_info").json()
     wrong = Namespace(encode=lambda text, add_special_tokens: [1, 2])
     with pytest.raises(RuntimeError, match="tokenizer"):
-        asked.check_server(trained.server.client, trained.model, wrong, trained.args)
+        check_served(trained.server.client, trained.model.config, wrong, "1 + 1")
 
     weights = next(trained.model.parameters()).data
     kept = weights.clone()

@@ -273,9 +273,14 @@ def test_a_run_is_told_of_speculation_and_filtering() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--resume"], "--resume is of --rounds"), (["--serve-flags", "x"], "--serve-flags is of --serve")],
+    [
+        (["--resume"], "--resume is of --rounds"),
+        (["--serve-flags", "x"], "--serve-flags is of --serve"),
+        (["--nccl", "--serve"], "not with --serve"),
+        (["--nccl", "--lora", "4"], "whole weights"),
+    ],
 )
-def test_a_flag_of_another_one_is_refused_without_it(
+def test_flags_that_do_not_fit_together_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

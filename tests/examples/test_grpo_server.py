@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from examples.grpo import server as asked
@@ -91,7 +92,7 @@ def start(tmp_path: Path) -> Callable[..., Training]:
     """A training at a server."""
     save(new_model(0), new_tokenizer(), tmp_path / "model")
 
-    def start(url: str, *words: str) -> Training:
+    def start(url: str, *words: str) -> Training:  # the same folder each time
         small = "--prompts 4 --group-size 4 --max-tokens 32 --held-out 4 --evaluate-every 9 --steps 3"
         args = parse([str(tmp_path / "model"), str(tmp_path / "run"), "--url", url, *small.split(), *words])
         args.output.mkdir(exist_ok=True)
@@ -113,6 +114,10 @@ def once(work: Callable[..., Any], happens: Callable[[], bool], how: RolloutErro
         return work(*args)
 
     return done
+
+
+def lines_of(training: Training, kind: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, training.record.read_text().splitlines()) if line["kind"] == kind]
 
 
 def learned_from(training: Training) -> Counter[str]:
@@ -169,6 +174,151 @@ def test_a_server_that_its_proxy_does_not_find_is_waited_for(urls, start, status
     assert sum(learned_from(training).values()) == 3 * 4
 
 
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_an_engine_that_died_is_waited_for_where_its_api_process_still_answers(urls, start, monkeypatch, is_dead):
+    training = start(urls[0])
+    error = RolloutError(500, "EngineCore encountered an issue", "Internal Server Error")
+    training.give_weights = once(training.give_weights, lambda: training.progress.step == 1, error)
+    monkeypatch.setattr(training.server.client, "health", lambda: not is_dead)
+    if is_dead:
+        assert sum(learned_from(training).values()) == 3 * 4
+    else:  # whatever it is, another server would say it, too
+        with pytest.raises(RolloutError, match="encountered an issue"):
+            training.go()
+
+
+def test_a_server_that_was_started_anew_behind_the_trainers_back_gets_its_run_again(urls, start) -> None:
+    training = start(urls[0], "--rounds")
+    roll_out = training.roll_out_and_learn
+
+    def roll_out_at_another() -> Step:
+        if training.progress.step == 1:
+            training.roll_out_and_learn = roll_out
+            training.server.client = RolloutClient(urls[1])  # it knows no run
+        return roll_out()
+
+    training.roll_out_and_learn = roll_out_at_another
+    check_run(training, learned_from(training))
+
+
+@pytest.mark.parametrize("flags", ["", "--rounds --resume"])
+def test_weights_that_somebody_else_gave_are_not_trained_on(start, flags) -> None:
+    with serving(app_of(FakeEngine(weight_version="another-7"))) as url:
+        training = start(url, *flags.split())
+        if flags:  # what goes on may have begun by earlier ones
+            training.go()
+            return
+        with pytest.raises(RuntimeError, match=r"other weights: it sampled with \{'another-7'\}"):
+            training.go()
+        assert training.progress.step == 0
+
+
+def test_weights_that_are_not_finite_are_not_sent(start) -> None:
+    sent: list[str] = []
+    app = app_of(FakeEngine())
+
+    @app.middleware("http")
+    async def look(request: Request, ask: Callable[[Request], Any]) -> Response:
+        sent.append(request.url.path)
+        return await ask(request)
+
+    with serving(app) as url:
+        training = start(url)
+        next(training.model.parameters()).data[3, 3] = math.nan
+        sent.clear()
+        with pytest.raises(ValueError, match=r"embed_tokens.* not finite"):
+            training.go()
+        assert sent == []
+
+
+def test_the_learning_rate_may_change_where_a_training_goes_on(urls, start) -> None:
+    start(urls[0], "--steps", "1").go()
+    training = start(urls[0], "--steps", "2", "--lr", "1e-4", "--micro-tokens", "512")
+    training.go()
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4 * 2 / 5)
+    assert [line["lr"] for line in lines_of(training, "start")] == ["0.0003", "0.0001"]
+    with pytest.raises(RuntimeError, match=r"was made with \{'group_size': '4'\}"):
+        start(urls[0], "--group-size", "5").go()
+
+
+def test_a_training_in_which_nothing_teaches_ends(start) -> None:
+    with serving(app_of(FakeEngine(), lambda _: Grade("ok", 1.0))) as url:
+        training = start(url, "--steps", "20")
+        with pytest.raises(RuntimeError, match=r"for 10 steps nothing taught: rewards are all the same.*1\.000"):
+            training.go()
+    assert [line["gradient_norm"] for line in lines_of(training, "step")] == [0.0] * 10
+
+
+def test_a_group_that_is_incomplete_teaches_by_what_it_has_and_is_said(start, capsys) -> None:
+    with serving(app_of(FakeEngine(failures={0: 0}))) as url:
+        training = start(url, "--steps", "1", "--held-out", "1")
+        training.go()
+    (step,) = lines_of(training, "step")
+    assert (step["groups"], len(step["rewards"])) == (4, 4 * 3)
+    assert step["gradient_norm"] > 0
+    assert "train-1-0 is incomplete: " in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_differs_in_one_word_of_an_answer_is_another_one(start) -> None:
+    words = {"answer": "total", "total": "answer"}
+    app = app_of(FakeEngine())
+
+    @app.middleware("http")
+    async def swap(request: Request, ask: Callable[[Request], Any]) -> Response:
+        if request.url.path != "/tokenize":
+            return await ask(request)
+        text = (await request.json())["prompt"]
+        ids = new_tokenizer().encode(" ".join(words.get(word, word) for word in text.split()), add_special_tokens=False)
+        return JSONResponse({"tokens": ids})
+
+    with serving(app) as url, pytest.raises(RuntimeError, match=r"tokenizer makes .* of the token"):
+        start(url)
+
+
+def test_a_server_that_is_not_there_is_waited_for_with_a_word(tmp_path, capsys) -> None:
+    server = Server(parse(["model", str(tmp_path), "--url", "http://127.0.0.1:9", "--patience", "0"]))
+    with pytest.raises(TimeoutError):
+        server.bring_back()
+    assert "no server at http://127.0.0.1:9 yet: waiting for it (--serve starts one)" in capsys.readouterr().out
+
+
+def test_weights_go_by_vllms_own_transfer(start, monkeypatch) -> None:
+    """Its two ends without a GPU: what would go over NCCL is looked at."""
+    nccl = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
+    sent: list[str] = []
+    app, wanted = app_of(FakeEngine()), ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+    wanted += ["/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+    @app.get("/get_world_size")
+    async def get_world_size() -> dict[str, int]:
+        return {"world_size": 2}
+
+    @app.middleware("http")
+    async def look(request: Request, ask: Callable[[Request], Any]) -> Response:
+        if request.method == "POST":
+            sent.append(request.url.path)
+            if request.url.path in ("/init_weight_transfer_engine", "/update_weights"):
+                told[request.url.path] = await request.json()
+        return await ask(request)
+
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(nccl, "open_trainer_endpoint", lambda info: "a communicator")
+    monkeypatch.setattr(
+        nccl, "packed_nccl_broadcast_producer", lambda iterator, **_: told.update(broadcast=[n for n, _ in iterator])
+    )
+    with serving(app) as url:
+        training = start(url, "--nccl")
+        sent.clear()
+        training.prepare_server()
+        assert sent == ["/init_weight_transfer_engine", *wanted]
+        sent.clear()
+        training.give_weights()
+        assert sent == wanted
+    assert told["/init_weight_transfer_engine"]["init_info"]["world_size"] == 3
+    assert told["/update_weights"]["update_info"]["names"] == told["broadcast"] == list(training.learned)
+    assert not (training.args.output / "weights").exists()
+
+
 def test_a_server_that_is_lost_when_it_says_what_it_has_learned_is_waited_for(urls, start) -> None:
     training = start(urls[0], "--redundancy", "auto")
     training.prepare_server()
@@ -181,7 +331,7 @@ def test_who_was_stopped_makes_a_group_of_right_winners_teach_with_dapo_too(star
     with serving(app_of(FakeEngine(lengths=FIRST_ARE_RIGHT))) as url:
         training = start(url, "--algorithm", "dapo", "--race", "--stopped-teach", "--steps", "1")
         assert sum(learned_from(training).values()) == training.progress.num_prompts == 4
-    (step,) = [line for line in map(json.loads, training.record.read_text().splitlines()) if line["kind"] == "step"]
+    (step,) = lines_of(training, "step")
     assert (step["teaching"], step["filtered"]) == (4, 0)
 
 
