@@ -8,7 +8,7 @@ import pytest
 from benchmarks.time_to_reward import report, trl_record
 from benchmarks.time_to_reward.arms import ARMS, RIVALS, CorrectedBaseline, RandomHalf
 from benchmarks.time_to_reward.report import LONGER, SYNC_S, TRAINED_TOKENS_S, Point, draw, gpu_seconds, reached, read
-from benchmarks.time_to_reward.run import is_done
+from benchmarks.time_to_reward.run import is_done, say_what_runs
 from benchmarks.time_to_reward.trl_record import Record, RecordedClient
 from examples.grpo.task import problems
 from examples.grpo.train import Training, parse
@@ -91,6 +91,33 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
     assert "| race, 8 of 16 | 1 of 1 | 3.2 |" in report.tables(record)
     draw(record, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def test_trainings_of_two_policies_are_never_in_one_row(tmp_path, monkeypatch):
+    for name, weights in (("one", b"1"), ("other", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    for _ in range(2):
+        say_what_runs(tmp_path / "runs", str(tmp_path / "one"), ["--lr=1"])
+    assert json.loads((tmp_path / "runs" / "about.json").read_text())["flags"] == ["--lr=1"]
+    with pytest.raises(SystemExit, match=r"has trainings of policy \w+, .*other is \w+\. Name another folder"):
+        say_what_runs(tmp_path / "runs", str(tmp_path / "other"), [])
+
+    say_what_runs(tmp_path / "others", str(tmp_path / "other"), [])
+    words = ["--output", str(tmp_path / "it.json"), "--plot", str(tmp_path / "it.png")]
+    for style, folder, passes in (
+        ("a", "runs", True),
+        ("b", "others", True),
+        ("a", "runs", True),
+        ("a", "others", False),
+    ):
+        kept = ["--with", str(tmp_path / "it.json")] if (tmp_path / "it.json").exists() else []
+        monkeypatch.setattr("sys.argv", ["report", f"{style}={tmp_path / folder}", *kept, *words])
+        if passes:
+            report.main()
+        else:
+            with pytest.raises(SystemExit, match=r"'a' has trainings of policy .* Name another style"):
+                report.main()
 
 
 def test_a_training_in_which_nothing_taught_has_a_summary(tmp_path):

@@ -37,7 +37,7 @@ ENDS = ("length", "p99", "easy", "hard")
 """What a summary takes from each evaluation."""
 PARTS = ("rollout", "rewards", "training", "sync")
 """The parts of a step, in seconds. Rewards come while others roll out; theirs are those of all graders together."""
-GRADIENTS = ("gradient_norm", "gradient_spread")
+AVERAGES = ("teaching", "tokens_per_step", "gradient_norm", "gradient_spread")
 UNITS = {
     "steps": "steps",
     "tokens": "thousand tokens",
@@ -173,15 +173,14 @@ def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any
         for unit in measured:  # who never got there was later than all others
             values = [inf if point is None else getattr(point, unit) for point in found]
             row[f"to_{goal}"] |= {unit: finite(median(values)), f"{unit}_interval": interval(values, seed)}
-    row |= {name: median(run[name] for run in runs) for name in ENDS}
+    for of, names in ((median, (*ENDS, *(f"{part}_s" for part in PARTS))), (fmean, AVERAGES)):
+        for name in names:  # records of before 2026-11-25 lack some
+            known = [run[name] for run in runs if name in run]
+            row[name] = of(known) if known else None
     row["over_time"] = [
         {name: median(each[name] for each in at) for name in ("step", *ENDS)}
         for at in zip(*(run["over_time"] for run in runs if "over_time" in run), strict=False)
-    ]  # a record of before 2026-11-26 has ends only
-    for part in PARTS:  # a record of before 2026-11-25 has no rewards and sync
-        known = [run[f"{part}_s"] for run in runs if f"{part}_s" in run]
-        row[f"{part}_s"] = median(known) if known else None
-    row |= {name: fmean(run[name] for run in runs) for name in ("teaching", "tokens_per_step", *GRADIENTS)}
+    ]
     return {**row, "difference_max": max(run["difference_max"] for run in runs), "runs": runs}
 
 
@@ -267,6 +266,12 @@ def main() -> None:
     record = record_of_run(seed=arguments.seed, workload={"trainings": __doc__})
     earlier = {"styles": {}, "about": {}} if arguments.earlier is None else json.loads(arguments.earlier.read_text())
     abouts = {style: json.loads((folder / "about.json").read_text()) for style, folder in folders.items()}
+    for style in abouts.keys() & earlier["about"].keys():
+        new, old = abouts[style]["policy"], earlier["about"][style].get("policy")
+        if new != old:
+            raise SystemExit(
+                f"error: {style!r} has trainings of policy {new}, its record of {old}. Name another style."
+            )
     record |= {"styles": styles_of(folders, earlier["styles"], arguments.seed), "about": {**earlier["about"], **abouts}}
     publish(arguments, record, tables, draw)
 

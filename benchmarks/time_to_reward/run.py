@@ -11,9 +11,11 @@ the server forgets what it has learned. A run that was interrupted goes on from 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,18 @@ def is_done(record: Path, steps: int) -> bool:
     return any(line["kind"] == "evaluation" and line["step"] == steps for line in whole_lines(record))
 
 
+def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
+    """Write `about.json` of a folder of trainings. Raises: SystemExit where it has trainings of another policy, for
+    float32 rounds otherwise on another kind of CPU, and the same pretraining then makes a policy that learns otherwise.
+    """
+    weights = b"".join(path.read_bytes() for path in sorted(Path(model).glob("*.safetensors")))
+    policy, about = hashlib.sha256(weights).hexdigest()[:16], folder / "about.json"
+    if about.exists() and (other := json.loads(about.read_text())["policy"]) != policy:
+        raise SystemExit(f"error: {folder} has trainings of policy {other}, {model} is {policy}. Name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(about, {"versions": installed_versions(), "hardware": hardware(), "policy": policy, "flags": [*flags]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder of examples.grpo.pretrain")
@@ -51,9 +65,7 @@ def main() -> None:
     flags = ["--algorithm=dr_grpo", f"--lr={arguments.lr}", f"--steps={arguments.steps}"]
     flags += shlex.split(arguments.flags)
     serve = ["--serve", "--serve-flags=--rollout-audit-ratio 0"]
-    arguments.runs.mkdir(parents=True, exist_ok=True)
-    about = {"versions": installed_versions(), "hardware": hardware(), "flags": [*flags, *serve]}
-    write_json(arguments.runs / "about.json", about)
+    say_what_runs(arguments.runs, arguments.model, [*flags, *serve])
     deadline = time.monotonic() + 3600 * arguments.hours
     with Server(parse([arguments.model, str(arguments.runs), *serve, *flags])) as server:
         nothing = server.client.state()

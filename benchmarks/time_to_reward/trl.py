@@ -38,9 +38,9 @@ import httpx
 import torch
 from safetensors.torch import save as to_bytes
 
-from benchmarks.common import hardware, installed_versions, server_process, write_json
+from benchmarks.common import server_process
 from benchmarks.time_to_reward.arms import RIVALS
-from benchmarks.time_to_reward.run import is_done
+from benchmarks.time_to_reward.run import is_done, say_what_runs
 from benchmarks.time_to_reward.trl_record import Record, RecordedClient
 from examples.grpo.model import load, prompt_ids, write_line
 from examples.grpo.server import MAX_CANDIDATES, MAX_PROMPT_TOKENS
@@ -152,9 +152,7 @@ def main() -> None:
         parser.error("trl is not installed here: use .venvs/conformance-trl (make conformance TRAINER=trl)")
     torch.set_num_threads(1)
     exit_on_sigterm()
-    arguments.runs.mkdir(parents=True, exist_ok=True)
-    if not (arguments.runs / "about.json").exists():
-        write_json(arguments.runs / "about.json", {"versions": installed_versions(), "hardware": hardware()})
+    say_what_runs(arguments.runs, arguments.model, [f"--lr={arguments.lr}", f"--steps={arguments.steps}"])
     for seed in arguments.seeds:
         for arm in arguments.arms:
             output = arguments.runs / f"{arm}-{seed}"
