@@ -196,6 +196,16 @@ def said_in(events: Iterable[dict[str, Any]], stream_tokens: int = 1) -> dict[tu
     return said
 
 
+@contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """What comes meanwhile waits in the engine, so that however slow the machine, it is there together."""
+    server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+    try:
+        yield
+    finally:
+        server.http.post("/resume").raise_for_status()
+
+
 def ends_after(num_tokens: int) -> dict[str, Any]:
     """Sampling of a candidate of the tiny model that ends by itself with its `num_tokens`-th token, whatever it says.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import V2, Server, said_in, serve_command
+from tests.engine.conftest import V2, Server, paused, said_in, serve_command
 
 FLAGS = ("--max-model-len", "1024", "--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
 LONG = {"max_tokens": 960, "ignore_eos": True}
@@ -26,16 +25,6 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(command, log, VLLM_SERVER_DEV_MODE="1", UCX_TLS="tcp") as server:
         yield server
-
-
-@contextmanager
-def paused(server: Server) -> Iterator[None]:
-    """What comes meanwhile waits in the engine, so that however slow the machine, it is there together."""
-    server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
-    try:
-        yield
-    finally:
-        server.http.post("/resume").raise_for_status()
 
 
 def move_all(server: Server) -> dict[str, Any]:

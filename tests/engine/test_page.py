@@ -24,7 +24,7 @@ from vllm_rollout.server.watch.page import page_router
 from vllm_rollout.watching.replay import Replay
 
 pytestmark = needs_browser
-DEVICE = {"step": {"ms": 15.0}, "lengths": {"log_normal": {"mean": 100, "sigma": 0.7, "cap": 250}}}
+DEVICE = {"step": {"ms": 40.0}, "lengths": {"log_normal": {"mean": 100, "sigma": 0.7, "cap": 250}}}
 LINE = "-" * 1_000_000
 """Of few tokens."""
 

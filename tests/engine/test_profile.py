@@ -75,9 +75,11 @@ def test_the_profile_says_what_it_is_of(profile, tiny_model):
 
 
 def test_the_cost_model_is_of_the_measured_points(profile):
-    cost = profile.cost()
-    for point in profile.points:
-        assert cost.ptl(point.batch_size, point.mean_context_tokens) == pytest.approx(point.median_s, rel=0.5)
+    cost, medians = profile.cost(), {(p.context_tokens, p.batch_size): p.median_s for p in profile.points}
+    for fit in profile.fits:
+        for size, residual in fit.residuals.items():
+            expected = medians[fit.context_tokens, size] * (1 + residual)
+            assert cost.ptl(size, fit.mean_context_tokens) == pytest.approx(expected)
 
 
 def test_ctrl_c_stops_the_engine_and_keeps_the_points(tiny_model, tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server, serve_command
+from tests.engine.conftest import Server, ends_after, serve_command
 from tests.engine.ray_cluster import RayCluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm-rollout[ray]'")
@@ -46,7 +46,7 @@ def test_every_engine_core_is_an_actor_on_its_host_and_answers_our_calls(server:
 
 def test_groups_race_on_both_hosts(server: Server) -> None:
     prompts = [{"id": f"q{i}", "prompt": f"hello {i}"} for i in range(4)]
-    answer = server.rollout(prompts=prompts, group_size=2, redundancy=2, sampling={"max_tokens": 200})
+    answer = server.rollout(prompts=prompts, group_size=2, redundancy=2, sampling=ends_after(50))
     assert [group["status"] for group in answer["groups"]] == ["complete"] * 4
     assert all(candidate["state"] == "surplus" for group in answer["groups"] for candidate in group["candidates"])
     for rank in "01":

@@ -38,7 +38,7 @@ def test_where_all_candidates_are_asked_for_the_losers_come_too(ends: dict[str, 
     won = [tokens for tokens, end in ends["like_skyrl"] if end != "surplus"]
     lost = [tokens for tokens, end in ends["like_skyrl"] if end == "surplus"]
     assert (len(won), len(lost)) == (4, 4)
-    assert max(lost) <= max(won) + 2, "stopped in the step of the fourth end, or the one already scheduled"
+    assert max(lost) <= max(won) + 50, "stopped in the step of the fourth end, as far as they began together"
 
 
 @pytest.mark.parametrize("trainer", ["like_verl", "like_openrlhf"])
