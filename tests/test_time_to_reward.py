@@ -54,10 +54,13 @@ def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
         (tmp_path / name / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "race-2").mkdir()
     (tmp_path / "race-2" / "record.jsonl").write_text(f'{json.dumps(evaluation(0, 0.2))}\n{{"kind"')
+    (tmp_path / "race-3").mkdir()  # still runs, and was just evaluated
+    lines = [evaluation(0, 0.2), step(0, [9]), evaluation(1, 0.7)]
+    (tmp_path / "race-3" / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert is_done(tmp_path / "race-1" / "record.jsonl", 4)
     assert not is_done(tmp_path / "race-2" / "record.jsonl", 4)
     assert not is_done(tmp_path / "none", 4)
-    runs = list(read(tmp_path))
+    runs = read(tmp_path)
     assert [(run.arm, run.seed) for run in runs] == [("plain", 1), ("plain", 2), ("plain", 3), ("race", 1)]
     rows = report.styles_of({"one": tmp_path}, {}, 0)["one"]
     plain, race = (row["to_0.6"] for row in rows)

@@ -78,8 +78,14 @@ def gpu_seconds(step: Mapping[str, Any]) -> float:
     return seconds + LONGER * step["learned_from"] / TRAINED_TOKENS_S + SYNC_S
 
 
-def read(folder: Path) -> Iterator[Finished]:
-    """The trainings of a folder that came to their end."""
+def read(folder: Path) -> list[Finished]:
+    """The trainings of a folder that came to their end, which is the same step for all of them."""
+    runs = list(_whole(folder))
+    return [run for run in runs if len(run.steps) == max(len(each.steps) for each in runs)]
+
+
+def _whole(folder: Path) -> Iterator[Finished]:
+    """Those whose last step was evaluated."""
     for path in sorted(folder.glob("*/record.jsonl")):
         arm, _, seed = path.parent.name.rpartition("-")
         lines = whole_lines(path)
@@ -246,7 +252,7 @@ def styles_of(folders: Mapping[str, Path], earlier: Mapping[str, Sequence[Row]],
     styles = {}
     for style in dict.fromkeys((*earlier, *folders)):
         found = {(row["arm"], run["seed"]): run for row in earlier.get(style, ()) for run in row["runs"]}
-        runs = list(read(folders[style])) if style in folders else []
+        runs = read(folders[style]) if style in folders else []
         runs += [randomly_pruned(run) for run in runs if run.arm == HALF]
         found |= {(run.arm, run.seed): summary(run) for run in runs}
         by_arm = {name: [run for (arm, _), run in found.items() if arm == name] for name in TITLES}
@@ -256,7 +262,7 @@ def styles_of(folders: Mapping[str, Path], earlier: Mapping[str, Sequence[Row]],
 
 def main() -> None:
     arguments = arguments_of(__doc__, "time_to_reward.report", plot=True)
-    arguments.add_argument("folders", nargs="+", metavar="STYLE=FOLDER", help="what `run` has left, by a name")
+    arguments.add_argument("folders", nargs="*", metavar="STYLE=FOLDER", help="what `run` has left, by a name")
     arguments.add_argument("--with", dest="earlier", type=Path, help="a record whose runs count, too")
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/time_to_reward.png"

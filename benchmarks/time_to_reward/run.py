@@ -44,7 +44,7 @@ def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
     """
     weights = b"".join(path.read_bytes() for path in sorted(Path(model).glob("*.safetensors")))
     policy, about = hashlib.sha256(weights).hexdigest()[:16], folder / "about.json"
-    if about.exists() and (other := json.loads(about.read_text())["policy"]) != policy:
+    if about.exists() and (other := json.loads(about.read_text()).get("policy")) != policy:
         raise SystemExit(f"error: {folder} has trainings of policy {other}, {model} is {policy}. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(about, {"versions": installed_versions(), "hardware": hardware(), "policy": policy, "flags": [*flags]})
