@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,12 @@ def step(at: int, lengths: list[int], **more: object) -> dict:
     line |= {"learned_from": sum(lengths)}
     line |= {"usage": {"generated_tokens": sum(lengths)}, "teaching": 3, "gradient_norm": 1.0, "difference_max": 1e-5}
     return {**line, "seconds": {"rollout": 2.0, "training": 1.0, "rewards": 0.25, "sync": 0.125}, **more}
+
+
+def leave(folder: Path, lines: list[dict]) -> None:
+    """As a training does."""
+    folder.mkdir()
+    (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def evaluation(at: int, success: float) -> dict:
@@ -50,13 +57,11 @@ def test_a_goal_is_reached_between_evaluations(goal, steps):
 def test_a_report_has_whole_trainings_and_draws_them(tmp_path):
     for name, lengths in (("plain-1", [40, 4]), ("plain-2", [40, 4]), ("plain-3", [20, 4]), ("race-1", [9, 4])):
         lines = [evaluation(0, 0.2), *(step(at, lengths) for at in range(4)), evaluation(4, 0.7)]
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        leave(tmp_path / name, lines)
     (tmp_path / "race-2").mkdir()
     (tmp_path / "race-2" / "record.jsonl").write_text(f'{json.dumps(evaluation(0, 0.2))}\n{{"kind"')
-    (tmp_path / "race-3").mkdir()  # still runs, and was just evaluated
     lines = [evaluation(0, 0.2), step(0, [9]), evaluation(1, 0.7)]
-    (tmp_path / "race-3" / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    leave(tmp_path / "race-3", lines)  # still runs, and was just evaluated
     assert is_done(tmp_path / "race-1" / "record.jsonl", 4)
     assert not is_done(tmp_path / "race-2" / "record.jsonl", 4)
     assert not is_done(tmp_path / "none", 4)
@@ -124,9 +129,8 @@ def test_trainings_of_two_policies_are_never_in_one_row(tmp_path, monkeypatch):
 
 
 def test_a_training_in_which_nothing_taught_has_a_summary(tmp_path):
-    (tmp_path / "plain-1").mkdir()
     lines = [evaluation(0, 0.5), step(0, [4], gradient_norm=0.0, teaching=0), evaluation(1, 0.5)]
-    (tmp_path / "plain-1" / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    leave(tmp_path / "plain-1", lines)
     (row,) = report.styles_of({"one": tmp_path}, {}, 0)["one"]
     assert (row["gradient_norm"], row["gradient_spread"], row["end"]) == (0.0, 0.0, 0.5)
 

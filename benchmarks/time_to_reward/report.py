@@ -81,7 +81,8 @@ def gpu_seconds(step: Mapping[str, Any]) -> float:
 def read(folder: Path) -> list[Finished]:
     """The trainings of a folder that came to their end, which is the same step for all of them."""
     runs = list(_whole(folder))
-    return [run for run in runs if len(run.steps) == max(len(each.steps) for each in runs)]
+    last = max((len(run.steps) for run in runs), default=0)
+    return [run for run in runs if len(run.steps) == last]
 
 
 def _whole(folder: Path) -> Iterator[Finished]:

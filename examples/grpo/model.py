@@ -94,7 +94,8 @@ def answer_logprobs(
     Padding is on the right and attention is causal, so the model needs no mask.
     """
     pairs = list(zip(prompts, answers, strict=True))
-    ids = pad_sequence([torch.tensor([*p, *a]) for p, a in pairs], batch_first=True).to(model.device)
+    rows = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
+    ids = pad_sequence(rows, batch_first=True, padding_value=PAD).to(model.device)
     mask = pad_sequence([torch.tensor([0.0] * len(p) + [1.0] * len(a)) for p, a in pairs], batch_first=True)
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
     logprobs = -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")

@@ -206,6 +206,15 @@ def paused(server: Server) -> Iterator[None]:
         server.http.post("/resume").raise_for_status()
 
 
+def in_one_step(server: Server, num_candidates: int, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `ask` answers, whose candidates start in the same step."""
+    with ThreadPoolExecutor(1) as pool:
+        with paused(server):
+            asked = pool.submit(ask)
+            server.wait_until(lambda: server.num_in_engine == num_candidates or asked.done())
+        return asked.result()
+
+
 def ends_after(num_tokens: int) -> dict[str, Any]:
     """Sampling of a candidate of the tiny model that ends by itself with its `num_tokens`-th token, whatever it says.
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, paused, race_joined, said_in
+from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, in_one_step, paused, race_joined, said_in
 from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, WEIGHT_SPANS, has, lacking
 from vllm_rollout.group.plans.prompt_key import seed_for
 
@@ -90,11 +90,8 @@ def test_the_same_seed_gives_the_same_group(server: Server) -> None:
 
 
 def test_who_loses_a_tie_comes_back_as_one_that_ended_by_itself(server: Server) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        with paused(server):  # so that they start in the same step
-            asked = pool.submit(rollout, server, sampling=ends_after(50), **{"return": {"unselected": True}})
-            server.wait_until(lambda: server.num_in_engine == 18 or asked.done())
-        groups = asked.result()["groups"]
+    fields = {"sampling": ends_after(50), "return": {"unselected": True}}
+    groups = in_one_step(server, 18, lambda: rollout(server, **fields))["groups"]
     others = [candidate for group in groups for candidate in group["candidates"]]
     assert [c["ended_by_itself"] for c in others] == [c["num_tokens"] == 50 for c in others]
     assert all(c["ended_by_itself"] for c in others)
@@ -330,9 +327,8 @@ def in_time(attempt: Callable[[], Events], missed: Callable[[dict[str, Any]], bo
 @pytest.mark.versions
 def test_a_pause_for_new_weights_splits_versions_where_the_tokens_were_made(server: Server) -> None:
     def update_weights() -> None:
-        server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
-        server.http.post("/update_weight_version", json={"new_version": "two"}).raise_for_status()
-        server.http.post("/resume").raise_for_status()
+        with paused(server):
+            server.http.post("/update_weight_version", json={"new_version": "two"}).raise_for_status()
 
     def attempt() -> Events:
         events = stream_and_interfere(server, update_weights)

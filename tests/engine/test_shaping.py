@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Server, forgetful, paused
+from tests.engine.conftest import Server, forgetful, in_one_step
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.group.racing.selection import conclude
@@ -51,11 +50,8 @@ def test_dual_end_returns_both_ends_of_the_pool(whole_pool: dict[str, Any]) -> N
 def test_patience_stops_the_pool_at_the_length_the_rule_says(server: Server, whole_pool: dict[str, Any]) -> None:
     patience = 1.25
     dual_end = {"dual_end": {"num_longest": 1, "patience": patience}}
-    with ThreadPoolExecutor(1) as threads:
-        with paused(server):  # so that they start in the same step
-            asked = threads.submit(rollout, server, "pool", redundancy=4, selection=dual_end)
-            server.wait_until(lambda: server.num_in_engine == NUM_CANDIDATES or asked.done())
-        (group,) = asked.result()["groups"]
+    answer = in_one_step(server, NUM_CANDIDATES, lambda: rollout(server, "pool", redundancy=4, selection=dual_end))
+    (group,) = answer["groups"]
     pool = lengths(whole_pool)
     cap = math.ceil(patience * sorted(pool.values())[GROUP_SIZE - 1])
     assert max(pool.values()) > cap, "somebody has to be too long for the test to say anything"
