@@ -1,6 +1,9 @@
 """Settings every test shares. They stand here because vLLM reads its environment when it is first imported."""
 
+import logging
 import os
+import signal
+import threading
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -8,15 +11,44 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
+import pytest_timeout
 from fastapi import FastAPI
 from hypothesis import settings
 
 # The same examples every time: a test that fails does so on the commit that broke it.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    # A shell's background job ignores SIGINT, and children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
+    """Let pytest-timeout say which test hung: in the stack of an event loop that waits, no line is the test's."""
+    if settings.method != "thread":
+        return None
+
+    def end() -> None:
+        os.write(2, f"{item.nodeid} has not ended within {settings.timeout:.0f} s\n".encode())
+        pytest_timeout.timeout_timer(item, settings)
+
+    timer = threading.Timer(settings.timeout, end)
+    timer.start()
+    item.cancel_timeout = timer.cancel
+    return True
+
+
+@pytest.fixture(autouse=True)
+def warnings_reach_caplog() -> None:
+    """In any order of tests: vLLM cuts its logger off from the root, and a package it imports silences the root."""
+    logging.getLogger("vllm").propagate = True
+    logging.getLogger("vllm_rollout").setLevel(logging.WARNING)
 
 
 @pytest.fixture

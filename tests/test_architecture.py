@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.imports import imported_modules
+from tests.support.waiting import WAIT_S
 
 PACKAGE = Path(__file__).parents[1] / "vllm_rollout"
 KERNELS = PACKAGE.parent / "kernels" / "triton"
@@ -274,5 +275,5 @@ def test_importing_stays_light(package, forbidden):
             ".".join([package, *path.relative_to(folder).with_suffix("").parts]) for path in folder.rglob("[!_]*.py")
         ]
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert forbidden.isdisjoint(done.stdout.split())

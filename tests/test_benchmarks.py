@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import time
 from contextlib import suppress
 
 import pytest
@@ -19,6 +18,7 @@ from benchmarks.group_race import (
     summarize,
     tables,
 )
+from tests.support.waiting import wait_until
 from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
@@ -217,14 +217,10 @@ def test_a_server_and_its_children_are_gone_after_the_block(tmp_path, monkeypatc
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     demo_server = server(tmp_path, code)
     with suppress(KeyboardInterrupt), demo_server:
-        while not demo_server.log_tail(1):
-            time.sleep(0.02)
+        wait_until(lambda: demo_server.log_tail(1))
         raise KeyboardInterrupt
     child = int(demo_server.log_tail(1)[0])
-    deadline = time.monotonic() + 60
-    while running(child) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not running(child)
+    wait_until(lambda: not running(child))
 
 
 def running(pid):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout import model_files, models, wheels
 
 
@@ -120,7 +121,7 @@ def test_what_cannot_be_fetched_checked_or_converted_leaves_nothing_behind(
 
 def test_importing_the_catalogue_loads_no_heavy_module():
     code = "import sys, vllm_rollout.models; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert done.stdout.strip() == "set()"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.adapter.compat import PREFERRED_VLLM
 from vllm_rollout.tracker.build_command import MIN_TORCH
 
@@ -74,6 +75,7 @@ def pip_would_install(folder: Path, extra: str) -> subprocess.CompletedProcess[s
         env={**os.environ, "PYTHONPATH": str(folder / "packages"), **no_wheels},
         capture_output=True,
         text=True,
+        timeout=WAIT_S,
     )
 
 

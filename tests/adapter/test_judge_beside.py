@@ -7,16 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout.adapter.api.start import judge
 from vllm_rollout.adapter.api.start.judge_process import JudgeProcess
 from vllm_rollout.process import free_port
@@ -150,13 +148,6 @@ def servers_of(settings: JudgeProcess) -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if settings.command[1] in (each.info["cmdline"] or [])]
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_server_that_dies_is_said_to_be_dead_and_started_again(fake, monkeypatch):
     def engine():
         return msgspec.json.decode(Path(fake.file).read_bytes(), type=JudgeEngine)
@@ -184,7 +175,7 @@ def test_it_ends_with_a_server_of_ours_that_is_killed(fake):
     wait_until(lambda: Path(fake.file).exists())
     assert len(servers_of(fake)) == 1
     starter.send_signal(signal.SIGKILL)
-    starter.wait()
+    starter.wait(WAIT_S)
     wait_until(lambda: servers_of(fake) == [])
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.support.reports import report_of
+from tests.support.waiting import eventually
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.engine.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.adapter.call_table import (
@@ -308,8 +309,7 @@ async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     with pytest.raises(asyncio.CancelledError):
         await posting
     assert calls.is_busy
-    while calls.is_busy:
-        await asyncio.sleep(0)
+    await eventually(lambda: not calls.is_busy)
     await engine.settled()
     assert ranks[0].labels() == ranks[1].labels()
     assert len(ranks[0].labels()[0]) == len(rewards)

@@ -16,6 +16,7 @@ from moving_runs import assert_each_once
 from nixl_source import decoded, new_layers
 from scheduler_runs import add_group
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.parcel import KVSegment
 from vllm_rollout.adapter.worker import kv_calls, nixl_kv
@@ -43,7 +44,7 @@ class Source:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=WAIT_S)
 
 
 TRANSPORTS = {"any": {}, "tcp": {"UCX_TLS": "tcp"}}

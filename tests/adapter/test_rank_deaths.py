@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from tests.support.time_limit import end_within
+from tests.support.waiting import eventually, wait_until
 from vllm_rollout.adapter.api.calls import server_folder
 from vllm_rollout.adapter.api.calls.deaths import Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.adapter.api.calls.rank_client import RankClient, RankDied
@@ -138,10 +139,7 @@ def test_the_server_ends_with_its_last_rank(tmp_path: Path) -> None:
         for rank, deaths in ((1, [(1, -9)]), (0, [(1, -9), (0, -9)])):
             assert not stopped
             os.kill(ranks.processes[rank].pid, signal.SIGKILL)
-            deadline = time.monotonic() + 60
-            while ranks._deaths.read() != deaths and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert ranks._deaths.read() == deaths
+            wait_until(lambda deaths=deaths: ranks._deaths.read() == deaths)
     finally:
         for process in ranks.processes:
             process.kill()
@@ -196,14 +194,12 @@ async def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.Monke
             Deaths.of_this_server().write(Death(rank, -9))
             await client.buried[rank].wait()
         await moving
-        while client.lost.keys() != {1, 2}:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.lost.keys() == {1, 2}, every_s=0.01)
         assert [error.rank for _, error in sorted(client.lost.items())] == [1, 2]
         assert watch.living_ranks == [0]
         assert client.routes.held == {1, 2}
         client.errored = True
-        while not client.told:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.told, every_s=0.01)
 
 
 def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> None:

@@ -12,6 +12,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.time_limit import end_within
+from tests.support.waiting import eventually
 from vllm_rollout.adapter.api.client import lost_weights
 from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.lost_weights import LostWeights
@@ -193,8 +194,7 @@ async def test_requests_and_calls_on_their_way_are_answered_by_the_old_engine_an
     await turns()
     assert (started, client.engine_core, entered) == ([], old, [])
     client.num_unfinished = 0
-    while client.engine_core is old:  # and then what is asked waits
-        await asyncio.sleep(0)
+    await eventually(lambda: client.engine_core is not old)
     asked = asyncio.create_task(client.engine_core.call())
     await turns()
     assert (started, asked.done()) == ([], False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.client.test_agents import FAST, LONG, USER, within
+from tests.support.waiting import WAIT_S
 from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError
 from vllm_rollout.server.runs import session_round
 from vllm_rollout.server.sessions import service as sessions_module
@@ -83,12 +84,14 @@ def leave_when(url: str, run: Any, is_time: Callable[[AsyncRun], Awaitable[bool]
             its = await client.run(2, 2, id="a", **TERMS)
             async with aclosing(its.agent_rounds(data(3), run=run)) as rounds:
                 first = asyncio.ensure_future(anext(rounds))
-                while not await is_time(its):
-                    await asyncio.sleep(0.01)
+                async with asyncio.timeout(WAIT_S):
+                    while not await is_time(its):
+                        await asyncio.sleep(0.01)
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
-            while (await its.refresh()).open_round.state != "interrupted":
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(WAIT_S):
+                while (await its.refresh()).open_round.state != "interrupted":
+                    await asyncio.sleep(0.01)
 
     within(leave())
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from tests.server.conftest import DEADLINE_S, serving, wait_until
+from tests.server.conftest import DEADLINE_S, serving
+from tests.support.waiting import eventually, wait_until
 from vllm_rollout import AgentGroup, AgentSession, AsyncRolloutClient, RolloutError, SessionLost, Void
 
 T = TypeVar("T")
@@ -200,8 +201,7 @@ def test_a_finish_that_a_turn_refused_is_sent_again_though_the_turn_has_ended_me
             body = {"messages": [USER, LONG], "logprobs": False}
             held = http.post(f"{session.base_url}/chat/completions", json=body, headers=session.headers)
             holds.append(asyncio.create_task(held))
-            while not turns._stops:
-                await asyncio.sleep(0)
+            await eventually(lambda: turns._stops)
             return 1.0
 
         async with Slow(url, **FAST) as client, httpx.AsyncClient() as http:

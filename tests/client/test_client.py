@@ -22,8 +22,8 @@ import pytest
 from pydantic import RootModel
 
 import vllm_rollout
-from tests.server.conftest import wait_until
 from tests.server.fake_engine import MODEL, FakeEngine
+from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import rollout_body
 from vllm_rollout.client.groups import GroupStream
@@ -56,7 +56,7 @@ def test_importing_the_package_and_the_client_stays_light():
         "from vllm_rollout import RolloutClient, AsyncRolloutClient, RolloutError; "
         "assert not {'vllm', 'torch', 'fastapi'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
 
 
 def test_unknown_names_of_the_package_are_attribute_errors():
@@ -426,7 +426,7 @@ def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, ap
     timer = threading.Timer(0.1, lambda: setattr(app.state, "healthy", True))
     timer.start()
     client.wait_until_ready(5)
-    timer.join()
+    timer.join(WAIT_S)
     with RolloutClient("http://127.0.0.1:9") as nobody:
         assert not nobody.health()
 
@@ -597,8 +597,7 @@ def test_who_is_cancelled_leaves_no_server_paused_and_no_thread_that_sends() -> 
 
         async with AsyncRolloutClient(transport=httpx.MockTransport(slow)) as client:
             giving = asyncio.create_task(client.give_weights(send, "step-3"))
-            while during not in asked:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: during in asked, every_s=0.001)
             giving.cancel()
             await asyncio.sleep(0.05)
             may_go_on.set()

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from tests.server.conftest import make_app, serving, wait_until
+from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
+from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run
 from vllm_rollout.client import run as run_module
 from vllm_rollout.client.run_calls import named
@@ -111,7 +112,7 @@ def test_two_trainers_take_turns(client: RolloutClient, server_url: str) -> None
     for trainer in trainers:
         trainer.start()
     for trainer in trainers:
-        trainer.join()
+        trainer.join(WAIT_S)
     assert Counter(back) == {f"q{i}": 1 for i in range(40)}
 
 

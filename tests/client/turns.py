@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
+from tests.support.waiting import WAIT_S
 from vllm_rollout.group.plans.xargs import turn_from_xargs
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.clients import ClientNamespaces, client_session
@@ -90,8 +91,9 @@ class Turns:
         text, reason = f"so {asked}", "stop"
         if asked == "long":
             stop = self._stops[turn.group.engine_id, turn.index] = asyncio.Event()
-            while not stop.is_set() and not await request.is_disconnected():
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(WAIT_S):
+                while not stop.is_set() and not await request.is_disconnected():
+                    await asyncio.sleep(0.01)
             if not stop.is_set():
                 raise ConnectionError("the client has left")
             self.num_stopped += 1

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from conformance.prime_rl import make_adapter
+from tests.support.waiting import wait_until
 from vllm_rollout import process
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
@@ -134,10 +134,7 @@ class Server:
         return sum(engine["num_running"] + engine["num_waiting"] for engine in self.engines)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline, f"not reached within {TIMEOUT_S} s"
-            time.sleep(0.05)
+        wait_until(condition, TIMEOUT_S)
 
     def wait_until_idle(self) -> None:
         self.wait_until(lambda: self.num_requests == 0)

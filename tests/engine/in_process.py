@@ -78,7 +78,6 @@ class Waiting:
 
 
 def main(which: str, model: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do children
     llm: Any = vllm_rollout.LLM(model, rewards={"length": length}, **SETTINGS) if which == "llm" else Waiting(model)
     answer = llm.rollout(PROMPTS, **ROLLOUT)
     rewards = [(group.prompt_id, t.index, float(t.index % 2)) for group in answer.groups for t in group.trajectories]

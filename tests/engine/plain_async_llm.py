@@ -50,8 +50,9 @@ class Actor:
         return await asyncio.gather(*[self.ask(prompt, length, fields, rank) for length in lengths])
 
     async def until_inside(self, num_requests: int) -> None:
-        while self.llm.output_processor.get_num_unfinished_requests() < num_requests:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(60):
+            while self.llm.output_processor.get_num_unfinished_requests() < num_requests:
+                await asyncio.sleep(0.005)
 
     async def teach(self) -> dict[str, Any]:
         """Requests and choices of one request, rewarded by their names."""

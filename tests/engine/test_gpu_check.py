@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from benchmarks.gpu_check.engine import Engine, Engines, Settings
 from benchmarks.gpu_check.piece import run
 from benchmarks.gpu_check.pieces import PIECES
+from tests.support.waiting import WAIT_S
 
 SMALL = {"max_num_seqs": 20, "enforce_eager": True, "block_size": 32, "dtype": "float32", "max_num_batched_tokens": 64}
 PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "ptl_profile.json"
@@ -56,7 +57,11 @@ class OneEngine(Engines):
         """`vllm-rollout profile` has an engine test of its own; here, that its flags exist."""
         split = arguments.index("--")
         help_text = subprocess.run(
-            [sys.executable, "-m", "vllm_rollout.cli", "profile", "--help"], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "vllm_rollout.cli", "profile", "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WAIT_S,
         ).stdout
         assert all(flag in help_text for flag in arguments[:split] if flag.startswith("--"))
         flags = {flag.removeprefix("--").replace("-", "_") for flag in arguments[split + 1 :] if flag.startswith("--")}

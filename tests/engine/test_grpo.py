@@ -70,7 +70,7 @@ def kill_when(process: subprocess.Popen[bytes], happened: Callable[[], bool]) ->
         assert time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(TIMEOUT_S)
 
 
 def test_a_training_that_was_killed_goes_on_as_if_it_had_not(tiny_model: str, server: Server, tmp_path: Path) -> None:

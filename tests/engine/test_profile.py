@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S
+from tests.support.waiting import WAIT_S
 from vllm_rollout.profiling.profile_file import Profile
 
 PROGRAM = "import typer; from vllm_rollout.profiling.command import register; app = typer.Typer(); "
@@ -25,14 +26,11 @@ def command(model, output, *options):
 
 def processes_of(session):
     """Living processes in a session, zombies aside."""
-    listed = subprocess.run(["ps", "-eo", "sid=,pid=,stat="], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-eo", "sid=,pid=,stat="], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
     rows = [line.split() for line in listed.stdout.splitlines()]
     return [int(pid) for sid, pid, state in rows if int(sid) == session and not state.startswith("Z")]
-
-
-def heed_ctrl_c() -> None:
-    """Shells let their background jobs ignore SIGINT, and children inherit it: a test run in one has to undo that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +89,15 @@ def test_ctrl_c_stops_the_engine_and_keeps_the_points(tiny_model, tmp_path):
             stdout=said,
             stderr=said,
             start_new_session=True,
-            preexec_fn=heed_ctrl_c,
         )
         deadline = time.monotonic() + TIMEOUT_S
         while not (path.exists() and Profile.read(path).points):
             assert process.poll() is None, (tmp_path / "said").read_text()[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, timeout=WAIT_S
+        ).stdout.split()
         process.send_signal(signal.SIGINT)
         status = process.wait(TIMEOUT_S)
     assert status == 130, (tmp_path / "said").read_text()[-3000:]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Server, emulating, serve_command
+from tests.support.waiting import WAIT_S
 from vllm_rollout import AgentSession, AsyncRolloutClient, RolloutError
 from vllm_rollout.client.agent_rounds import AgentRound
 
@@ -57,8 +58,9 @@ def test_a_killed_server_runs_the_same_round_anew_and_every_prompt_comes_back_on
             its = await client.run(2, 2, id="a", **TERMS)
             async with aclosing(its.agent_rounds(prompts[:3], run=stuck, epoch=0, patience_s=0)) as rounds:
                 first = asyncio.ensure_future(anext(rounds))
-                while not (opened := (await its.refresh()).open_round) or len(opened.groups) < 3:
-                    await asyncio.sleep(0.1)
+                async with asyncio.timeout(WAIT_S):
+                    while not (opened := (await its.refresh()).open_round) or len(opened.groups) < 3:
+                        await asyncio.sleep(0.1)
                 os.killpg(server._process.pid, signal.SIGKILL)
                 with pytest.raises(RolloutError):
                     await first

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
@@ -20,6 +19,7 @@ import pytest
 
 from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import NO_KEEPALIVE, Server, emulating, serve_command
+from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout import AgentGroup, AgentSession, AsyncRolloutClient, Void
 from vllm_rollout.emulation.tokens import succeeded
 from vllm_rollout.group.plans.plan import GroupPlan
@@ -92,13 +92,6 @@ def group(server: Server, id: str) -> dict[str, Any]:
 
 def is_lost(choice: dict[str, Any]) -> bool:
     return (choice["finish_reason"], choice["stop_reason"]) == ("abort", "surplus")
-
-
-def wait_until(happened: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def in_turn(server: Server, id: str, session: str) -> bool:
@@ -240,7 +233,7 @@ def test_one_turn_at_a_time_and_one_whose_client_leaves_has_not_been(server):
     assert (second.status_code, "one may run at a time" in second.text) == (409, True)
     early = session.http.post(f"/v1/sessions/{session.session}/finish", json={})
     assert early.status_code == 409
-    running.join()
+    running.join(WAIT_S)
     wait_until(lambda: not in_turn(server, id, session.session))
     assert group(server, id)["sessions"][0]["num_turns"] == 0
     assert session.turn()["finish_reason"] == "stop"

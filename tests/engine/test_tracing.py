@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.engine.conftest import Server, emulating, serve_command
+from tests.support.waiting import WAIT_S
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
@@ -37,7 +38,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", spans
         server.shutdown()
-        thread.join()
+        thread.join(WAIT_S)
 
 
 def test_candidates_are_below_their_group_in_the_clients_trace(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.integrations.conftest import Beside
-from tests.server.conftest import wait_until
+from tests.support.waiting import wait_until
 
 THEIRS = "trl.experimental.async_grpo.async_rollout_worker"
 

@@ -11,6 +11,7 @@ import torch
 from confidence_cases import assert_updated, random_case
 
 import vllm_rollout
+from tests.support.waiting import WAIT_S
 from vllm_rollout.tracker import dispatch
 from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.tracker.ops import active_implementation, update_confidence
@@ -75,7 +76,7 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
         if path.suffix != ".so":
             (package / path.name).symlink_to(path)
     command = ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(package / "_C.abi3.so")]
-    subprocess.run(command, input=BUILT_FOR_ANOTHER_TORCH, text=True, check=True)
+    subprocess.run(command, input=BUILT_FOR_ANOTHER_TORCH, text=True, check=True, timeout=WAIT_S)
     code = (
         "import torch\n"
         f"torch.__version__ = torch.torch_version.TorchVersion({torch_version!r} or torch.__version__)\n"
@@ -85,7 +86,13 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=WAIT_S,
     )
     name, reason = done.stdout.strip().split(" | ")
     assert name == "torch"

@@ -11,6 +11,8 @@ import pytest
 import torch
 from token_confidence_cases import random_case, special_cases
 
+from tests.support.waiting import WAIT_S
+
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -59,7 +61,7 @@ def row_sums(request, tmp_path_factory):
         "-o",
         str(library),
     ]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=WAIT_S)
     function = ctypes.CDLL(str(library)).row_sums
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
     function.restype = None

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
+from tests.support.waiting import wait_until
 from vllm_rollout.group.rewards.time_limits import LimitTerms
 from vllm_rollout.rewards import Grader, GraderBusy, Trajectory
 from vllm_rollout.rewards.grader import RewardLoad
@@ -30,8 +31,7 @@ def right(text, data):
 
 
 def hangs(text):
-    while True:
-        time.sleep(1)
+    time.sleep(1000)
 
 
 def shouts_and_wanders(text):
@@ -190,7 +190,7 @@ def test_bad_functions_harm_their_own_grades_only():
         assert grade.reward == {"ok": 1, "timeout": 0, "error": None}[grade.status]
     assert [said(grade) for grade in grades[1::2]] == ["ok"] * len(BAD)
     assert {grade.reward for grade in grades[1::2]} == {1}
-    assert comes_true(lambda: not processes_with("98765"))
+    wait_until(lambda: not processes_with("98765"))
 
 
 def test_a_process_that_ends_between_two_trajectories_costs_the_next_one_nothing():
@@ -295,18 +295,10 @@ asyncio.run(main())
 def test_nothing_is_left_of_a_server_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", SERVES]) as server:
         try:
-            assert comes_true(lambda: len(processes_with("98763")) == 2)
+            wait_until(lambda: len(processes_with("98763")) == 2)
         finally:
             server.kill()
-    assert comes_true(lambda: not processes_with("98763"))
-
-
-def comes_true(condition):
-    for _ in range(600):
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
+    wait_until(lambda: not processes_with("98763"))
 
 
 def test_a_process_is_used_again_from_its_own_folder_until_it_has_done_enough():

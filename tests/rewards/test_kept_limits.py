@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
 from vllm_rollout.rewards import kept_limits
 from vllm_rollout.rewards.kept_limits import KeptLimits
@@ -26,8 +27,9 @@ async def test_limits_go_on_where_another_grader_stopped_and_two_never_lower_eac
         limits.observe(f"{seconds}", seconds, is_correct=True)
         kept.changed()
         kept.changed()
-        while not path.exists() or f"{seconds}" not in KeptLimits(path, TimeLimits())._limits.export():
-            await asyncio.sleep(0.001)
+        await eventually(
+            lambda name=f"{seconds}": path.exists() and name in KeptLimits(path, TimeLimits())._limits.export()
+        )
     found = TimeLimits(LimitTerms())
     KeptLimits(path, found)
     assert found.export() == {"both": 4.0, "4.0": 4.0, "3.0": 3.0}
@@ -60,5 +62,4 @@ async def test_what_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch,
     monkeypatch.setattr(kept_limits, "SAVE_INTERVAL_S", 0.0)
     kept = KeptLimits(tmp_path / "none" / "limits.json", TimeLimits())
     kept.changed()
-    while "not written" not in caplog.text:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: "not written" in caplog.text, every_s=0.001)

@@ -4,12 +4,12 @@ import asyncio
 import os
 import re
 import socket
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.waiting import wait_until
 from vllm_rollout.group.rewards.time_limits import LimitTerms
 from vllm_rollout.rewards import Grader, Trajectory
 from vllm_rollout.rewards import sandbox as sandboxes
@@ -101,12 +101,9 @@ def test_programs_that_attack_earn_nothing_and_change_nobody_elses_grade():
     said = {name: grade.reward for name, grade in zip(ATTACKS, attacks, strict=True)}
     assert said == dict.fromkeys(ATTACKS, 0)
     assert (leaves.reward, right.reward, right.parts) == (1, 1, {"passed": 1})
-    for _ in range(600):
-        left = [each for each in psutil.process_iter(["cmdline"]) if "98764" in (each.info["cmdline"] or [])]
-        if not left:
-            break
-        time.sleep(0.05)
-    assert left == []
+    wait_until(
+        lambda: not [each for each in psutil.process_iter(["cmdline"]) if "98764" in (each.info["cmdline"] or [])]
+    )
 
 
 def test_a_test_that_compares_with_a_literal_cannot_be_lied_to():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient
 from vllm_rollout.server.grading.service import Graders
 from vllm_rollout.server.metrics import Metrics
@@ -158,10 +158,3 @@ def serving(app: FastAPI) -> Iterator[str]:
 def client(server_url: str) -> Iterator[RolloutClient]:
     with RolloutClient(server_url) as client:
         yield client
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not reached within {DEADLINE_S} s"
-        time.sleep(0.005)

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from examples import freed_ranks
+from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
 from vllm_rollout.group.ranks.placement import ALL_OWNERS
@@ -150,8 +151,7 @@ async def test_ranks_are_taken_back_also_when_nobody_waits_for_it(engine: FakeEn
     rollout = await service.prepare(RolloutRequest.model_validate({"prompts": PROMPTS[:1], "group_size": 2}))
     rollout.watch = watch
     answering = asyncio.create_task(service.answer(rollout))
-    while not moves.is_restoring:
-        await asyncio.sleep(0)
+    await eventually(lambda: moves.is_restoring)
     answering.cancel()
     for _ in range(50):
         await asyncio.sleep(0)

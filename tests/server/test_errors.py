@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH
 from vllm_rollout.group.plans.fields import MAX_MIN_LABELS
 from vllm_rollout.server.answers import RolloutAnswer
@@ -220,8 +221,7 @@ async def post_beside_another(http: httpx.AsyncClient, engine: FakeEngine, **req
     num_launched = engine.num_launched
     long = body(sampling={"min_tokens": 50, "seed": 1}, group_size=4)
     good = asyncio.create_task(http.post("/v1/rollouts", json=long))
-    while engine.num_launched == num_launched:
-        await asyncio.sleep(0)
+    await eventually(lambda: engine.num_launched != num_launched)
     response = await http.post("/v1/rollouts", **request)
     answer = RolloutAnswer.model_validate_json((await good).content)
     assert answer.groups[0].status == "complete"
@@ -355,8 +355,7 @@ async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine
     large = body(prompts=[{"id": "q", "prompt": "t" * 2000}])
     first = asyncio.create_task(http.post("/v1/rollouts", json=large))
     leaves = asyncio.create_task(http.post("/v1/rollouts", json=body()))
-    while engine.num_running < 2 or held.num_bytes < 2000:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: engine.num_running >= 2 and held.num_bytes >= 2000, every_s=0.005)
     response = await http.post("/v1/rollouts", json=large)
     check_error(response, 503, None, ["at most 3000 are held", "Try again when others are answered"])
     assert response.headers["retry-after"] == "1"

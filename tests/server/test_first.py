@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Message
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.plans.xargs import NAMES
 from vllm_rollout.server import first as module
 from vllm_rollout.server.first import FirstProcess, HandOn
@@ -60,8 +61,7 @@ async def first(tmp_path: Path) -> AsyncIterator[Seen]:
         uvicorn.Config(seen.app(), uds=str(tmp_path / "first.sock"), lifespan="off", log_level="error")
     )
     serving = asyncio.create_task(server._serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: server.started, every_s=0.01)
     yield seen
     server.should_exit = server.force_exit = True
     await serving

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.client.joints import Joints
 from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.group.types import Assessment, Confidence
@@ -136,8 +137,7 @@ async def test_who_may_still_lose_is_graded_at_its_end_and_dropped_when_it_has_l
     engine.lengths = {0: 2, 1: 3, 2: 4, 3: 5, 4: 6, 5: 30}
     graders.may_end.clear()
     rollout = asyncio.create_task(roll(http, prompts=PROMPTS[:1], redundancy=2, early_stop=False, selection="shortest"))
-    while not graders.num_cancelled:
-        await asyncio.sleep(0)
+    await eventually(lambda: graders.num_cancelled)
     graders.may_end.set()
     (group,) = (await rollout).groups
     assert [trajectory.index for trajectory in group.trajectories] == [0, 1, 2, 3]
@@ -195,14 +195,12 @@ async def test_names_of_rewards_are_told_and_too_many_trajectories_are_refused(h
     monkeypatch.setattr(service, "MAX_PROMISED", 8)
     graders.may_end.clear()
     first = asyncio.create_task(roll(http))
-    while len(graders.asked) < 8:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(graders.asked) >= 8)
     response = await roll(http, 429)
     check_error(response, 429, "reward", ["8 trajectories"])
     assert int(response.headers["retry-after"]) > 0
     other = asyncio.create_task(roll(http, reward="other"))  # who is slow holds up its own only
-    while len(graders.asked) < 16:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(graders.asked) >= 16)
     graders.may_end.set()
     await asyncio.gather(first, other)
     await roll(http)
@@ -212,12 +210,10 @@ async def test_names_of_rewards_are_told_and_too_many_trajectories_are_refused(h
 async def test_a_client_that_leaves_stops_what_is_graded_for_it(http, engine, graders):
     graders.may_end.clear()
     leaving = asyncio.create_task(roll(http))
-    while len(graders.asked) < 8:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(graders.asked) >= 8)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    while graders.num_cancelled < 8:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: graders.num_cancelled >= 8, every_s=0.01)
     graders.may_end.set()
     assert (await roll(http)).usage.num_rewards == 8
 
@@ -309,11 +305,9 @@ async def test_who_was_dropped_is_graded_when_its_place_comes_free(http, engine,
 
     graders.grade = grade
     rollout = asyncio.create_task(group_of(http, group_size=2, redundancy=2, early_stop=False))
-    while len(graders.asked) < 3 or engine.num_running:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(graders.asked) >= 3 and (not engine.num_running))
     may_end[1].set()  # who comes next had been dropped
-    while graders.asked.count(2) < 2:
-        await asyncio.sleep(0)
+    await eventually(lambda: graders.asked.count(2) >= 2)
     for event in may_end.values():
         event.set()
     assert [t.index for t in (await rollout).trajectories] == [0, 2]
@@ -376,10 +370,11 @@ async def test_tokens_of_a_spare_that_outlives_a_restart_are_told_from_the_first
 async def calm(engine: FakeEngine, num_launched: int = 1) -> None:
     """So many have been launched, nothing runs, and nothing is being launched."""
     num_turns = 0
-    while num_turns < 200:  # of the loop
-        await asyncio.sleep(0)
-        is_calm = not engine.num_running and engine.num_launched >= num_launched
-        num_turns = num_turns + 1 if is_calm else 0
+    async with asyncio.timeout(WAIT_S):
+        while num_turns < 200:  # of the loop
+            await asyncio.sleep(0)
+            is_calm = not engine.num_running and engine.num_launched >= num_launched
+            num_turns = num_turns + 1 if is_calm else 0
 
 
 async def test_a_prompt_that_hardly_ever_succeeded_begins_with_more_candidates(http, engine, graders):
@@ -423,12 +418,10 @@ async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, e
     engine.lengths = {index: 2 if index < 4 else 4000 for index in range(64)}
     graders.function = lambda trajectory: Grade("ok", 0.0)
     leaving = asyncio.create_task(roll(http, group_size=4, redundancy=0, until="variance"))
-    while engine.num_launched <= 8:
-        await asyncio.sleep(0)
+    await eventually(lambda: engine.num_launched > 8)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    while engine.num_running:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not engine.num_running, every_s=0.01)
 
 
 async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(http):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.server import preparation
 from vllm_rollout.server.answers import Timing
@@ -59,14 +60,6 @@ async def run(service: RolloutService, body: RolloutRequest) -> list[str]:
     rollout = await service.prepare(body)
     async with aclosing(service.events(rollout)) as events:
         return [event.type async for event in events]
-
-
-async def until(condition: Any) -> None:
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(wait(), DEADLINE_S)
 
 
 async def test_no_more_candidates_start_than_there_are_places_and_prompts_keep_their_order():
@@ -134,11 +127,11 @@ async def test_of_those_that_wait_rollouts_with_a_lower_number_start_first():
     engine = WatchedEngine(num_launch_places=8)
     service = service_of(engine)
     busy = asyncio.create_task(run(service, request("busy", 2, sampling=ENDLESS)))
-    await until(lambda: len(engine.started) == 2)
+    await eventually(lambda: len(engine.started) == 2)
     waiting = []
     for name, priority in (("train", 0), ("later", 5), ("eval", -1), ("also-train", 0), ("also-eval", -1)):
         waiting.append(asyncio.create_task(run(service, request(name, 1, priority=priority))))
-        await until(lambda: service._launcher.num_waiting == len(waiting))
+        await eventually(lambda: service._launcher.num_waiting == len(waiting))
     busy.cancel()
     await asyncio.wait([busy, *waiting])
     assert engine.started[2:] == ["eval0", "also-eval0", "train0", "also-train0", "later0"]
@@ -149,7 +142,7 @@ async def test_clients_that_go_while_they_wait_leave_no_place_taken():
     engine = WatchedEngine(num_launch_places=8)
     service = service_of(engine)
     runs = [asyncio.create_task(run(service, request(f"{i}-", 3, sampling=ENDLESS))) for i in range(6)]
-    await until(lambda: len(engine.started) == 2)
+    await eventually(lambda: len(engine.started) == 2)
     for task in runs:
         task.cancel()
     await asyncio.wait(runs)
@@ -163,7 +156,7 @@ async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
     rollout = await service.prepare(request("stalled", 50, stream=True, stream_tokens=1, sampling=ENDLESS))
     async with aclosing(service.events(rollout)) as events:
         await anext(events)
-        await until(lambda: engine.is_idle)
+        await eventually(lambda: engine.is_idle)
         assert (await asyncio.wait_for(run(service, request("other", 3)), DEADLINE_S)).count("group") == 3
         assert sum(name.startswith("stalled") for name in engine.started) <= 2 * 8 / 4
 
@@ -243,7 +236,7 @@ async def test_a_small_rollout_does_not_wait_behind_a_huge_one():
     engine = WatchedEngine(num_launch_places=16)
     service = service_of(engine)
     huge = asyncio.create_task(run(service, request("huge", 200)))
-    await until(lambda: len(engine.started) >= 10)
+    await eventually(lambda: len(engine.started) >= 10)
     started = len(engine.started)
     await asyncio.wait_for(run(service, request("small", 2)), DEADLINE_S)
     assert engine.started.index("small1") - started <= 6

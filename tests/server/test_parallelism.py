@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.ranks.forecast import EngineSize
 from vllm_rollout.group.ranks.planner import ParallelismPlanner
@@ -124,8 +125,7 @@ async def test_a_round_of_another_run_is_waited_for_but_not_for_ever(http, devic
     await make(http, "b")
     engine.step_s = 0.005
     slow = asyncio.create_task(play(http, 40, "b"))
-    while not engine.num_running:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: engine.num_running, every_s=0.001)
     await play(http, 15)
     after = await play(http, 1, first=2)
     assert (after["tensor_parallel_size"], slow.done()) == ((2, True) if patience_s else (1, False))
@@ -171,8 +171,7 @@ async def test_rounds_that_begin_during_a_rebuild_wait_and_one_is_enough(http, d
     await play(http, 15)
     devices.gate = asyncio.Event()
     rounds = [asyncio.create_task(play(http, 3)), asyncio.create_task(play(http, 3, "b"))]
-    while not devices.resized:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: devices.resized, every_s=0.001)
     launched = engine.num_launched
     for _ in range(50):
         await asyncio.sleep(0)
@@ -188,8 +187,7 @@ async def test_a_rebuild_goes_on_when_whoever_waits_for_it_leaves(http: httpx.As
     await play(http, 15)
     devices.gate = asyncio.Event()
     leaving = asyncio.create_task(play(http, 3))
-    while not devices.resized:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: devices.resized, every_s=0.001)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     devices.gate.set()

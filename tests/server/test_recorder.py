@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.waiting import eventually, wait_until
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.server.protocol import RolloutRequest
@@ -18,7 +19,7 @@ from vllm_rollout.trace import file as trace_file
 from vllm_rollout.trace.file import read_trace
 from vllm_rollout.trace.rows import TracedCandidate
 
-from .conftest import http_of, make_app, serving, wait_until
+from .conftest import http_of, make_app, serving
 from .fake_engine import FakeEngine
 from .test_grading import FakeGraders
 
@@ -172,8 +173,7 @@ async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_th
     await asyncio.gather(answering, return_exceptions=True)
     watch.goes_on.set()
     async with asyncio.timeout(10):
-        while not path.stat().st_size:
-            await asyncio.sleep(0)
+        await eventually(lambda: path.stat().st_size)
     assert [prompt.id for prompt in read_trace(path).prompts] == ["a"]
     assert service.progress.num_responses == 0
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient
 from vllm_rollout.server.answers import (
     CandidateEvent,
@@ -23,7 +24,7 @@ from vllm_rollout.server.answers import (
     TrajectoryEvent,
 )
 
-from .conftest import events_of, http_of, make_app, wait_until
+from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine
 
 PROMPTS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}, {"prompt": "three"}]

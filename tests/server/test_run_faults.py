@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.server.runs import store as store_module
 from vllm_rollout.server.runs.store import RunStore
 
@@ -178,8 +179,9 @@ async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_
     other = {"prompts": [{"id": f"b{i}", "prompt": f"other {i}"} for i in range(4)], "idempotency_key": "other"}
     answer = await http.post("/v1/runs/a/rounds", json=first)
     running = asyncio.create_task(http.post("/v1/runs/a/rounds", json={**other, "sampling": {"min_tokens": 400}}))
-    while (await http.get("/v1/runs/a")).json()["open_round"] is None:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while (await http.get("/v1/runs/a")).json()["open_round"] is None:
+            await asyncio.sleep(0)
     go_on = threading.Event()
     read = RunStore.read
 
@@ -190,8 +192,7 @@ async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_
 
     monkeypatch.setattr(RunStore, "read", slow_read)
     again = asyncio.create_task(http.post("/v1/runs/a/rounds", json=first))
-    while not app.state.run_service._unkept:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: app.state.run_service._unkept, every_s=0.01)
     go_on.set()
     assert (await again).content == answer.content
     assert (await running).status_code == 200
@@ -269,8 +270,7 @@ async def test_a_round_that_begins_while_a_state_is_looked_at_goes_on_and_nothin
     async def slowly(self: FakeLearning, *args: object) -> None:
         nonlocal round
         round = asyncio.create_task(http.post("/v1/runs/a/rounds", json=ROUND))
-        while not engine.num_running:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: engine.num_running, every_s=0.005)
         await look(self, *args)
 
     round: asyncio.Task

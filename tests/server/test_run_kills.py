@@ -20,6 +20,8 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.support.waiting import WAIT_S
+
 from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine
 
@@ -179,7 +181,7 @@ def test_a_server_that_is_killed_loses_no_prompt_and_returns_none_twice(tmp_path
                 trainer.end()
         finally:
             server.kill()
-            server.join()
+            server.join(WAIT_S)
     for trainer in trainers:
         assert trainer.num_repeats > 0
         assert trainer.after["open_round"] is None

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.server.runs import service as service_module
 from vllm_rollout.server.runs.rollout_round import RolloutRound
 from vllm_rollout.server.runs.service import RunService
@@ -74,15 +75,17 @@ async def interrupted(process: Process, body: dict) -> None:
     process.engine.dies_at_step = 0
     assert (await process.post(ROUNDS, body)).status_code == 503
     process.engine.dies_at_step = None
-    while (await process.look())["open_round"]["state"] == "running":
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while (await process.look())["open_round"]["state"] == "running":
+            await asyncio.sleep(0)
 
 
 async def answered(process: Process, body: dict) -> httpx.Response:
     """Asked again for as long as the server says that this helps."""
-    while (response := await process.post(ROUNDS, body)).headers.get("retry-after"):
-        assert response.status_code in (409, 503), response.text
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while (response := await process.post(ROUNDS, body)).headers.get("retry-after"):
+            assert response.status_code in (409, 503), response.text
+            await asyncio.sleep(0)
     return response
 
 
@@ -193,8 +196,9 @@ async def test_whatever_goes_wrong_when_a_round_is_written_its_run_goes_on(
     assert response.status_code == (200 if stream else 500)
     assert "ZeroDivisionError" in response.text
     monkeypatch.undo()
-    while (await theirs.look())["open_round"]["state"] == "running":
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while (await theirs.look())["open_round"]["state"] == "running":
+            await asyncio.sleep(0)
     answer = await ours.post(ROUNDS, {"idempotency_key": "k"})
     assert len(answer.json()["groups"]) == 2
     assert (await ours.post(ROUNDS, handed_in(10, "next"))).status_code == 200
@@ -233,6 +237,7 @@ async def test_a_round_that_could_not_be_let_go_on_disk_is_let_go_later(
     monkeypatch.setattr(RunStore, "release", faulty_release)
     ours.engine.dies_at_step = 0
     assert (await ours.post(ROUNDS, handed_in(0, "k"))).status_code == 503
-    while (await theirs.look())["open_round"]["state"] == "running":
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while (await theirs.look())["open_round"]["state"] == "running":
+            await asyncio.sleep(0)
     assert (await theirs.post(ROUNDS, {"idempotency_key": "k"})).status_code == 200

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.server.runs.body import RoundRequest
 from vllm_rollout.server.runs.live import Begun
 
@@ -86,8 +87,7 @@ async def test_who_leaves_a_round_that_waits_for_rewards_leaves_no_task(http, ap
             complete.extend([event] if event.type == "group" else [])
 
     reading = asyncio.create_task(read())
-    while len(complete) < 4:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: len(complete) >= 4, every_s=0.01)
     await asyncio.sleep(0.05)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
@@ -213,8 +213,7 @@ async def test_rounds_come_one_at_a_time(http: httpx.AsyncClient, engine: FakeEn
     engine.step_s = 0.005
     await make(http)
     first = asyncio.create_task(play(http, prompts=prompts(0, 6), idempotency_key="first"))
-    while not engine.num_running:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: engine.num_running, every_s=0.005)
     run = await look(http)
     assert (run["open_round"]["state"], run["open_round"]["idempotency_key"]) == ("running", "first")
     for body in ({"prompts": prompts(6, 6)}, {"idempotency_key": "first"}):
@@ -234,13 +233,13 @@ async def interrupt(http: httpx.AsyncClient, engine: FakeEngine, **body: Any) ->
     """A client that leaves in the midst of its round."""
     engine.step_s = 0.005
     leaving = asyncio.create_task(http.post(ROUNDS, json=body))
-    while not engine.num_running:
-        await asyncio.sleep(0.005)
+    await eventually(lambda: engine.num_running, every_s=0.005)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     engine.step_s = 0.0
-    while (await look(http))["open_round"]["state"] == "running":
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S):
+        while (await look(http))["open_round"]["state"] == "running":
+            await asyncio.sleep(0.01)
 
 
 async def test_a_round_that_was_interrupted_runs_anew_under_its_key(http, engine):

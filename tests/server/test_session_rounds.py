@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.group.plans.xargs import turn_from_xargs
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs import session_round
@@ -263,8 +264,9 @@ async def test_a_round_whose_harness_is_lost_is_interrupted_and_opens_anew_under
     now = [0.0]
     app.state.session_service._clock = lambda: now[0]
     asked = asyncio.create_task(http.post(ROUNDS, json={"prompts": prompts(0, 3), "idempotency_key": "k"}))
-    while not (groups := ((await look(http))["open_round"] or {}).get("groups")):
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while not (groups := ((await look(http))["open_round"] or {}).get("groups")):
+            await asyncio.sleep(0)
     service: SessionService = app.state.session_service
     play(service, f"{groups[0]['group_id']}.0")
     for _ in range(3):  # one of its groups is heard of, so that the others may wait

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.plans.xargs import turn_from_xargs
 from vllm_rollout.server.engine import RequestError
@@ -252,12 +253,10 @@ async def test_stops_of_many_groups_go_in_one_call_while_another_is_on_its_way(s
     for winner, _ in groups:
         play(service, winner)
         await http.post(f"/v1/sessions/{winner}/finish", json={})
-        while not sent:
-            await asyncio.sleep(0)
+        await eventually(lambda: sent)
     assert sent == [turns[:1]]
     answered.set()
-    while len(sent) == 1:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(sent) != 1)
     assert sent[1] == turns
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
 from vllm_rollout.group.ranks.load import ArrivedKV
@@ -170,8 +171,7 @@ def held_back(monkeypatch) -> dict[str, asyncio.Event]:
 
 async def until_idle(engine: FakeEngine, num_candidates: int) -> None:
     """Until that many candidates have ended, and everybody has had a turn since."""
-    while engine.num_ended < num_candidates:
-        await asyncio.sleep(0)
+    await eventually(lambda: engine.num_ended >= num_candidates)
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.server import serialised
 from vllm_rollout.server.answers import (
@@ -26,7 +27,7 @@ from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.protocol import RolloutRequest
 from vllm_rollout.server.service import EVENT_BUFFER, RolloutService
 
-from .conftest import DEADLINE_S, wait_until
+from .conftest import DEADLINE_S
 from .fake_engine import FakeEngine
 from .learning_steps import PRUNING, teach
 

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
+from tests.support.waiting import eventually
 from vllm_rollout.server import tracing
 from vllm_rollout.server.protocol import RolloutRequest
 
@@ -112,8 +113,7 @@ async def test_grading_is_what_goes_on_after_the_last_candidate(engine, spans):
     async with http_of(make_app(engine, graders=graders)) as http:
         asking = asyncio.create_task(http.post("/v1/rollouts", json=body(reward="even")))
         async with asyncio.timeout(DEADLINE_S):
-            while not (len(graders.asked) == 6 and engine.num_running == 0):
-                await asyncio.sleep(0.01)
+            await eventually(lambda: len(graders.asked) == 6 and engine.num_running == 0, every_s=0.01)
         await asyncio.sleep(WAIT_S)
         graders.may_end.set()
         await asking

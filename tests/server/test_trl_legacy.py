@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from tests.support.waiting import eventually
 from vllm_rollout.server.compat import trl_legacy
 
 
@@ -187,8 +188,7 @@ async def test_generation_ends_when_the_trainer_goes_away(openai: OpenAI, path):
         if not sent:
             sent.append(1)
             return {"type": "http.request", "body": httpx.Request("POST", "/", json=body).content, "more_body": False}
-        while len(openai.bodies) < (1 if path == "/generate/" else 3):
-            await asyncio.sleep(0)
+        await eventually(lambda: len(openai.bodies) >= (1 if path == "/generate/" else 3))
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:

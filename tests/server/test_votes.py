@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.server import votes
 from vllm_rollout.server.engine import RequestError
@@ -152,9 +153,10 @@ async def test_votes_beyond_what_may_wait_are_told_when_to_come_back(http, monke
     slow = {"answers": ["1", "2"], "correct": "1", "k": 1}
     waiting = [asyncio.create_task(http.post("/v1/votes", json=slow)) for _ in range(2)]
     response = None
-    while response is None or response.status_code == 200:
-        response = await http.post("/v1/votes", json={"answers": ["1"]})
-        await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        while response is None or response.status_code == 200:
+            response = await http.post("/v1/votes", json={"answers": ["1"]})
+            await asyncio.sleep(0)
     check_error(response, 429, None, ["2 votes", "answers in place of texts"])
     assert int(response.headers["retry-after"]) >= 1
     others_are_done.set()
@@ -174,9 +176,10 @@ async def test_a_client_that_goes_frees_its_place_when_its_search_has_ended(monk
     with pytest.raises(RequestError, match="1 votes"):
         await counter.count(request)
     may_end.set()
-    while True:
-        try:
-            assert await counter.count(request)
-            break
-        except RequestError:
-            await asyncio.sleep(0.001)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                assert await counter.count(request)
+                break
+            except RequestError:
+                await asyncio.sleep(0.001)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.support.waiting import eventually
 from vllm_rollout.group.ranks.load import EngineLoad, RunningGroup
 from vllm_rollout.server.engine import CandidateTokens
 from vllm_rollout.server.recorder import TraceRecorder
@@ -120,8 +121,7 @@ async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine,
         async with watching(url) as one, watching(url) as two:
             for viewer in (one, two, one, two):
                 await viewer.until(lambda name, _: name == "ranks")
-        while app.state.rollout_service.viewers._viewers:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not app.state.rollout_service.viewers._viewers, every_s=0.01)
         num_asked = len(asked)
         await asyncio.sleep(0.1)
         assert before < len(asked) == num_asked
@@ -251,8 +251,7 @@ async def test_who_comes_later_is_not_told_what_nobody_was_told_in_time(app: Fas
         feed = app.state.rollout_service.viewers.feed()
         await anext(feed)
         posting = asyncio.create_task(http.post("/v1/rollouts", json=body("a")))
-        while not app.state.rollout_service.viewers._running:
-            await asyncio.sleep(0)
+        await eventually(lambda: app.state.rollout_service.viewers._running)
         await feed.aclose()
         await posting
         feed = app.state.rollout_service.viewers.feed()
@@ -270,8 +269,7 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
 
     async def slow(engine: FakeEngine, group_id: str) -> list[CandidateTokens]:
         asked.append(group_id)
-        while not may_answer.is_set():
-            await asyncio.sleep(0.001)
+        await eventually(may_answer.is_set, every_s=0.001)
         return await last_tokens(engine, group_id)
 
     monkeypatch.setattr(FakeEngine, "last_tokens", slow)
@@ -284,8 +282,7 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
             row = await viewer.until(lambda name, _: name == "group")
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
             leaves, *stay = [asyncio.create_task(http.get(path)) for _ in range(4)]
-            while not asked:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: asked, every_s=0.001)
             leaves.cancel()
             may_answer.set()
             told = [(await reader).json()["candidates"] for reader in stay]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, traced
 from tests.support.profiles import facts, point, profile_of
+from tests.support.waiting import WAIT_S
 from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine, duration
@@ -277,7 +278,9 @@ def test_the_command_is_light_and_the_simulator_needs_no_engine():
     def imported(code):
         code += "; import sys; print(*sys.modules)"
         return set(
-            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WAIT_S
+            ).stdout.split()
         )
 
     light = imported("import vllm_rollout.simulator.command")

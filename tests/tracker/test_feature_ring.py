@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.tracker.feature_ring import FeatureRing
 
 HIDDEN_SIZE = 4
@@ -99,7 +100,7 @@ def test_threads_that_put_and_take_lose_and_mix_nothing():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(WAIT_S)
     rest, found = r.take([f"r{number}" for number in range(2 * num)])
     taken |= {f"r{number}": row[0].item() for row, number in zip(rest, found, strict=True)}
     assert not wrong

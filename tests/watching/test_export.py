@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout.cli import app as cli
 from vllm_rollout.trace.rows import RewardRow, RolloutRow
 from vllm_rollout.watching import export
@@ -137,7 +138,9 @@ def test_trackio_reads_it_back_and_writing_again_replaces_it(recording: Path, tm
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
 
     def python(*arguments: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment)
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=WAIT_S
+        )
 
     def tell(*question: str) -> Any:
         asked = "from trackio.cli import main; main()"
