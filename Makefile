@@ -40,8 +40,11 @@ help:
 	@echo
 	@echo "  make demo        install, fetch the embedded model, race 16 candidates for the first 8 against stock vLLM"
 	@echo "  make dev         before a commit: lint, and the tests that start no engine and are quick; three minutes on two cores"
-	@echo "  make test        install, fetch the test models, run every test         ARGS='-k name'"
-	@echo "  make test-fast   the tests that start no engine"
+	@echo "  make test        install, fetch the test models, run every test without an engine, and the engine tests of race,"
+	@echo "                   HTTP and in-process use; twelve minutes on two cores      ARGS='-k name'"
+	@echo "  make test-all    every test: make test, then make test-rest"
+	@echo "  make test-fast   the tests that start no engine and are not slow"
+	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/versions.md"
@@ -76,15 +79,37 @@ models: $(PACKAGE)
 demo: install models
 	$(VENV)/bin/vllm-rollout demo $(ARGS)
 
+# What a newcomer runs of the engine tests. `make test-rest` has the others, so that both together miss nothing.
+ENGINE_BASICS := tests/engine/test_race.py tests/engine/test_server.py tests/engine/test_in_process.py
+ENGINE_REST := tests/engine $(ENGINE_BASICS:%=--ignore=%)
+
 # Without ARGS what starts no engine runs in two lanes, one per core, and then what does.
 .PHONY: test
 test: install models
 ifeq ($(strip $(ARGS)),)
 	@$(LANES) CHOICE="not engine"
-	$(PY) -m pytest -q tests/engine
+	$(PY) -m pytest -q $(ENGINE_BASICS)
+	@echo "left out: $$($(PY) -m pytest -q --collect-only $(ENGINE_REST) | tail -n 1); make test-rest runs them," \
+	  "make test-all runs everything"
 else
 	$(PY) -m pytest -q $(ARGS)
 endif
+
+.PHONY: test-rest
+test-rest: install models
+	$(PY) -m pytest -q $(ENGINE_REST)
+
+.PHONY: test-all
+test-all: test
+	@$(MAKE) --no-print-directory test-rest
+
+SEED := $(shell date +%s)
+
+# In one process, so that whatever a test leaves behind meets every other test.
+.PHONY: test-nightly
+test-nightly: install models
+	@echo "in the order of this seed; to repeat it: make test-nightly SEED=$(SEED)"
+	$(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) -m "not engine" tests
 
 LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-engine-side lane-others
 

@@ -33,6 +33,8 @@ from vllm_rollout.process import ServerProcess, counter, free_port
 HERE = Path(__file__).parent
 TIMEOUT_S = 600
 """Of everything that is waited for, in seconds: long enough for a loaded machine, short enough to end a hung run."""
+TEST_TIMEOUT_S = 3 * TIMEOUT_S
+"""For a test with its fixtures: as long as the longest script may take."""
 LAST_TOKEN = 6
 LONG = {"max_tokens": 1900, "ignore_eos": True}
 """Sampling of candidates that cannot end before seconds have passed."""
@@ -67,6 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            # By a signal: the test fails, its servers are stopped, and the run goes on.
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
     items.sort(key=_shares_the_server)  # last: it ends with the session, and no other engine lives beside it
 
 
@@ -341,7 +345,7 @@ def run_script(name: str, *arguments: str, own_session: bool = False, **environm
         capture_output=True,
         text=True,
         env={**ENVIRONMENT, **environment},
-        timeout=3 * TIMEOUT_S,
+        timeout=TEST_TIMEOUT_S,
         start_new_session=own_session,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
