@@ -27,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
+from vllm_rollout import on_cpu
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import (
     GENERATION_TOKENS,
@@ -34,6 +35,7 @@ from vllm_rollout.process import (
     ServerProcess,
     counter,
     free_port,
+    runs_on_cpu,
     server_environment,
 )
 
@@ -69,6 +71,9 @@ def server_process(
             "vllm.entrypoints.launchers.api_server.entry" if python is None else "vllm.entrypoints.openai.api_server"
         )
         command = [interpreter, "-m", entry, "--model", model]
+        if runs_on_cpu() and on_cpu.BINDING not in environment:  # the worker where ours is, with as many cores
+            command += ["--distributed-executor-backend", on_cpu.STOCK_EXECUTOR]
+            environment.setdefault("OMP_NUM_THREADS", str(on_cpu.this_cpu().num_cores))
     else:
         command = [interpreter, "-m", "vllm_rollout.cli", "serve", model]
     return ServerProcess([*command, *flags], free_port(), environment, log)

@@ -23,6 +23,7 @@ from types import TracebackType
 
 import httpx
 
+from vllm_rollout import on_cpu
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 
 START_TIMEOUT_S = 600.0
@@ -188,10 +189,13 @@ def runs_on_cpu() -> bool:
 
 
 def server_environment(model: str) -> dict[str, str]:
-    """Our environment with what a server on a small machine needs; what the user has set stays."""
+    """Our environment with what a server of a small model needs; what the user has set stays.
+
+    Raises: RuntimeError where a CPU has too little memory.
+    """
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if runs_on_cpu():
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = "4"
+    if runs_on_cpu() and on_cpu.KV_SPACE not in os.environ:
+        wanted[on_cpu.KV_SPACE] = str(on_cpu.kv_cache_gib(on_cpu.available_memory()))
     if Path(model).is_dir():
         wanted |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**wanted, **os.environ}
@@ -202,7 +206,7 @@ def server_flags(max_candidates: int) -> list[str]:
     flags = ["--max-num-seqs", str(max_candidates), "--max-model-len", str(MAX_MODEL_LEN_TOKENS)]
     flags += ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS), "--disable-uvicorn-access-log"]
     if runs_on_cpu():
-        flags += ["--enforce-eager", "--block-size", str(CPU_BLOCK_SIZE_TOKENS)]
+        flags += ["--enforce-eager", "--dtype", on_cpu.this_cpu().dtype, "--block-size", str(CPU_BLOCK_SIZE_TOKENS)]
     return flags
 
 

@@ -15,10 +15,12 @@ from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
-from vllm_rollout.adapter.api.start import front_ends, serve
+from vllm_rollout.adapter.api.start import front_ends, on_cpu, serve
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
 from vllm_rollout.adapter.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
 from vllm_rollout.adapter.platform import choose_platform
+from vllm_rollout.on_cpu import GIB, Cpu
 
 AUTO = ("--parallelism", "auto", "--parallelism-devices", "4")
 BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]
@@ -45,6 +47,14 @@ def parsed(tiny_model: str) -> Callable[..., Any]:
         return args
 
     return parse
+
+
+@pytest.fixture
+def parse_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The arguments of a server of another model, which is not fetched."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(serve, "resolve", lambda name: name if name.startswith(".") else f"/cache/{name}")
+    return lambda model, *flags: serve.parse([model, *flags], "vllm-rollout serve", "")
 
 
 @pytest.fixture
@@ -84,7 +94,7 @@ def rust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_without_our_flags_nothing_changes(parsed):
     args = parsed()
     assert (args.parallelism, args.compat, args.rollout_port, args.rust_front_end) == ("fixed", [], None, None)
-    assert (args.distributed_executor_backend, args.api_server_count) == (None, None)
+    assert args.api_server_count is None
     assert args.worker_cls != WORKER_CLS
     assert (args.options.emulation, args.options.beside_rust) == (None, False)
 
@@ -173,6 +183,35 @@ def test_an_emulated_device_needs_no_platform_of_its_own(arguments, platform):
     assert os.environ.get("VLLM_TARGET_DEVICE") == platform
 
 
+def test_one_worker_on_a_cpu_runs_inside_an_engine_core_that_is_a_copy_of_the_server(parsed, monkeypatch):
+    for flags, in_core in (((), True), (("--tensor-parallel-size", "2"), False), (AUTO, False)):
+        args = parsed(*flags)
+        assert (args.distributed_executor_backend == CPU_EXECUTOR_CLS, args.options.forks) == (in_core, in_core)
+    assert parsed("--distributed-executor-backend", "mp").distributed_executor_backend == "mp"
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")  # vLLM binds the threads of a process of its own only
+    assert parsed().distributed_executor_backend is None
+
+
+def test_an_embedded_model_gets_what_this_cpu_is_fast_with_and_other_models_advice(parse_model, monkeypatch, caplog):
+    slow = Cpu("Old Xeon", frozenset({"avx2"}), 2)
+    monkeypatch.setattr(on_cpu, "this_cpu", lambda: slow)
+    caplog.set_level("INFO", on_cpu.logger.name)
+    args = parse_model("tiny-random")
+    assert (args.dtype, args.enforce_eager, args.kv_cache_memory_bytes) == ("float32", True, 2 * GIB)
+    assert "Old Xeon with 2 cores: float32, as it lacks AVX512-BF16 or AMX" in caplog.text
+    chosen = parse_model("tiny-random", "--dtype", "bfloat16", "--no-enforce-eager", "--gpu-memory-utilization", "0.5")
+    assert (chosen.dtype, chosen.enforce_eager, chosen.kv_cache_memory_bytes) == ("bfloat16", False, None)
+    other = parse_model("./somewhere")
+    assert (other.dtype, other.enforce_eager, other.kv_cache_memory_bytes) == ("auto", False, None)
+    assert "add --dtype float32 --enforce-eager" in caplog.text
+
+
+def test_an_embedded_model_without_memory_is_one_sentence(parse_model, monkeypatch):
+    monkeypatch.setattr("vllm_rollout.on_cpu.available_memory", lambda: 3 * GIB)
+    with pytest.raises(SystemExit, match=r"needs 3\.5 GiB of memory, and 3\.0 GiB are available\. End other"):
+        parse_model("tiny-random")
+
+
 def test_engines_are_not_started_as_copies_of_a_server_with_threads(parsed, monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     parsed()
@@ -184,7 +223,7 @@ def test_engines_are_not_started_as_copies_of_a_server_with_threads(parsed, monk
 
 def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(parsed, device):
     for flags, forks in ((("--tensor-parallel-size", "2"), True), (AUTO, False)):
-        assert parsed("--emulate", device, *flags).options.emulation.forks is forks
+        assert parsed("--emulate", device, *flags).options.forks is forks
 
 
 def test_trainers_are_named_one_by_one(parsed, monkeypatch):

@@ -42,7 +42,7 @@ PLAIN = SamplingParams(max_tokens=200)
 def engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> vllm_rollout.LLM:
     device = tmp_path_factory.mktemp("device") / "device.json"
     device.write_text(json.dumps(DEVICE))
-    emulation = EmulationOptions(str(device), speed=1.0, log=None, async_scheduling=False, num_ranks=1, forks=False)
+    emulation = EmulationOptions(str(device), speed=1.0, log=None, async_scheduling=False, num_ranks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setattr(engine_args, "WORKER_CLS", WORKER_CLS)

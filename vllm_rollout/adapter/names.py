@@ -12,6 +12,7 @@ from vllm_rollout.group.types import BASE_MODEL
 
 SCHEDULER_CLS = "vllm_rollout.Scheduler"
 WORKER_CLS = "vllm_rollout.Worker"
+CPU_EXECUTOR_CLS = "vllm_rollout.adapter.worker.cpu_executor.CpuExecutor"
 
 
 def learned_name(lora: LoRARequest | None) -> str:

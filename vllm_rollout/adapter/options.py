@@ -31,8 +31,6 @@ class EmulationOptions:
     """The platform may have switched vLLM's own setting off."""
     num_ranks: int
     """How many data-parallel ranks there are; an engine core of a dense model is told of itself only."""
-    forks: bool = True
-    """Engine cores begin as copies of the server."""
     log_goes_on: bool = False
     """The engine takes the place of another one, whose steps stay in the log."""
 
@@ -44,6 +42,8 @@ class ServeOptions:
     train_budget_s: float = TRAIN_BUDGET_S
     feature_ring_bytes: int = FEATURE_RING_BYTES
     emulation: EmulationOptions | None = None
+    forks: bool = False
+    """Engine cores begin as copies of the server on the CPU platform too, where vLLM starts them anew."""
     moves_kv: bool = True
     """A group that moves takes its KV blocks along."""
     moves_kv_by_nixl: bool = False

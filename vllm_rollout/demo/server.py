@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from vllm_rollout.client.client import RolloutError
 from vllm_rollout.demo.options import MAX_CANDIDATES, DemoOptions
 from vllm_rollout.demo.phases import PhaseType, Way, run_phases
-from vllm_rollout.models import list_models, resolve
+from vllm_rollout.models import resolve
 from vllm_rollout.process import (
     ServerProcess,
     exit_on_sigterm,
@@ -53,7 +53,7 @@ def show(
 def demo_server(name: str, console: Console) -> Iterator[ServerProcess]:
     """Ready, with its start told. Raises: RuntimeError (model, server) with what to do; KeyboardInterrupt."""
     exit_on_sigterm()
-    model = resolve(name) if name in {model.name for model in list_models()} else name
+    model = resolve(name)
     with log_folder() as folder:
         command = [sys.executable, "-m", "vllm_rollout.cli", "serve", model]
         command += server_flags(MAX_CANDIDATES)

@@ -7,6 +7,7 @@ that it works for says so, or is gone.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,22 @@ from vllm.v1.engine import utils
 
 from vllm_rollout.adapter.api.calls.deaths import RankProcesses
 from vllm_rollout.adapter.compat import check_vllm_version
-from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.models import resolve
+from vllm_rollout.on_cpu import BINDING, embedded_settings, this_cpu
 
 Args = TypeVar("Args", bound=EngineArgs)
+MISSING = object()
+UNSET = {
+    "block_size": None,
+    "served_model_name": None,
+    "distributed_executor_backend": None,
+    "dtype": "auto",
+    "enforce_eager": False,
+    "kv_cache_memory_bytes": None,
+}
+"""vLLM's defaults, which say that nothing was chosen."""
 
 
 def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -34,17 +46,32 @@ def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in ours.items():
         if settings.get(name) not in (None, "auto", value):
             raise ValueError(f"{name} must be {value!r} here, got {settings[name]!r}. Leave it out, or use vllm.LLM.")
-    if settings.get("block_size") is None and current_platform.is_cpu():
-        ours["block_size"] = CPU_BLOCK_SIZE_TOKENS
     resolved = resolve(model)
-    if resolved != model and settings.get("served_model_name") is None:
-        ours["served_model_name"] = model
-    return {**settings, **ours, "model": resolved}
+    defaults: dict[str, Any] = {}
+    if resolved != model:
+        defaults["served_model_name"] = model
+    if current_platform.is_cpu():
+        defaults |= cpu_settings(settings, is_embedded=resolved != model)
+    given = {name: value for name, value in settings.items() if value != UNSET.get(name, MISSING)}
+    return {**defaults, **given, **ours, "model": resolved}
+
+
+def cpu_settings(settings: dict[str, Any], is_embedded: bool) -> dict[str, Any]:
+    """What an engine needs on a CPU. `is_embedded`: its model is one of the catalogue."""
+    ours: dict[str, Any] = {"block_size": CPU_BLOCK_SIZE_TOKENS}
+    num_workers = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
+    if num_workers == 1 and os.environ.get(BINDING, "nobind") == "nobind":
+        ours["distributed_executor_backend"] = CPU_EXECUTOR_CLS
+    if is_embedded:
+        ours |= embedded_settings(this_cpu(), os.environ)
+        if settings.get("gpu_memory_utilization") is not None:
+            ours.pop("kv_cache_memory_bytes", None)
+    return ours
 
 
 def with_groups(engine_args: Args) -> Args:
     """The same of engine arguments. Raises: ValueError."""
-    names = ("scheduler_cls", "worker_cls", "block_size", "served_model_name")
+    names = ("scheduler_cls", "worker_cls", "tensor_parallel_size", "pipeline_parallel_size", *UNSET)
     given = {name: getattr(engine_args, name) for name in names}
     return replace(engine_args, **group_settings(engine_args.model, given))
 

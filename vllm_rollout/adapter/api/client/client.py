@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.api.client.door import Door
-from vllm_rollout.adapter.api.client.emulate import fork_emulated_engines
+from vllm_rollout.adapter.api.client.forking import fork_engines
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
@@ -44,7 +44,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Called before a trainer pauses the engine, lets it sleep or sends it weights."""
         self.door = Door()
         self.lost_weights = LostWeights()
-        fork_emulated_engines(kwargs["vllm_config"])
+        fork_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
         """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to

@@ -11,9 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm.config import VllmConfig
-
-from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
+from vllm_rollout.adapter.options import EmulationOptions
 from vllm_rollout.emulation.settings import Settings
 
 EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
@@ -113,7 +111,6 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
         log=None if args.emulate_log is None else str(Path(args.emulate_log).resolve()),
         async_scheduling=args.async_scheduling is not False and args.rollout_drafts == "off",
         num_ranks=args.data_parallel_size,
-        forks=args.parallelism == "fixed",
     )
 
 
@@ -124,14 +121,3 @@ def switch_on(args: argparse.Namespace) -> None:
     args.enforce_eager = True
     # Without a model nothing ends at the length it was trained for.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-
-
-def fork_emulated_engines(vllm_config: VllmConfig) -> None:
-    """Engine cores that this process starts begin as its copies, as on a GPU, and need not import everything again.
-
-    vLLM's CPU platform asks for new processes, for the threads of a real model. Engines that are rebuilt while the
-    server runs have to be new ones.
-    """
-    emulation = ServeOptions.of(vllm_config).emulation
-    if emulation is not None and emulation.forks:
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,13 +27,12 @@ from vllm_rollout.adapter.api.calls import server_folder
 from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.adapter.api.client import emulate
 from vllm_rollout.adapter.api.engine import parallelism
-from vllm_rollout.adapter.api.start import front_ends, judge, rewards
+from vllm_rollout.adapter.api.start import front_ends, judge, on_cpu, rewards
 from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.adapter.options import DRAFTS_CONFIG, ServeOptions
 from vllm_rollout.config import (
-    CPU_BLOCK_SIZE_TOKENS,
     DEFAULT_AUDIT_RATIO,
     DRAFT_MEMORY_BYTES,
     FEATURE_RING_BYTES,
@@ -113,7 +113,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     refuse_ray(args, serve_parser)
     front_ends.refuse(args, serve_parser)
     judge.refuse(args, serve_parser)
-    switch_on(args, default_model=serve_parser.get_default("model"))
+    switch_on(args, arguments, serve_parser)
     return args
 
 
@@ -287,13 +287,15 @@ def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
             parser.error(f"{flag} ray needs Ray on every host: pip install 'vllm-rollout[ray]'.")
 
 
-def switch_on(args: argparse.Namespace, default_model: str) -> None:
-    """Set what makes the server a rollout server."""
-    if args.model_tag is None and args.model == default_model:
+def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Set what makes the server a rollout server. `arguments`: as the user wrote them."""
+    if args.model_tag is None and args.model == parser.get_default("model"):
         args.model_tag = DEFAULT_MODEL
+    is_embedded = False
     if args.model_tag is not None:
         resolved = resolve(args.model_tag)
-        if resolved != args.model_tag and args.served_model_name is None:
+        is_embedded = resolved != args.model_tag
+        if is_embedded and args.served_model_name is None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
     front_ends.switch_on(args)
@@ -307,6 +309,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
         draft_memory_bytes=int(args.rollout_draft_memory_mb * 2**20),
         drafts_file=None if args.rollout_state is None else str(Path(args.rollout_state).resolve() / "drafts"),
         beside_rust=args.rust_front_end is not None,
+        forks=args.parallelism == "fixed" and (args.emulate is not None or on_cpu.runs_in_core(args)),
     )
     if args.rollout_drafts == "on":
         args.speculative_config = dict(DRAFTS_CONFIG)
@@ -316,8 +319,7 @@ def switch_on(args: argparse.Namespace, default_model: str) -> None:
     if args.emulate is not None:
         emulate.switch_on(args)
     parallelism.switch_on(args)
-    if args.block_size is None and current_platform.is_cpu():
-        args.block_size = CPU_BLOCK_SIZE_TOKENS
+    on_cpu.switch_on(args, arguments, parser, is_embedded)
 
 
 def allowed_plugins(chosen: str | None) -> list[str]:

@@ -1,0 +1,24 @@
+"""The executor of an engine with one worker on a CPU: the worker runs inside the engine core.
+
+vLLM's CPU platform gives each worker a process of its own. That process takes ten seconds to start, and the engine core
+spins on a core while it waits for each step.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import parent_process
+
+import torch
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from vllm_rollout.on_cpu import this_cpu
+
+
+class CpuExecutor(UniProcExecutor):
+    """Overrides: _init_executor."""
+
+    def _init_executor(self) -> None:
+        if parent_process() is not None:  # else it is a trainer's own process, whose threads are its own affair
+            num_engines = self.parallel_config.data_parallel_size_local
+            torch.set_num_threads(max(1, this_cpu().num_cores // num_engines))
+        super()._init_executor()
