@@ -210,7 +210,7 @@ export CHECK_CPU
 $(VENV)/.installed-cpu: requirements/cpu.txt | $(VENV)/bin/python
 	@test ! -e $(VENV)/.installed-cuda || { \
 	  echo "error: $(VENV) was installed for DEVICE=cuda, asked for DEVICE=cpu. Remove $(VENV) first." >&2; exit 1; }
-	@echo "installing for the CPU (no GPU found, or DEVICE=cpu): about 1 GB to download, some minutes"
+	@echo "installing for the CPU (no GPU found, or DEVICE=cpu): about 1 GB to download, about four minutes"
 ifneq ($(TORCH_INDEX),)
 	$(PIP) install $(PIP_FLAGS) --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH_PIN)"
 else

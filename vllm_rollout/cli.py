@@ -106,6 +106,8 @@ def demo(
             _run_rounds_demo(chosen, quick) if rounds else _run_race_demo(chosen, quick)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"vllm-rollout demo: {error}")
+    except OSError as error:
+        sys.exit(f"vllm-rollout demo: {error}. Free some space, or name another place with --output.")
     except KeyboardInterrupt:
         sys.exit(130)
 

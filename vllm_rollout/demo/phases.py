@@ -12,10 +12,10 @@ from itertools import count
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import httpx
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_rollout.client.client import AsyncRolloutClient, RolloutError
+from vllm_rollout.demo.clock import Clock, shown
 from vllm_rollout.demo.options import SEED, Options
 from vllm_rollout.group.plans.prompt_key import seed_for
 from vllm_rollout.process import (
@@ -153,6 +153,10 @@ class HasTokens(Protocol):
 PhaseType = TypeVar("PhaseType", bound=HasTokens)
 Way = Callable[[httpx.AsyncClient, AsyncRolloutClient, Callable[[], None]], Awaitable[PhaseType]]
 """Runs the prompts by one of the clients; calls its last argument when a group is over."""
+Begin = Callable[[AsyncRolloutClient, Clock], Awaitable[Mapping[str, float]]]
+"""What comes before the ways; the seconds that each is expected to take, by its name."""
+POLLS_PER_LINE = 60
+"""A line every half a minute where the output is no terminal."""
 
 
 async def show_phase(
@@ -161,23 +165,32 @@ async def show_phase(
     server: ServerProcess,
     progress: Progress,
     row: TaskID,
+    clock: Clock,
 ) -> PhaseType:
-    """Run a phase while its row of `progress` follows the server's counters.
+    """Run a phase while its row of `progress` follows the server's counters; lines say it where there is no terminal.
 
     Raises: ServerError when the server dies meanwhile.
     """
+    shown_row = progress.tasks[row]
+
+    def say(text: str) -> None:
+        if not clock.console.is_terminal:
+            clock.say(f"{shown_row.description}: {text}")
 
     async def follow() -> None:
         before = None
-        while True:
+        for poll in count(1):
             server.check_alive()
             metrics = (await client.get("/metrics")).text
             tokens = counter(metrics, GENERATION_TOKENS)
             before = tokens if before is None else before
             running = counter(metrics, REQUESTS_RUNNING)
             progress.update(row, tokens=f"{tokens - before:,.0f} tokens", running=f"{running:.0f} running")
+            if poll % POLLS_PER_LINE == 0:
+                say(f"{shown_row.completed:.0f} of {shown_row.total} groups, {shown_row.fields['tokens']}")
             await asyncio.sleep(POLL_INTERVAL_S)
 
+    say("starts")
     progress.start_task(row)
     working = asyncio.ensure_future(run(lambda: progress.advance(row)))
     following = asyncio.create_task(follow())
@@ -192,11 +205,16 @@ async def show_phase(
         await asyncio.gather(working, following, return_exceptions=True)
     progress.update(row, tokens=f"{phase.generated_tokens:,} tokens", running="done")
     progress.stop_task(row)
+    say(f"done after {shown(shown_row.elapsed or 0)}, {phase.generated_tokens:,} tokens")
     return phase
 
 
 async def run_phases(
-    server: ServerProcess, console: Console, questions: Sequence[str], ways: Mapping[str, Way[PhaseType]]
+    server: ServerProcess,
+    clock: Clock,
+    questions: Sequence[str],
+    ways: Mapping[str, Way[PhaseType]],
+    begin: Begin,
 ) -> list[PhaseType]:
     """The same questions in each way, one after the other. `ways`: by name on the terminal."""
     progress = Progress(
@@ -207,18 +225,26 @@ async def run_phases(
         TextColumn("[cyan]{task.fields[tokens]}[/]", justify="right"),
         TextColumn("[dim]{task.fields[running]}[/]", justify="right"),
         TimeElapsedColumn(),
-        console=console,
+        console=clock.console,
+        disable=not clock.console.is_terminal,
     )
-    rows = [progress.add_task(name, total=len(questions), start=False, tokens="", running="") for name in ways]
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as client,
         # With a transport of its own it asks no proxy for a server on this machine.
         AsyncRolloutClient(server.url, transport=httpx.AsyncHTTPTransport()) as rollouts,
     ):
         await warm_up(client, questions)
+        expected = await begin(rollouts, clock)
+        rows = [
+            progress.add_task(
+                f"{name} (about {shown(expected[name])})" if name in expected else name,
+                total=len(questions), start=False, tokens="", running="",
+            )
+            for name in ways
+        ]  # fmt: skip
         with progress:
             return [
-                await show_phase(partial(way, client, rollouts), client, server, progress, row)
+                await show_phase(partial(way, client, rollouts), client, server, progress, row, clock)
                 for way, row in zip(ways.values(), rows, strict=True)
             ]
 
