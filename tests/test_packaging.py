@@ -14,8 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.waiting import WAIT_S
-from vllm_rollout.adapter.compat import PREFERRED_VLLM
 from vllm_rollout.tracker.build_command import MIN_TORCH
+from vllm_rollout.versions import PREFERRED_VLLM
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

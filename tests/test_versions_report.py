@@ -6,7 +6,7 @@ from packaging.requirements import Requirement
 
 from benchmarks.versions.__main__ import RESULT, rows_of, run_tests, table
 from benchmarks.versions.environment import REQUIREMENTS, ROOT, WITHOUT_WHEEL, name_it_vllm, python_of
-from vllm_rollout.adapter.compat import PREFERRED_VLLM, SUPPORTED_VLLM
+from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 
 ADAPTER = {"passed": 10, "skipped": 2, "failed": [], "seconds": 61.6}
 ENGINE = {"passed": 3, "skipped": 0, "failed": ["tests.engine.test_race::test_a"], "seconds": 30.0}

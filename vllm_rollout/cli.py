@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import vllm_rollout
+from vllm_rollout.doctor.checks import refuse_installation, refuse_start
+from vllm_rollout.doctor.command import doctor
 from vllm_rollout.emulation.command import emulation_report
 from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate
@@ -54,6 +56,8 @@ def serve(context: typer.Context) -> None:
     """
     from vllm_rollout.adapter.platform import choose_platform
 
+    if refusal := refuse_start(context.args):
+        sys.exit(f"vllm-rollout serve: {refusal}")
     choose_platform(context.args)
     from vllm_rollout.adapter.api.start.serve import main as serve_main
 
@@ -98,6 +102,8 @@ def demo(
             raise ValueError(f"--output must end in .png, got {output}")
         if output is not None and not output.parent.is_dir():
             raise ValueError(f"--output: there is no folder {output.parent}; make it")
+        if refusal := refuse_installation():
+            raise RuntimeError(refusal)
         if train:
             _run_training_demo(chosen | ({} if steps is None else {"steps": steps}), quick)
         elif steps is not None:
@@ -143,6 +149,7 @@ app.command("emulation-report")(emulation_report)
 app.command()(watching.watch)
 app.command()(watching.top)
 app.command()(receipt)
+app.command()(doctor)
 app.command()(export)
 
 

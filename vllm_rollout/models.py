@@ -99,7 +99,7 @@ def is_fetched(name: str) -> bool:
     model = _lookup(name)
     try:
         card = json.loads((cache_dir() / name / "model_card.json").read_text())
-    except FileNotFoundError:
+    except OSError:
         return False
     return card["recipe"] == RECIPE and card["gguf_sha256"] == model.gguf_sha256
 
@@ -114,10 +114,22 @@ def fetch(name: str) -> Path:
 
     Raises ValueError for a name the catalogue lacks and RuntimeError when download, check or conversion fails.
     """
-    model = _lookup(name)
     target = cache_dir() / name
     if is_fetched(name):
         return target
+    try:
+        _fetch_to(target)
+    except OSError as error:
+        raise RuntimeError(
+            f"{name} cannot be kept in {target.parent}: {error.strerror or error}. Set VLLM_ROLLOUT_CACHE to a folder "
+            "that can be written, with 1 GiB of room."
+        ) from error
+    return target
+
+
+def _fetch_to(target: Path) -> None:
+    name = target.name
+    model = _lookup(name)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as scratch_name:
         scratch = Path(scratch_name)
@@ -132,7 +144,6 @@ def fetch(name: str) -> Path:
                 _in_child("tiny", str(made))
         _write_card(model, made)
         _move_into_place(made, target, scratch / "replaced")
-    return target
 
 
 def _lookup(name: str) -> Model:

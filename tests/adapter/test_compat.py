@@ -35,14 +35,12 @@ from vllm_rollout.adapter.compat import (
     CONTRACT,
     FEATURES,
     LOGGING_FLAGS,
-    PREFERRED_VLLM,
-    SUPPORTED_VLLM,
     Fact,
     check_vllm_version,
     lacking,
-    minor_of,
     vllm_version,
 )
+from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM, minor_of
 
 CLOSEST = vllm_version if minor_of(vllm_version) in SUPPORTED_VLLM else SUPPORTED_VLLM[-1]
 """The version whose snapshot the installed vLLM is held against."""

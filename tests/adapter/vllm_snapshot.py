@@ -35,7 +35,8 @@ from vllm_types import (
 )
 
 import vllm_rollout.adapter
-from vllm_rollout.adapter.compat import CONTRACT, PREFERRED_VLLM, minor_of, vllm_version
+from vllm_rollout.adapter.compat import CONTRACT, vllm_version
+from vllm_rollout.versions import PREFERRED_VLLM, minor_of
 
 ADAPTER = Path(vllm_rollout.adapter.__file__).parent
 FILES = [path for path in sorted(ADAPTER.rglob("*.py")) if path.name != "compat.py"]

