@@ -10,7 +10,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -49,6 +49,14 @@ def warnings_reach_caplog() -> None:
     """In any order of tests: vLLM cuts its logger off from the root, and a package it imports silences the root."""
     logging.getLogger("vllm").propagate = True
     logging.getLogger("vllm_rollout").setLevel(logging.WARNING)
+
+
+@pytest.fixture(autouse=True)
+def sigterm_ends_the_run() -> Iterator[None]:
+    """Also after a test that runs a command in this process, which then has a handler of its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

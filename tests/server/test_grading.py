@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.server.grading import service
+from vllm_rollout.server.slices import SLICE_S
 
 from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine
@@ -104,14 +106,20 @@ async def test_each_returned_trajectory_has_its_reward_and_its_group_advantages(
 
 
 async def test_the_texts_of_many_prompts_are_made_in_slices(http, graders, monkeypatch):
-    monkeypatch.setattr(FakeEngine, "prompt_text", lambda self, prompt: time.sleep(0.005) or f"text {prompt.id}")
+    made = []
+
+    def prompt_text(engine: FakeEngine, prompt: Any) -> str:
+        time.sleep(SLICE_S)
+        made.append(prompt.id)
+        return f"text {prompt.id}"
+
+    monkeypatch.setattr(FakeEngine, "prompt_text", prompt_text)
     prompts = [{"prompt_token_ids": [7, number]} for number in range(100)]
-    rolling, longest_s = asyncio.create_task(roll(http, prompts=prompts, group_size=1, redundancy=0)), 0.0
+    rolling, made_by_turn = asyncio.create_task(roll(http, prompts=prompts, group_size=1, redundancy=0)), [0]
     while not rolling.done():
-        began = time.monotonic()
         await asyncio.sleep(0)
-        longest_s = max(longest_s, time.monotonic() - began)
-    assert longest_s < 0.25  # all of them take half a second
+        made_by_turn.append(len(made))
+    assert max(after - before for before, after in pairwise(made_by_turn)) == 1
     assert {trajectory.prompt for _, trajectory, _ in graders.asked} == {f"text {number}" for number in range(100)}
 
 

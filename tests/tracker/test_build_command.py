@@ -1,6 +1,7 @@
 """What is said to whoever runs without the compiled operators, wherever they have the package from."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ PIP = f"{sys.executable} -m pip install --no-build-isolation --no-deps"
 
 
 def test_a_checkout_is_built_where_it_lies():
-    assert build_command() == f"{PIP} -e {Path(__file__).parents[2]}"
+    assert build_command() == f"{PIP} -e {shlex.quote(str(Path(__file__).parents[2]))}"
 
 
 @pytest.mark.parametrize(
