@@ -77,7 +77,7 @@ def allowed_cpus() -> set[int]:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that a new process can have, under the limits of its container too."""
-    free = [psutil.virtual_memory().available]
+    free: list[int] = [psutil.virtual_memory().available]
     for folder, limit, usage in CGROUP_FILES:
         limit_bytes, used_bytes = (_read(root / folder / name) for name in (limit, usage))
         if limit_bytes.isdecimal() and used_bytes.isdecimal():

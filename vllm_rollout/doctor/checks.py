@@ -25,6 +25,7 @@ from vllm_rollout import models
 from vllm_rollout.on_cpu import GIB, Cpu, available_memory, kv_cache_gib, this_cpu
 from vllm_rollout.process import runs_on_cpu
 from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
+from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.versions import vllm_refusal
 
 DEFAULT_PORT = 8000
@@ -89,7 +90,7 @@ def check_torch(builds: Mapping[str, str | None]) -> Finding:
 
 
 def build_of(package: str) -> str | None:
-    """A package's version with its build, as `2.13.0+cpu`, from its files, since an import may fail; None without it."""
+    """A package's version with its build, as `2.13.0+cpu`, from its files (an import may fail); None without it."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return None
@@ -112,12 +113,9 @@ def check_operators(folder: Path, compiler: str | None) -> Finding:
     """`folder`: of this package."""
     if any(folder.glob("_C*.so")):
         return ok("C++ operators", "built")
+    compiler_first = "Install a compiler (Debian: apt install g++). " if compiler is None else ""
     slower = "not built: the torch versions run instead, which are slower on a CPU."
-    if compiler is None:
-        remedy = "Install a compiler (Debian: apt install g++), then install vllm-rollout again."
-    else:
-        remedy = "Install vllm-rollout again with pip install --no-build-isolation."
-    return Finding("C++ operators", "warning", f"{slower} {remedy}")
+    return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
 
 
 def check_number_type(cpu: Cpu) -> Finding:
