@@ -26,6 +26,7 @@ from benchmarks.common import arguments_of, median, publish, record_of_run, serv
 from benchmarks.tables import columns, number
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.on_cpu import this_cpu
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.server.answers import TokensEvent
 
@@ -55,7 +56,7 @@ def _measure(way: str, arguments: argparse.Namespace) -> dict[str, list[dict[str
     flags += ["--rollout-move-kv", MOVE_KV[way], "--disable-uvicorn-access-log"]
     environment: dict[str, str] = {}
     if runs_on_cpu():
-        flags.append("--enforce-eager")
+        flags += ["--enforce-eager", "--dtype", this_cpu().dtype]
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     with (
         log_folder() as folder,

@@ -33,6 +33,7 @@ from benchmarks.prompts import cycle
 from benchmarks.tables import columns, number, percent, picture
 from vllm_rollout.group.lengths.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.on_cpu import this_cpu
 from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.options import ProfileOptions
@@ -43,7 +44,7 @@ from vllm_rollout.profiling.run import run as run_profile
 MAX_NUM_SEQS = 64
 FLAGS = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-model-len", "1024")
 FLAGS += ("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS))
-CPU_FLAGS = ("--enforce-eager", "--block-size", "32")
+CPU_FLAGS = ("--enforce-eager", "--block-size", "32", "--dtype", this_cpu().dtype)
 TARGET_ERROR = 0.10
 """Median over workloads."""
 FILLER = "The harbour was quiet that morning, and the boats lay side by side at the old stone pier."

@@ -23,9 +23,9 @@ FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU flags of instructions that multiply bfloat16 (x86, x86, ARM). Without one float32 is five times faster."""
 GIB = 2**30
 KV_CACHE_GIB = 2
-"""Enough for 128 candidates of SmolLM2-135M with 360 tokens each, in float32."""
+"""Enough for 128 candidates of SmolLM2-135M with 360 tokens each in float32."""
 SMALL_SERVER_GIB = 2.5
-"""What a server of SmolLM2-135M takes beside its KV cache, in float32: API process 0.8, engine core 1.5."""
+"""A server of SmolLM2-135M in float32 without its KV cache: API process 0.8 GiB, engine core 1.5 GiB."""
 
 CGROUP_FILES = (
     ("sys/fs/cgroup", "memory.max", "memory.current"),
@@ -44,12 +44,12 @@ class Cpu(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The faster one of the two number types that a model in bfloat16 can run in."""
+        """The faster number type for a model whose weights are bfloat16."""
         return "bfloat16" if self.flags & FAST_BFLOAT16 else "float32"
 
     @property
     def summary(self) -> str:
-        """What it is and what follows, for people."""
+        """Name, cores and the number type, with the reason for it."""
         why = "has" if self.dtype == "bfloat16" else "lacks"
         return f"{self.name} with {self.num_cores} cores: {self.dtype}, as it {why} AVX512-BF16 or AMX"
 
@@ -105,7 +105,7 @@ def embedded_settings(cpu: Cpu, environment: Mapping[str, str]) -> dict[str, Any
 
 
 def advice(cpu: Cpu, dtype: str, enforce_eager: bool) -> str | None:
-    """What would make a server faster that runs with these settings; None when nothing would."""
+    """Flags that would make a server with these settings faster, and why. None: no flag would."""
     flags, reasons = [], []
     if cpu.dtype == "float32" and dtype != "float32":
         flags.append("--dtype float32")

@@ -28,6 +28,7 @@ from vllm_rollout import process
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
+from vllm_rollout.on_cpu import this_cpu
 from vllm_rollout.process import ServerProcess, counter, free_port
 
 HERE = Path(__file__).parent
@@ -246,8 +247,8 @@ def race_joined(
 
 
 def serve_command(model: str, *flags: str) -> list[str]:
-    """Nothing is audited by chance."""
-    ours = ("--enforce-eager", "--rollout-audit-ratio", "0")
+    """Nothing is audited by chance. In the number type that this CPU is fast in, unless flags say another."""
+    ours = ("--enforce-eager", "--dtype", this_cpu().dtype, "--rollout-audit-ratio", "0")
     return [sys.executable, "-m", "vllm_rollout.cli", "serve", model, *ours, *flags]
 
 

@@ -154,7 +154,7 @@ PhaseType = TypeVar("PhaseType", bound=HasTokens)
 Way = Callable[[httpx.AsyncClient, AsyncRolloutClient, Callable[[], None]], Awaitable[PhaseType]]
 """Runs the prompts by one of the clients; calls its last argument when a group is over."""
 Begin = Callable[[AsyncRolloutClient, Clock], Awaitable[Mapping[str, float]]]
-"""What comes before the ways; the seconds that each is expected to take, by its name."""
+"""Runs before the ways, and returns the expected seconds of each way by its name."""
 POLLS_PER_LINE = 60
 """A line every half a minute where the output is no terminal."""
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_rollout.models import list_models, resolve
+from vllm_rollout.models import resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder, runs_on_cpu, server_environment
 from vllm_rollout.profiling.engine_process import EngineProcess, OnWait, engine_command
 from vllm_rollout.profiling.grid import GridPoint, Plan, Wanted, make_plan
@@ -59,14 +59,14 @@ def run(options: ProfileOptions, console: Console | None = None, start_engine: S
     if start_engine is not None:
         return _measure_all(options, before, start_engine, console)
     exit_on_sigterm()
-    in_catalogue = options.model in {model.name for model in list_models()}
-    model = resolve(options.model) if in_catalogue else options.model
+    environment = server_environment(resolve(options.model))
     with log_folder() as folder:
 
         def start(tensor_parallel_size: int, flags: Sequence[str], on_wait: OnWait) -> EngineProcess:
-            command = engine_command(model, tensor_parallel_size, flags, logprobs=options.logprobs)
+            # By its name an embedded model gets what a server gives it.
+            command = engine_command(options.model, tensor_parallel_size, flags, logprobs=options.logprobs)
             log = folder / f"engine-tp{tensor_parallel_size}.log"
-            return EngineProcess(command, server_environment(model), log, on_wait)
+            return EngineProcess(command, environment, log, on_wait)
 
         return _measure_all(options, before, start, console)
 

@@ -1,4 +1,4 @@
-"""The executor of an engine with one worker on a CPU: the worker runs inside the engine core.
+"""Runs the only worker of a CPU engine inside the engine core.
 
 vLLM's CPU platform gives each worker a process of its own. That process takes ten seconds to start, and the engine core
 spins on a core while it waits for each step.

@@ -1,7 +1,7 @@
 """Engine cores that begin as copies of the API process: ten seconds sooner than a process that imports vLLM again.
 
-vLLM does so on a GPU. Its CPU platform starts new processes, because it sets the threads of a worker by variables that
-are read when a process starts; `adapter/worker/cpu_executor.py` sets them later.
+vLLM copies the API process on a GPU. Its CPU platform starts new processes, because OpenMP reads the number of threads
+when a process starts. `adapter/worker/cpu_executor.py` sets that number later.
 """
 
 from __future__ import annotations
