@@ -58,6 +58,25 @@ def test_threads_are_counted_by_cores_that_may_be_used(tmp_path, monkeypatch, si
     assert this_cpu(machine(tmp_path, AVX2, siblings)).num_cores == num_cores
 
 
+@pytest.mark.parametrize(
+    ("files", "num_cores"),
+    [
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+    ],
+)
+def test_a_container_has_no_more_threads_than_its_share_of_time(tmp_path, monkeypatch, files, num_cores):
+    monkeypatch.setattr(on_cpu, "allowed_cpus", lambda: set(range(4)))
+    root = machine(tmp_path, AVX2, ["0", "1", "2", "3"])
+    for name, content in files.items():
+        (root / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / name).write_text(f"{content}\n")
+    assert this_cpu(root).num_cores == num_cores
+
+
 def test_a_machine_that_says_nothing_of_its_cpu_has_cores_all_the_same(tmp_path):
     assert this_cpu(tmp_path).num_cores == len(os.sched_getaffinity(0))
     assert this_cpu(tmp_path).dtype == "float32"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class Cpu(NamedTuple):
     name: str
     flags: frozenset[str]
     num_cores: int
-    """Physical cores: two threads of one core multiply no faster than one."""
+    """Physical cores, as far as a container may use them: two threads of one core multiply no faster than one."""
 
     @property
     def dtype(self) -> str:
@@ -65,7 +66,17 @@ def this_cpu(root: Path = Path("/")) -> Cpu:
     name = fields.get("model name") or platform.processor() or platform.machine()
     topology = root / "sys/devices/system/cpu"
     siblings = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed_cpus()}
-    return Cpu(name, frozenset(flags.split()), len(siblings))
+    return Cpu(name, frozenset(flags.split()), min(len(siblings), _quota(root)))
+
+
+def _quota(root: Path) -> int:
+    """As many cores as a container's limit of CPU time comes to, at least 1; very many without a limit."""
+    version_2 = _read(root / "sys/fs/cgroup/cpu.max").split()
+    version_1 = [_read(root / "sys/fs/cgroup/cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    for limit in (version_2, version_1):
+        if len(limit) == 2 and all(number.isdecimal() for number in limit):  # else "max" or -1
+            return max(1, int(limit[0]) // int(limit[1]))
+    return sys.maxsize
 
 
 def allowed_cpus() -> set[int]:
