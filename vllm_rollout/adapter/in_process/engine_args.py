@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
@@ -27,16 +27,14 @@ from vllm_rollout.models import resolve
 from vllm_rollout.on_cpu import BINDING, embedded_settings, this_cpu
 
 Args = TypeVar("Args", bound=EngineArgs)
-MISSING = object()
-UNSET = {
-    "block_size": None,
-    "served_model_name": None,
-    "distributed_executor_backend": None,
-    "dtype": "auto",
-    "enforce_eager": False,
-    "kv_cache_memory_bytes": None,
-}
-"""vLLM's defaults, which say that nothing was chosen."""
+LOOKED_AT = frozenset(
+    {
+        *("scheduler_cls", "worker_cls", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("block_size", "served_model_name", "distributed_executor_backend", "dtype", "enforce_eager"),
+        *("kv_cache_memory_bytes", "gpu_memory_utilization"),
+    }
+)
+"""Engine arguments that `group_settings` sets, or that decide what it sets."""
 
 
 def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +50,7 @@ def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         defaults["served_model_name"] = model
     if current_platform.is_cpu():
         defaults |= cpu_settings(settings, is_embedded=resolved != model)
-    given = {name: value for name, value in settings.items() if value != UNSET.get(name, MISSING)}
+    given = {name: value for name, value in settings.items() if value is not None or name not in defaults}
     return {**defaults, **given, **ours, "model": resolved}
 
 
@@ -71,8 +69,8 @@ def cpu_settings(settings: dict[str, Any], is_embedded: bool) -> dict[str, Any]:
 
 def with_groups(engine_args: Args) -> Args:
     """The same of engine arguments. Raises: ValueError."""
-    names = ("scheduler_cls", "worker_cls", "tensor_parallel_size", "pipeline_parallel_size", *UNSET)
-    given = {name: getattr(engine_args, name) for name in names}
+    looked_at = [(field, getattr(engine_args, field.name)) for field in fields(engine_args) if field.name in LOOKED_AT]
+    given = {field.name: value for field, value in looked_at if value != field.default}
     return replace(engine_args, **group_settings(engine_args.model, given))
 
 

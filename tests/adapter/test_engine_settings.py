@@ -1,0 +1,62 @@
+"""What an engine in a trainer's own process is given on a CPU: what the caller has chosen stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import AsyncEngineArgs
+
+from vllm_rollout.adapter.in_process import engine_args
+from vllm_rollout.adapter.in_process.engine_args import group_settings, with_groups
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
+from vllm_rollout.on_cpu import GIB, Cpu
+
+SLOW = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2 * GIB}
+
+
+@pytest.fixture(autouse=True)
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(engine_args, "resolve", lambda name: f"/cache/{name}" if name == "tiny-random" else name)
+    monkeypatch.setattr(engine_args, "this_cpu", lambda: Cpu("Old Xeon", frozenset({"avx2"}), 2))
+
+
+def of_keywords(model: str, **chosen: Any) -> dict[str, Any]:
+    return group_settings(model, chosen)
+
+
+def of_engine_args(model: str, **chosen: Any) -> dict[str, Any]:
+    return vars(with_groups(AsyncEngineArgs(model=model, **chosen)))
+
+
+@pytest.mark.parametrize("settings_of", [of_keywords, of_engine_args])
+def test_an_embedded_model_gets_what_this_cpu_is_fast_with(settings_of):
+    settings = settings_of("tiny-random")
+    assert settings.items() >= SLOW.items()
+    assert (settings["model"], settings["served_model_name"]) == ("/cache/tiny-random", "tiny-random")
+    assert (settings["block_size"], settings["distributed_executor_backend"]) == (32, CPU_EXECUTOR_CLS)
+
+
+@pytest.mark.parametrize("settings_of", [of_keywords, of_engine_args])
+def test_what_the_caller_has_chosen_stays(settings_of):
+    chosen = {"dtype": "bfloat16", "block_size": 64, "served_model_name": "mine", "distributed_executor_backend": "mp"}
+    settings = settings_of("tiny-random", **chosen, gpu_memory_utilization=0.5)
+    assert settings.items() >= chosen.items()
+    assert settings.get("kv_cache_memory_bytes") is None
+    assert not of_keywords("tiny-random", enforce_eager=False)["enforce_eager"]
+
+
+@pytest.mark.parametrize("settings_of", [of_keywords, of_engine_args])
+def test_another_model_keeps_vllms_number_type_and_compilation(settings_of):
+    settings = settings_of("/some/model", block_size=None)
+    assert settings.get("dtype", "auto") == "auto"
+    assert not settings.get("enforce_eager")
+    assert (settings["block_size"], settings["distributed_executor_backend"]) == (32, CPU_EXECUTOR_CLS)
+
+
+@pytest.mark.parametrize("settings_of", [of_keywords, of_engine_args])
+def test_several_workers_and_bound_threads_are_vllms_own_affair(settings_of, monkeypatch):
+    assert settings_of("/some/model", tensor_parallel_size=2).get("distributed_executor_backend") is None
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    assert settings_of("/some/model").get("distributed_executor_backend") is None
