@@ -18,6 +18,7 @@ SLOW = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2 * 
 @pytest.fixture(autouse=True)
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # else vLLM looks for the model at once
     monkeypatch.setattr(engine_args, "resolve", lambda name: f"/cache/{name}" if name == "tiny-random" else name)
     monkeypatch.setattr(engine_args, "this_cpu", lambda: Cpu("Old Xeon", frozenset({"avx2"}), 2))
 
