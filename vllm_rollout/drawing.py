@@ -24,5 +24,8 @@ def figure_at(path: Path, inches: tuple[float, float], style: Mapping[str, Any],
     with plt.rc_context({"font.family": "DejaVu Sans", "text.color": INK, **style}):
         figure = plt.figure(figsize=inches, dpi=120, facecolor="white", **settings)
         yield figure
-        figure.savefig(path)
+        try:
+            figure.savefig(path)
+        except OSError as error:  # of a full disk it says no name
+            raise OSError(error.errno, error.strerror, str(path)) from error
         plt.close(figure)

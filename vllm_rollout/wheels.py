@@ -5,7 +5,9 @@ Invariant: no code of a wheel runs.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
+import os
 import subprocess
 import sys
 import zipfile
@@ -18,12 +20,16 @@ LAST_LINES = 3
 
 
 def download(package: str, folder: Path) -> Path:
-    """The wheel of a pinned package, put into an empty folder. Raises: RuntimeError when pip cannot."""
+    """The wheel of a pinned package, put into an empty folder. Raises: OSError where no space is left, else
+    RuntimeError when pip cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
     # Wheels only: a source distribution would run its own code here.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), package]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # What pip unpacks lies there too: one place needs room.
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)})
     if done.returncode != 0:
+        raise_if_full(done.stderr)
         said = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
         raise RuntimeError(
             f"pip could not download {package}: {said}\n"
@@ -31,6 +37,12 @@ def download(package: str, folder: Path) -> Path:
         )
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def raise_if_full(said: str) -> None:
+    """Raises: OSError if no space was left for a child process. `said`: its errors."""
+    if (reason := os.strerror(errno.ENOSPC)) in said:
+        raise OSError(errno.ENOSPC, reason)
 
 
 def read_member(wheel: Path, pattern: str) -> Iterator[bytes]:
