@@ -38,10 +38,11 @@ export DO_NOT_TRACK := 1
 help:
 	@echo "vllm-rollout: group rollouts that stop inside vLLM's step loop"
 	@echo
-	@echo "  make demo        install, fetch the embedded model, race 16 candidates for the first 8 against stock vLLM"
+	@echo "  make demo        install (4 minutes), fetch the embedded model, race 16 candidates for the first 8 against stock vLLM;"
+	@echo "                   6 minutes on two cores, its first race after one"
 	@echo "  make dev         before a commit: lint, and the tests that start no engine and are quick; three minutes on two cores"
-	@echo "  make test        install, fetch the test models, run every test without an engine, and the engine tests of race,"
-	@echo "                   HTTP and in-process use; twelve minutes on two cores      ARGS='-k name'"
+	@echo "  make test        install, fetch the test models, run the tests without an engine (but the thorough ones) and the"
+	@echo "                   engine tests of race, HTTP and in-process use; 12 minutes on two cores   ARGS='-k name'"
 	@echo "  make test-all    every test: make test, then make test-rest"
 	@echo "  make test-fast   the tests that start no engine and are not slow"
 	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
@@ -79,25 +80,27 @@ models: $(PACKAGE)
 demo: install models
 	$(VENV)/bin/vllm-rollout demo $(ARGS)
 
-# What a newcomer runs of the engine tests. `make test-rest` has the others, so that both together miss nothing.
+# A newcomer runs these engine tests, and all that start no engine and try no thousands of cases. `make test-rest` has
+# the others, so that both together miss nothing.
 ENGINE_BASICS := tests/engine/test_race.py tests/engine/test_server.py tests/engine/test_in_process.py
-ENGINE_REST := tests/engine $(ENGINE_BASICS:%=--ignore=%)
+WITHOUT_BASICS := $(ENGINE_BASICS:%=--ignore=%)
 
 # Without ARGS what starts no engine runs in two lanes, one per core, and then what does.
 .PHONY: test
 test: install models
 ifeq ($(strip $(ARGS)),)
-	@$(LANES) CHOICE="not engine"
+	@$(LANES) CHOICE="not engine and not thorough"
 	$(PY) -m pytest -q $(ENGINE_BASICS)
-	@echo "left out: $$($(PY) -m pytest -q --collect-only $(ENGINE_REST) | tail -n 1); make test-rest runs them," \
-	  "make test-all runs everything"
+	@echo "left out: $$($(PY) -m pytest -q --collect-only -m "engine or thorough" $(WITHOUT_BASICS) | tail -n 1);" \
+	  "make test-rest runs them, make test-all runs everything"
 else
 	$(PY) -m pytest -q $(ARGS)
 endif
 
 .PHONY: test-rest
 test-rest: install models
-	$(PY) -m pytest -q $(ENGINE_REST)
+	@$(LANES) CHOICE="not engine and thorough"
+	$(PY) -m pytest -q tests/engine $(WITHOUT_BASICS)
 
 .PHONY: test-all
 test-all: test
