@@ -117,7 +117,7 @@ test-nightly: install models
 LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-engine-side lane-others
 
 # About half of the seconds.
-ENGINE_SIDE := tests/adapter tests/group tests/kernels tests/tracker tests/simulator tests/profiling
+ENGINE_SIDE := tests/adapter tests/group tests/kernels tests/tracker tests/simulator tests/profiling tests/rewards
 
 .PHONY: lane-engine-side lane-others
 lane-engine-side:
