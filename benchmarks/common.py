@@ -74,6 +74,7 @@ def server_process(
         if runs_on_cpu() and on_cpu.BINDING not in environment:  # the worker where ours is, with as many cores
             command += ["--distributed-executor-backend", on_cpu.STOCK_EXECUTOR]
             environment.setdefault("OMP_NUM_THREADS", str(on_cpu.this_cpu().num_cores))
+            environment.setdefault(*on_cpu.WAIT_POLICY)
     else:
         command = [interpreter, "-m", "vllm_rollout.cli", "serve", model]
     return ServerProcess([*command, *flags], free_port(), environment, log)

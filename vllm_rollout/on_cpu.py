@@ -20,6 +20,9 @@ KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 STOCK_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """vLLM's executor that runs the worker inside the engine core. By default a CPU worker is a process of its own, and the
 engine core spins on a core while it waits for that process."""
+WAIT_POLICY = ("OMP_WAIT_POLICY", "passive")
+"""An environment variable that OpenMP reads when torch is imported: threads sleep at the end of a parallel region.
+Threads that spin there take the core from the thread they wait for as soon as another program runs, 20 times slower."""
 FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU flags of instructions that multiply bfloat16 (x86, x86, ARM). Without one float32 is five times faster."""
 GIB = 2**30

@@ -212,6 +212,15 @@ def test_an_embedded_model_without_memory_is_one_sentence(parse_model, monkeypat
         parse_model("tiny-random")
 
 
+def test_threads_of_a_model_wait_asleep_on_a_cpu_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    choose_platform(["m"])
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    choose_platform(["m"])
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
 def test_engines_are_not_started_as_copies_of_a_server_with_threads(parsed, monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     parsed()

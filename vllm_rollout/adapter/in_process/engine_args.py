@@ -24,7 +24,7 @@ from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.models import resolve
-from vllm_rollout.on_cpu import BINDING, embedded_settings, this_cpu
+from vllm_rollout.on_cpu import BINDING, WAIT_POLICY, embedded_settings, this_cpu
 
 Args = TypeVar("Args", bound=EngineArgs)
 LOOKED_AT = frozenset(
@@ -60,6 +60,7 @@ def cpu_settings(settings: dict[str, Any], is_embedded: bool) -> dict[str, Any]:
     num_workers = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     if num_workers == 1 and os.environ.get(BINDING, "nobind") == "nobind":
         ours["distributed_executor_backend"] = CPU_EXECUTOR_CLS
+        os.environ.setdefault(*WAIT_POLICY)  # for the engine core, which is a new process
     if is_embedded:
         ours |= embedded_settings(this_cpu(), os.environ)
         if settings.get("gpu_memory_utilization") is not None:
