@@ -4,12 +4,18 @@ import logging
 import os
 import signal
 import threading
+from pathlib import Path
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# These libraries write into the checkout and the home otherwise.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"))
+os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).parents[1] / ".pytest_cache" / "matplotlib"))
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(__file__).parents[1] / ".pytest_cache" / "vllm"))
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -27,6 +33,13 @@ settings.load_profile("repeatable")
 def pytest_configure() -> None:
     # A shell's background job ignores SIGINT, and children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what was skipped, one line for each reason: most reasons name the command that mends it."""
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, num in sorted(skipped.items()):
+        terminalreporter.write_line(f"skipped {num}: {reason.removeprefix('Skipped: ')}")
 
 
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
