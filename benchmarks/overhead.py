@@ -9,9 +9,9 @@ within the repeat.
   tagged    vllm-rollout, groups of 16 of 16: nobody is stopped, confidence is observed
   ..._logprobs   the same three with logprobs=0, as trainers ask for
 
-Two engines in processes of their own (those of `make gpu-check`), everything of each in one process: nothing overlaps,
-so that all that we add to a step shows. On a CPU the kernel's placement decides more than the code does, so the first
-core is the model's, the others run the rest.
+Two engines in processes of their own (those of `benchmarks.gpu_check`), everything of each in one process: nothing
+overlaps, so that all that we add to a step shows. On a CPU the kernel's placement decides more than the code does, so
+the first core is the model's, the others run the rest.
 
 The tiny random model is the worst case (a step of a few milliseconds); the embedded default is a real one.
 """
@@ -60,8 +60,9 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     throughput: dict[str, list[float]] = {way: [] for way in WAYS}
     with log_folder() as folder, ExitStack() as stack:
         path = Path(resolve(model))
+        log = stack.enter_context((folder / "engines.log").open("wb"))
         engines = {
-            kind: stack.enter_context(Engine(Settings(kind, "tiny", OPTIONS, ENVIRONMENT), path, folder / kind))
+            kind: stack.enter_context(Engine(Settings(kind, "tiny", OPTIONS, ENVIRONMENT), path, log.fileno()))
             for kind in ("stock", "rollout")
         }
         order = list(WAYS)

@@ -1,5 +1,7 @@
-"""`make gpu-check`: everything that can only be known on a GPU, in pieces of at most ten minutes each.
+"""What only a GPU can show, in ten minutes: `python -m benchmarks.gpu_check --minutes 9 --output DIR`.
 
-Invariant: a piece runs in a process of its own, and its result is in the file before the next one starts, so that
-whatever ends the program leaves what was measured and the next call goes on.
+One parent process imports torch and vLLM once, never touches CUDA, and forks every engine and every piece. Pieces run
+in order of worth; one that does not fit into the rest of the time is skipped.
+
+Invariant: whatever is measured is in DIR/lease.jsonl before the next thing is measured.
 """

@@ -1,121 +1,136 @@
-"""Runs the pieces that have not passed yet and keeps each one's result: `python -m benchmarks.gpu_check`.
+"""Runs what only a GPU can show, in order of worth, within a time: `python -m benchmarks.gpu_check`.
 
-Exit status: 0 when all chosen pieces passed, 1 when one did not, 2 without a GPU. `--device cpu` rehearses every
-piece's path in small on a machine without one; what it says is no measurement and goes to another file.
+Needs no network, no git and no compiler. All outputs are in --output:
+
+  lease.jsonl     a line per repeat, on disk at once; a second call with the same folder goes on from it
+  summary.md      what ran, what did not hold, what was found
+  ptl.json        a whole profile, for `vllm-rollout simulate --profile`
+  engines.log     what engines said, of bounded size
+  estimates.json  seconds of every piece as they were here
+
+Exit status: 0 when all pieces passed, 1 when one did not, 2 without a GPU. `--device cpu` rehearses every piece on a
+machine without one, with small sizes; what it says is no measurement.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import git_commit, record_of_run, write_json
-from benchmarks.gpu_check.pieces import LIMIT_S, PIECES
-
-OUTPUT = Path("benchmarks/results/gpu_check.json")
-REHEARSAL_OUTPUT = Path("gpu_check_rehearsal.json")
-RESULT = "RESULT "
-"""Before a piece's result, on a line of its output."""
+from benchmarks.common import record_of_run, write_json
+from benchmarks.gpu_check.lease import Lease, measured_estimates, say
+from benchmarks.gpu_check.pieces import PIECES, Estimates
+from benchmarks.gpu_check.record import Record
+from benchmarks.gpu_check.summary import summary
+from vllm_rollout.on_cpu import WAIT_POLICY
+from vllm_rollout.process import exit_on_sigterm, runs_on_cpu
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_check", description="Check on a GPU what only a GPU can show, and write JSON."
+        prog="python -m benchmarks.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it (default %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("gpu_check"), help="a folder (default %(default)s)")
     parser.add_argument("--pieces", help=f"only these, by comma: {', '.join(PIECES)}")
-    parser.add_argument("--again", action="store_true", help="also those that have passed already")
+    parser.add_argument("--again", action="store_true", help="also those that ended before, with the same sources")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses, in small")
-    parser.add_argument("--output", type=Path, help=f"default: {OUTPUT}; for a rehearsal {REHEARSAL_OUTPUT}")
-    parser.add_argument("--list", action="store_true", help="say what the pieces hold, and end")
+    parser.add_argument("--list", action="store_true", help="say what the pieces show and take, and end")
     chosen = parser.parse_args(arguments)
     chosen.names = list(PIECES) if chosen.pieces is None else chosen.pieces.split(",")
     if unknown := [name for name in chosen.names if name not in PIECES]:
         parser.error(f"--pieces must be of {', '.join(PIECES)}, got {', '.join(unknown)}")
-    chosen.output = chosen.output or (OUTPUT if chosen.device == "cuda" else REHEARSAL_OUTPUT)
+    if chosen.minutes <= 0:
+        parser.error(f"--minutes must be more than 0, got {chosen.minutes:g}")
     return chosen
 
 
-def gpu_is_missing() -> str | None:
-    """Why there is no GPU to check on."""
-    import torch
-
-    if torch.cuda.is_available():
-        return None
-    return f"torch {torch.__version__} sees no CUDA device"
-
-
-def run_piece(name: str, device: str, log: Path) -> dict[str, Any]:
-    """A piece in a process group of its own; its result, or how it ended."""
-    started = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.gpu_check.piece", name, device]
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, env=os.environ
-        )
-        try:
-            printed, _ = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            printed = ""
-        finally:
-            stop(process)
-    seconds = round(time.monotonic() - started, 1)
-    lines = [line for line in printed.splitlines() if line.startswith(RESULT)]
-    if lines:
-        return {**json.loads(lines[-1].removeprefix(RESULT)), "seconds": seconds}
-    reason = f"no result within {LIMIT_S} s" if seconds >= LIMIT_S else f"exit status {process.returncode}"
-    return {"status": "error", "error": reason, "log": log.read_text()[-4000:], "seconds": seconds}
+def why_no_gpu() -> str | None:
+    """Asked of the driver's own program: asking torch would touch CUDA."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "nvidia-smi is not there, so no driver is"
+    listed = subprocess.run([program, "-L"], capture_output=True, text=True)
+    if listed.returncode or "GPU " not in listed.stdout:
+        return f"nvidia-smi lists none: {(listed.stderr or listed.stdout).strip()[:200]}"
+    return None
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """End what is left of a piece: its engines are of its process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def prepare_environment() -> None:
+    """Before torch is imported, here and in every copy."""
+    defaults = {
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch asks the driver, and does not touch CUDA
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    if runs_on_cpu():
+        defaults |= dict([WAIT_POLICY])
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def show_pieces(estimates: Estimates) -> None:
+    total = 0.0
+    ready: set[str] = set()
+    for name, piece in PIECES.items():
+        seconds = estimates.piece(name) + estimates.starts(set(piece.engines) - ready)
+        ready = set(piece.engines)
+        total += seconds
+        say(f"{name:18} {seconds:5.0f} s, {total:5.0f} s together   {piece.shows}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = parse_arguments(arguments)
+    estimates = Estimates.read()
     if chosen.list:
-        for name, piece in PIECES.items():
-            print(f"{name:18} {piece.holds}")
+        show_pieces(estimates)
         return 0
-    if chosen.device == "cuda" and (reason := gpu_is_missing()) is not None:
-        print(f"gpu-check needs a GPU: {reason}. `--device cpu` rehearses it without one.", file=sys.stderr)
+    if chosen.device == "cuda" and (reason := why_no_gpu()) is not None:
+        print(f"gpu_check needs a GPU: {reason}. `--device cpu` rehearses it without one.", file=sys.stderr)
         return 2
-    results: dict[str, Any] = json.loads(chosen.output.read_text())["pieces"] if chosen.output.exists() else {}
-    record = record_of_run(seed=0, workload={name: piece.holds for name, piece in PIECES.items()})
-    for name in chosen.names:
-        before = results.get(name)
-        if before is not None and before["status"] == "passed" and not chosen.again:
-            print(f"{name}: passed before ({before['git_commit']}); --again repeats it", flush=True)
-            continue
-        print(f"{name}: {PIECES[name].holds} …", flush=True)
-        log = chosen.output.with_name(f"{chosen.output.stem}_{name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        results[name] = {**run_piece(name, chosen.device, log), "git_commit": git_commit()}
-        write_json(chosen.output, {**record, "device": chosen.device, "pieces": results})
-        show(name, results[name])
-        if results[name]["status"] == "passed":
-            log.unlink()
-    return 0 if all(results[name]["status"] == "passed" for name in chosen.names) else 1
+    prepare_environment()
+    exit_on_sigterm()
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    record = Record(chosen.output / "lease.jsonl")
+    workload = {name: PIECES[name].shows for name in chosen.names}
+    record.write("begin", device=chosen.device, minutes=chosen.minutes, **record_of_run(seed=0, workload=workload))
+    ended: dict[str, str] = {}
+    try:
+        with Lease(chosen.device, chosen.output.resolve(), 60 * chosen.minutes, estimates) as lease:
+            ended = lease.run(chosen.names, chosen.again)
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+    finally:
+        (chosen.output / "summary.md").write_text(summary(record, estimates))
+        write_estimates(chosen.output, record, estimates)
+    say(f"written: {chosen.output}/lease.jsonl, summary.md, engines.log")
+    return 0 if len(ended) == len(chosen.names) and set(ended.values()) == {"passed"} else 1
 
 
-def show(name: str, result: dict[str, Any]) -> None:
-    print(f"{name}: {result['status']} in {result['seconds']} s", flush=True)
-    for what, passed, value, wanted in result.get("checks", ()):
-        if not passed:
-            print(f"  not so: {what}: {value}, wanted {wanted}", flush=True)
-    if "error" in result:
-        print(f"  {result['error']}", flush=True)
+def write_estimates(folder: Path, record: Record, estimates: Estimates) -> None:
+    """What is not measured here stays as it was."""
+    measured = measured_estimates(record)
+    begun = [line for line in record.lines() if line["kind"] == "begin"][-1]
+    write_json(
+        folder / "estimates.json",
+        {
+            "source": f"measured on {begun['hardware']['gpu'] or begun['hardware']['cpu']} where named in `measured`",
+            "measured": sorted(measured),
+            "seconds": {**estimates.seconds, **measured},
+        },
+    )
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,66 +1,32 @@
-"""Pieces that measure: overhead against stock vLLM, a race, the profile."""
+"""Pieces that compare speeds of a model of 8B's shape, ours and stock's in turn on one card."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 from benchmarks.common import median, quartiles
-from benchmarks.gpu_check.engine import Engine, Engines, Settings, Wanted
-from benchmarks.gpu_check.pieces import Result
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.engine import Engine, Wanted
 
 GROUP = 16
-WANTED = {"idle": 0.995, "tagged": 0.99}
-ORDER = ("stock", "idle", "tagged")
-PROFILE_ARGUMENTS = (
-    *("--batch-sizes", "1,2,4,8,16,32,64,128,192,256", "--contexts", "128,2048", "--"),
-    *("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--max-num-seqs", "256"),
-)
-
-
-def overhead_256(engines: Engines) -> Result:
-    return overhead(engines, num_seqs=256, max_tokens=256)
-
-
-def overhead_1024(engines: Engines) -> Result:
-    return overhead(engines, num_seqs=1024, max_tokens=128)
-
-
-def overhead(engines: Engines, num_seqs: int, max_tokens: int) -> Result:
-    """Stock and ours on one GPU, in turn; a ratio is taken within a repeat. The first repeat warms up."""
-    result = Result()
-    repeats = 1 if engines.small else 9
-    if engines.small:
-        num_seqs, max_tokens = GROUP, 8
-    options = {"max_num_seqs": num_seqs, "gpu_memory_utilization": 0.42}
-    ratios: dict[str, list[float]] = {way: [] for way in WANTED}
-    seconds_of_stock = []
-    with ExitStack() as stack:
-        ours: Engine = stack.enter_context(engines.start(Settings("rollout", "8b", options)))
-        stock: Engine = stack.enter_context(engines.start(Settings("stock", "8b", options)))
-        order = list(ORDER)
-        for repeat in range(repeats + 1):
-            order.append(order.pop(0))
-            seconds = {}
-            for way in order:
-                requests = groups(num_seqs // GROUP, [max_tokens] * GROUP, tagged=way == "tagged")
-                engine = stock if way == "stock" else ours
-                seconds[way] = engine.run(requests)["seconds"]
-            if repeat:
-                seconds_of_stock.append(seconds["stock"])
-                for way, values in ratios.items():
-                    values.append(seconds["stock"] / seconds[way])
-    result.values["step_ms_stock"] = round(1000 * median(seconds_of_stock) / max_tokens, 3)
-    for way, values in ratios.items():
-        result.values[way] = quartiles(values)
-        enough = median(values) >= WANTED[way] or engines.small
-        result.check(f"{way}: throughput over stock's", enough, round(median(values), 4), WANTED[way])
-    return result
+REPEATS = 9
+WANTED_RATIOS = {"idle": 0.995, "tagged": 0.99, "scored": 0.99}
+WAYS = ("stock", *WANTED_RATIOS)
+DETECTION_LENGTH = 128
+TRAIN_BUDGETS_S = (0.0, 0.005)
 
 
 def groups(
-    num_groups: int, lengths: list[int], *, tagged: bool, group_size: int = GROUP, ends: bool = False
+    num_groups: int,
+    lengths: list[int],
+    *,
+    tagged: bool,
+    group_size: int = GROUP,
+    ends: bool = False,
+    detection_length: int | None = None,
 ) -> list[Wanted]:
     """One candidate per length in every group; `ends`: by itself, so that it is valid."""
     return [
@@ -73,45 +39,118 @@ def groups(
             group_size=group_size,
             num_candidates=len(lengths),
             early_stop=group_size < len(lengths),
+            detection_length=detection_length,
         )
         for group in range(num_groups)
         for index, length in enumerate(lengths)
     ]
 
 
-def race_8b(engines: Engines) -> Result:
-    """16 candidates of which 8 are wanted, lengths log-normal with a median of 300 tokens, the same in every way."""
-    result = Result()
+def overhead(bench: Bench) -> None:
+    """Stock and ours in turn; a ratio is taken within a repeat. The first repeat warms up. The last run of each is
+    watched step by step, both alike: in one step of `scored` all 256 candidates are due."""
+    ours, stock = bench.engines.values()
+    num_seqs, max_tokens, due_at = (GROUP, 12, 6) if bench.small else (256, 256, DETECTION_LENGTH)
+    ours.publish_head(due_at)
+    requests = {
+        way: groups(num_seqs // GROUP, [max_tokens] * GROUP, tagged=way in ("tagged", "scored"),
+                    detection_length=due_at if way == "scored" else None)
+        for way in WAYS
+    }  # fmt: skip
+    ratios: dict[str, list[float]] = {way: [] for way in WANTED_RATIOS}
+    order, seconds = list(WAYS), {}
+    for repeat in range(2 if bench.small else REPEATS + 1):
+        if repeat > 3 and not bench.time_for_another(2 * sum(seconds.values())):
+            break
+        order.append(order.pop(0))
+        for way in order:
+            answer = (stock if way == "stock" else ours).run(requests[way])
+            seconds[way] = answer["seconds"]
+            preempted = sum(candidate.get("num_preemptions", 0) for candidate in answer["candidates"])
+            bench.value(repeat=repeat, way=way, seconds=round(seconds[way], 4), preemptions=preempted)
+        for way, values in ratios.items() if repeat else ():
+            values.append(seconds["stock"] / seconds[way])
+            bench.result(f"{way}: throughput over stock's", quartiles(values))
+    for way, values in ratios.items():
+        bench.speed(
+            f"{way}: throughput over stock's", median(values) >= WANTED_RATIOS[way], median(values), WANTED_RATIOS[way]
+        )
+    steps = {way: (stock if way == "stock" else ours).run(requests[way], watch_steps=True)["step_ms"] for way in WAYS}
+    for way, step_ms in steps.items():
+        bench.value(way=way, step_ms=[round(ms, 3) for ms in step_ms])
+    bench.result("median step, ms", {way: round(median(step_ms), 3) for way, step_ms in steps.items()})
+    bench.result("the due step takes longer by, ms", round(due_step_ms(steps["scored"], due_at), 3))
+
+
+def due_step_ms(step_ms: list[float], due_at: int) -> float:
+    """By how much the slowest step around the detection is over the median."""
+    around = step_ms[max(0, due_at - 4) : due_at + 4]
+    return max(around) - median(step_ms)
+
+
+def log_normal_lengths(small: bool) -> list[int]:
+    """16 lengths with a median of 300 tokens, the same in every run."""
     rng = random.Random(0)
-    longest = 20 if engines.small else 900
-    middle = 8 if engines.small else 300
-    lengths = [max(4, min(longest, round(middle * rng.lognormvariate(0, 0.8)))) for _ in range(GROUP)]
-    num_groups = 1 if engines.small else 16
-    seconds: dict[str, list[float]] = {"all of 16": [], "first 8 of 16": []}
-    with engines.start(
-        Settings("rollout", "8b", {"max_num_seqs": num_groups * GROUP, "max_model_len": 2048})
-    ) as engine:
-        for repeat in range(2 if engines.small else 6):
-            for way, group_size in (("all of 16", GROUP), ("first 8 of 16", GROUP // 2)):
-                answer = engine.run(groups(num_groups, lengths, tagged=True, group_size=group_size, ends=True))
-                states = Counter(candidate["state"] for candidate in answer["candidates"])
-                if repeat:
-                    seconds[way].append(answer["seconds"])
-                if group_size < GROUP:
-                    enough = states == Counter(finished=num_groups * group_size, surplus=num_groups * group_size)
-                    result.check(f"run {repeat}: 8 of each group finish, 8 are stopped", enough, dict(states))
-                    tokens = sum(len(candidate["tokens"]) for candidate in answer["candidates"])
-    result.values |= {way: median(values) for way, values in seconds.items()}
-    result.values["lengths"] = lengths
-    result.values["share_of_tokens"] = round(tokens / (num_groups * sum(lengths)), 3)
-    speedup = median(seconds["all of 16"]) / median(seconds["first 8 of 16"])
-    result.check("the race is faster than waiting for all", speedup > 1 or engines.small, round(speedup, 3), "> 1")
-    return result
+    longest, middle = (20, 8) if small else (900, 300)
+    return [max(4, min(longest, round(middle * rng.lognormvariate(0, 0.8)))) for _ in range(GROUP)]
 
 
-def profile_8b(engines: Engines) -> Result:
-    result = Result()
-    written = engines.profile("8b", *PROFILE_ARGUMENTS)
-    result.values["fits"] = written["fits"]
-    result.check("curves were fitted", bool(written["fits"]), len(written["fits"]), "> 0")
-    return result
+def race(bench: Bench) -> None:
+    """16 candidates of which 8 are wanted: stock and ours wait for all, ours stops the other 8."""
+    ours, stock = bench.engines.values()
+    lengths = log_normal_lengths(bench.small)
+    num_groups = 1 if bench.small else 16
+    ways: dict[str, tuple[Engine, list[Wanted]]] = {
+        "stock waits for all": (stock, groups(num_groups, lengths, tagged=False, ends=True)),
+        "ours waits for all": (ours, groups(num_groups, lengths, tagged=True, ends=True)),
+        "ours, first 8": (ours, groups(num_groups, lengths, tagged=True, group_size=GROUP // 2, ends=True)),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    took = 0.0
+    for repeat in range(2 if bench.small else 6):
+        if repeat > 1 and not bench.time_for_another(took):
+            break
+        took = 0.0
+        for way, (engine, requests) in ways.items():
+            answer = engine.run(requests)
+            took += answer["seconds"]
+            num_tokens = sum(len(candidate["tokens"]) for candidate in answer["candidates"])
+            bench.value(repeat=repeat, way=way, seconds=round(answer["seconds"], 4), num_tokens=num_tokens)
+            if repeat:
+                seconds[way].append(answer["seconds"])
+            if way == "ours, first 8":
+                check_states(bench, repeat, num_groups, answer["candidates"])
+                bench.result("share of tokens", round(num_tokens / (num_groups * sum(lengths)), 3))
+        for way in ways if repeat else ():
+            pairs = zip(seconds["stock waits for all"], seconds[way], strict=True)
+            bench.result(f"{way}: times as fast as stock", quartiles([a / b for a, b in pairs]))
+    gain = median(seconds["stock waits for all"]) / median(seconds["ours, first 8"])
+    bench.speed("the race is faster than stock's waiting for all", gain > 1, round(gain, 3), "> 1")
+
+
+def check_states(bench: Bench, repeat: int, num_groups: int, candidates: list[dict[str, Any]]) -> None:
+    states = Counter(candidate["state"] for candidate in candidates)
+    half = num_groups * GROUP // 2
+    enough = states == Counter(finished=half, surplus=half)
+    bench.check(f"run {repeat}: 8 of each group finish, 8 are stopped", enough, dict(states))
+
+
+def training(bench: Bench) -> None:
+    """The same candidates while a head learns between steps, and while none does."""
+    (engine,) = bench.engines.values()
+    num_seqs, max_tokens, num_rows = (GROUP, 12, 64) if bench.small else (256, 96, 4096)
+    requests = [replace(each, prompt_key="training") for each in
+                groups(num_seqs // GROUP, [max_tokens] * GROUP, tagged=True)]  # fmt: skip
+    ratios = []
+    for repeat in range(2 if bench.small else 4):
+        seconds = {}
+        for budget_s in TRAIN_BUDGETS_S:
+            answer = engine.train_beside(requests, num_rows, budget_s)
+            seconds[budget_s] = answer["seconds"]
+            bench.value(repeat=repeat, budget_ms=1e3 * budget_s, seconds=round(answer["seconds"], 4),
+                        step_ms=round(median(answer["step_ms"]), 3),
+                        train_ms=round(median(answer["train_ms"]), 3) if answer["train_ms"] else None)  # fmt: skip
+        bench.check(f"run {repeat}: the head was trained", answer["num_trained_steps"] > 0, answer["num_trained_steps"])
+        if repeat:
+            ratios.append(seconds[0.0] / seconds[TRAIN_BUDGETS_S[-1]])
+            bench.result("throughput while a head trains 5 ms after each step, over none", quartiles(ratios))

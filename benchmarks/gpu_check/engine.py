@@ -1,65 +1,39 @@
-"""Engines in child processes: each with settings and environment of its own, one job after the other.
+"""Engines in processes that are copies of this one: each with settings and environment of its own.
 
-Invariant: a child is gone when the `with` block ends.
+Invariant: an engine ends with its `with` block, with `stop`, and with the process that started it.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
+import multiprocessing
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.process import server_environment
 
-MODEL_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "vocab_size": 151936,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-"""Qwen3-8B's numbers."""
-SMALL = {
-    **MODEL_8B,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""For a rehearsal."""
+START_LIMIT_S = 600.0
+PR_SET_PDEATHSIG = 1
+
+
+class EngineError(RuntimeError):
+    """An engine did not start, ended, or could not do what it was asked; with what it said."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """One engine."""
 
-    kind: Literal["rollout", "stock"] = "rollout"
+    kind: Literal["rollout", "stock", "drafts"] = "rollout"
     model: Literal["tiny", "8b"] = "tiny"
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs, beyond those that every engine here gets."""
@@ -73,6 +47,7 @@ class Wanted:
     prompt: list[int]
     max_tokens: int
     seed: int | None = None
+    temperature: float = 1.0
     ends_at: int | None = None
     """It ends by itself with this token; None: at max_tokens."""
     group: str | None = None
@@ -82,28 +57,26 @@ class Wanted:
     early_stop: bool = False
     detection_length: int | None = None
     logprobs: int | None = None
-    expect: bool = False
-    """Work its confidence out from the log probabilities of the whole vocabulary, too."""
+    prompt_key: str | None = None
+    """Candidates of one key are drafts of each other in later runs, too; None: of the group in this run only."""
 
 
 class Engine:
-    """A child that holds an engine."""
+    """A child process that holds an engine. Its methods are jobs of `engine_child.Child`."""
 
-    def __init__(self, settings: Settings, model: Path, log: Path) -> None:
-        environment = {**server_environment(str(model)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **settings.environment}
-        command = [sys.executable, "-m", "benchmarks.gpu_check.engine_child", json.dumps(asdict(settings)), str(model)]
-        self._log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
-        try:
-            self._answer()
-        except BaseException:
-            self.stop()
-            raise
+    def __init__(self, settings: Settings, model: Path, log: int) -> None:
+        """It starts beside this process; the first job, or `wait_until_ready`, waits for it."""
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(theirs, settings, str(model), log, os.getpid()))
+        self._process.start()
+        theirs.close()
+        self._is_ready = False
+        self.broken = False
+        """It is not to be used any more."""
 
     def __enter__(self) -> Engine:
+        self.wait_until_ready()
         return self
 
     def __exit__(
@@ -111,24 +84,54 @@ class Engine:
     ) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
+        """Raises: EngineError."""
+        if not self._is_ready:
+            self._answer(limit_s)
+            self._is_ready = True
 
-    def run(self, requests: list[Wanted]) -> dict[str, Any]:
+    def stop(self) -> None:
+        if self._process.pid is not None:
+            kill_group(self._process.pid)
+        self._process.join()
+        self._connection.close()
+
+    def run(self, requests: list[Wanted], *, watch_steps: bool = False) -> dict[str, Any]:
         """`seconds`, and `candidates` in order: tokens, finish reason, and where there are any state, confidence,
-        expected confidence, score (logit and the three numbers of its trace)."""
-        return self._do("run", [asdict(request) for request in requests])
+        score (logit, and the three numbers of its trace). `watch_steps`: also `step_ms`, what each step took."""
+        return self._do("run", requests, watch_steps)
+
+    def watch_scores(self) -> None:
+        """From now on candidates say what reports show of them. It costs time in every step."""
+        self._do("watch_scores")
 
     def publish_head(self, detection_length: int) -> None:
-        """A head with made-up weights, the same in every engine."""
+        """A head with made-up weights, the same in every engine; `engine_child.head_weights`."""
         self._do("publish_head", detection_length)
 
     def sleep_and_wake(self) -> None:
         self._do("sleep_and_wake")
 
+    def train_beside(self, requests: list[Wanted], num_rows: int, budget_s: float) -> dict[str, Any]:
+        """Run requests while a head learns from so many made-up rows, `budget_s` after each step: `step_ms`,
+        `num_trained_steps`. A budget of 0 trains nothing."""
+        return self._do("train_beside", requests, num_rows, budget_s)
+
+    # What `vllm_rollout.profiling` measures with.
+    def info(self) -> dict[str, Any]:
+        return self._do("info")
+
+    def warm_up(self) -> None:
+        self.decode(batch_size=2, context_tokens=32, num_warmup=0, num_steps=2)
+
+    def decode(self, **arguments: int) -> list[StepTime]:
+        return self._do("decode", **arguments)
+
+    def prefill(self, **arguments: int) -> list[StepTime]:
+        return self._do("prefill", **arguments)
+
+    # Groups that move; `moving_jobs.py` says what these answer.
     def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
-        """Add a group that may move; `moving_jobs.py` says what these answer."""
         self._do("begin", group, prompt, sampling)
 
     def until(self, group: str, num_tokens: int) -> float:
@@ -137,7 +140,7 @@ class Engine:
     def release(self, group: str) -> dict[str, Any]:
         return self._do("release", group)
 
-    def adopt(self, group: str, parcel: str, with_kv: bool) -> dict[str, Any]:
+    def adopt(self, group: str, parcel: bytes, with_kv: bool) -> dict[str, Any]:
         return self._do("adopt", group, parcel, with_kv)
 
     def confirm(self, group: str) -> None:
@@ -146,59 +149,70 @@ class Engine:
     def end(self, group: str) -> dict[str, list[int]]:
         return self._do("end", group)
 
-    def _do(self, job: str, *arguments: Any) -> Any:
-        print(json.dumps([job, *arguments]), file=self._process.stdin, flush=True)
-        return self._answer()
+    def _do(self, job: str, *arguments: Any, **named: Any) -> Any:
+        self.wait_until_ready()
+        self.broken = True  # until it has answered
+        with suppress(BrokenPipeError):
+            self._connection.send((job, arguments, named))
+        answer = self._answer(None)
+        self.broken = False
+        return answer
 
-    def _answer(self) -> Any:
-        for line in self._process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        raise RuntimeError(f"the engine ended:\n{self._log.read_text()[-5000:]}")
+    def _answer(self, limit_s: float | None) -> Any:
+        try:
+            if not self._connection.poll(limit_s):
+                raise EngineError(f"the engine has not started within {limit_s:.0f} s")
+            succeeded, answer = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            raise EngineError(f"the engine ended with exit status {self._process.exitcode}") from None
+        if not succeeded:
+            raise EngineError(answer)
+        return answer
 
 
-class Engines:
-    """Makes models and engines for a device; `small` on the CPU, where sizes are for a rehearsal."""
+def _child(connection: Connection, settings: Settings, model: str, log: int, parent: int) -> None:
+    become_child(parent, log)
+    os.environ |= {**server_environment(model), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **settings.environment}
+    from benchmarks.gpu_check.engine_child import Child
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.small = device == "cpu"
-        self._stack = ExitStack()
-        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        self._num_started = 0
+    serve(connection, lambda: Child(settings, model))
 
-    def __enter__(self) -> Engines:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+def serve(connection: Connection, make: Callable[[], Any]) -> None:
+    """Make something, and do jobs with it until nobody asks any more."""
+    import traceback
 
-    def start(self, settings: Settings) -> Engine:
-        """Use it in a `with` block."""
-        self._num_started += 1
-        return Engine(settings, self.model(settings.model), self.folder / f"engine{self._num_started}.log")
+    try:
+        maker = make()
+        connection.send((True, None))
+        while True:
+            job, arguments, named = connection.recv()
+            connection.send((True, getattr(maker, job)(*arguments, **named)))
+    except EOFError:
+        pass
+    except Exception:
+        connection.send((False, traceback.format_exc()[-6000:]))
+    os._exit(0)  # CUDA's and torch's own ends take seconds
 
-    @contextmanager
-    def start_pair(self, settings: Settings) -> Iterator[tuple[Engine, Engine]]:
-        """Two engines at once, on the same device."""
-        with self.start(settings) as first, self.start(settings) as second:
-            yield first, second
 
-    def model(self, name: str) -> Path:
-        path = self.folder / name
-        if not path.exists():
-            if name == "8b":
-                path.mkdir()
-                (path / "config.json").write_text(json.dumps(SMALL if self.small else MODEL_8B))
-            else:
-                from vllm_rollout.model_files import tiny
+def become_child(parent: int, log: int) -> None:
+    """This process ends with its parent, is a process group of its own, and says what it says into the log."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
+    os.setpgid(0, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
 
-                tiny(path)
-        return path
 
-    def profile(self, model: str, *arguments: str) -> dict[str, Any]:
-        """What `vllm-rollout profile` writes."""
-        output = self.folder / "ptl.json"
-        command = [sys.executable, "-m", "vllm_rollout.cli", "profile", str(self.model(model)), "--output", str(output)]
-        subprocess.run([*command, *arguments], check=True, stdout=sys.stderr, env=os.environ)
-        return json.loads(output.read_text())
+def kill_group(pid: int) -> None:
+    """A child that `become_child` has made, and all that it started."""
+    for _ in range(2):  # it may not have its group yet
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)

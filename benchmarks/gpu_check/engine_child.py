@@ -1,22 +1,26 @@
-"""The engine of a child process: `engine_child SETTINGS MODEL`, then a JSON list per line: job, arguments."""
+"""The engine of a child process, in that process. Its public methods are the jobs that `engine.Engine` names."""
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from benchmarks.gpu_check.engine import Settings, Wanted
+from benchmarks.gpu_check.models import STOP_TOKEN
 from benchmarks.gpu_check.moving_jobs import MovingJobs
-from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+from benchmarks.gpu_check.ptl_jobs import ProfilingJobs
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.options import DRAFTS_CONFIG
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
-from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.terms import GroupTerms
@@ -24,25 +28,51 @@ from vllm_rollout.group.types import HeadKey
 from vllm_rollout.tracker.quality_head import HeadWeights
 from vllm_rollout.tracker.tracker import PublishedHead
 
-STOP_TOKEN = 6
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """Keywords of `vllm.LLM`. Ours and stock's differ in nothing but what makes ours ours."""
+    options: dict[str, Any] = {"max_model_len": 1024, **settings.options}
+    if current_platform.is_cpu():
+        options = {"distributed_executor_backend": CPU_EXECUTOR_CLS, "block_size": CPU_BLOCK_SIZE_TOKENS, **options}
+    if settings.kind != "stock":
+        options |= {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
+    if settings.kind == "drafts":
+        options["speculative_config"] = dict(DRAFTS_CONFIG)
+    if settings.model == "8b":  # its shape only
+        options |= {"skip_tokenizer_init": True, "load_format": "dummy"}
+    return options
 
 
-class Child(MovingJobs):
-    """An engine and what its worker showed of every candidate."""
+def head_weights(hidden_size: int) -> HeadWeights:
+    """A head with made-up weights, the same for a hidden size; its logits are about 1."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (QUALITY_HEAD_HIDDEN, hidden_size), (QUALITY_HEAD_HIDDEN,), (QUALITY_HEAD_HIDDEN,), (1,)
+    return HeadWeights(*(torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes))
 
-    def __init__(self, settings: dict[str, Any], model: str) -> None:
-        ours = {} if settings["kind"] == "stock" else {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
-        if settings["model"] == "8b":  # its shape only
-            ours |= {"skip_tokenizer_init": True, "load_format": "dummy"}
-        self.llm = LLM(model, **{"max_model_len": 1024, "max_logprobs": -1, **ours, **settings["options"]})
+
+class Child(MovingJobs, ProfilingJobs):
+    """An engine, and what its worker showed of every candidate."""
+
+    def __init__(self, settings: Settings, model: str) -> None:
+        self.llm = LLM(model, **engine_options(settings))
         self.seen: dict[tuple[str, int], Any] = {}
         self._num_runs = 0
-        if settings["kind"] == "rollout":
-            self._watch()
 
-    def _watch(self) -> None:
-        """Note what reports say of candidates that are due."""
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+    def run(self, requests: list[Wanted], watch_steps: bool) -> dict[str, Any]:
+        self._num_runs += 1
+        self.seen.clear()
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        params = [self._params(request) for request in requests]
+        with self._steps_timed(watch_steps) as times:
+            started = time.perf_counter()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+        step_ms = [1e3 * (after - before) for before, after in pairwise(times)]
+        candidates = [self._shown(*pair) for pair in zip(requests, outputs, strict=True)]
+        return {"seconds": seconds, "candidates": candidates, "step_ms": step_ms}
+
+    def watch_scores(self) -> None:
+        scheduler = self._core.scheduler
         update = scheduler.update_from_output
 
         def watching(scheduler_output: Any, runner_output: Any) -> Any:
@@ -54,62 +84,6 @@ class Child(MovingJobs):
 
         scheduler.update_from_output = watching
 
-    def run(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        self._num_runs += 1
-        self.seen.clear()
-        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
-        params = [self._params(request) for request in requests]
-        started = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "candidates": [self._shown(*pair) for pair in zip(requests, outputs, strict=True)]}
-
-    def _group(self, request: dict[str, Any]) -> str:
-        return f"{request['group']}-{self._num_runs}"
-
-    def _params(self, request: dict[str, Any]) -> SamplingParams:
-        ends_at, extra_args = request["ends_at"], None
-        if request["group"] is not None:
-            length = request["detection_length"]
-            plan = None if length is None else PruningPlan(length, mode="shadow")
-            tag = CandidateTag(
-                self._group(request),
-                request["index"],
-                GroupTerms(request["group_size"], request["num_candidates"], request["early_stop"], pruning=plan),
-                OUTPUT_INTERVAL_TOKENS,
-                plan and Scoring("check", request["group"], 0),
-            )
-            extra_args = tag.to_extra_args()
-        return SamplingParams(
-            temperature=1,
-            seed=request["seed"],
-            max_tokens=request["max_tokens"],
-            min_tokens=0 if ends_at is None else ends_at - 1,
-            ignore_eos=True,
-            stop_token_ids=None if ends_at is None else [STOP_TOKEN],
-            logit_bias=None if ends_at is None else {STOP_TOKEN: 100.0},
-            logprobs=-1 if request["expect"] else request["logprobs"],
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=False,
-            extra_args=extra_args,
-        )
-
-    def _shown(self, request: dict[str, Any], output: Any) -> dict[str, Any]:
-        note, _ = EndingNote.take(output.kv_transfer_params)
-        completion = output.outputs[0]
-        shown = {"tokens": list(completion.token_ids), "finish_reason": completion.finish_reason}
-        if note is not None:
-            shown |= {"state": note.state, "confidence": note.confidence}
-        if (seen := self.seen.get((self._group(request), request["index"]))) is not None:
-            shown["score"] = [seen.logit, *seen.confidence]
-        if request["expect"]:
-            tokens = [
-                -statistics.fmean(entry.logprob for entry in position.values()) for position in completion.logprobs
-            ]
-            tokens = [value for value in tokens if math.isfinite(value)]
-            shown["expected"] = [statistics.fmean(tokens), statistics.pstdev(tokens)]
-        return shown
-
     def publish_head(self, detection_length: int) -> None:
         self.llm.llm_engine.collective_rpc(_publish, args=(detection_length,))
 
@@ -118,23 +92,106 @@ class Child(MovingJobs):
             self.llm.sleep(level=1)
             self.llm.wake_up()
 
+    def train_beside(self, requests: list[Wanted], num_rows: int, budget_s: float) -> dict[str, Any]:
+        trained = [0]
+        if budget_s:
+            self.llm.llm_engine.collective_rpc(_learn, args=(num_rows,))
+
+        def train() -> None:
+            before = time.perf_counter()
+            left = self.llm.llm_engine.collective_rpc("rollout_train", args=(budget_s,))[0]
+            trained[0] += bool(left)
+            train_ms.append(1e3 * (time.perf_counter() - before))
+
+        train_ms: list[float] = []
+        with self._after_each_step(train if budget_s else None):
+            answer = self.run(requests, watch_steps=True)
+        self.llm.llm_engine.collective_rpc(_forget)
+        return {"seconds": answer["seconds"], "step_ms": answer["step_ms"], "train_ms": train_ms,
+                "num_trained_steps": trained[0]}  # fmt: skip
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @contextmanager
+    def _steps_timed(self, on: bool) -> Iterator[list[float]]:
+        """When each step was over, the same way whatever engine it is."""
+        times: list[float] = []
+        with self._after_each_step((lambda: times.append(time.perf_counter())) if on else None):
+            yield times
+
+    @contextmanager
+    def _after_each_step(self, then: Callable[[], None] | None) -> Iterator[None]:
+        """Also steps whose outputs our scheduler keeps for a while."""
+        scheduler = self._core.scheduler
+        update = scheduler.update_from_output
+
+        def updating(*arguments: Any) -> Any:
+            outputs = update(*arguments)
+            then()
+            return outputs
+
+        if then is not None:
+            scheduler.update_from_output = updating
+        try:
+            yield
+        finally:
+            scheduler.update_from_output = update
+
+    def _group(self, request: Wanted) -> str:
+        return f"{request.group}-{self._num_runs}"
+
+    def _params(self, request: Wanted) -> SamplingParams:
+        ends_at, extra_args = request.ends_at, None
+        if request.group is not None:
+            length = request.detection_length
+            plan = None if length is None else PruningPlan(length, mode="shadow")
+            terms = GroupTerms(request.group_size, request.num_candidates, request.early_stop, pruning=plan)
+            scoring = plan and Scoring("check", request.prompt_key or request.group, 0)
+            tag = CandidateTag(self._group(request), request.index, terms, OUTPUT_INTERVAL_TOKENS, scoring)
+            extra_args = tag.to_extra_args()
+        return SamplingParams(
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            min_tokens=0 if ends_at is None else ends_at - 1,
+            ignore_eos=True,
+            stop_token_ids=None if ends_at is None else [STOP_TOKEN],
+            logit_bias=None if ends_at is None else {STOP_TOKEN: 100.0},
+            logprobs=request.logprobs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+            extra_args=extra_args,
+        )
+
+    def _shown(self, request: Wanted, output: Any) -> dict[str, Any]:
+        note, _ = EndingNote.take(output.kv_transfer_params)
+        completion = output.outputs[0]
+        shown = {"tokens": list(completion.token_ids), "finish_reason": completion.finish_reason}
+        if note is not None:
+            shown |= {"state": note.state, "confidence": note.confidence, "num_preemptions": note.num_preemptions}
+        if (seen := self.seen.get((self._group(request), request.index))) is not None:
+            shown["score"] = [seen.logit, *seen.confidence]
+        return shown
+
 
 def _publish(worker: Any, detection_length: int) -> None:
-    hidden_size = worker.model_config.get_hidden_size()
-    generator = torch.Generator().manual_seed(5)
-    shapes = (QUALITY_HEAD_HIDDEN, hidden_size), (QUALITY_HEAD_HIDDEN,), (QUALITY_HEAD_HIDDEN,), (1,)
-    weights = (torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes)
+    weights = head_weights(worker.model_config.get_hidden_size())
     head = PublishedHead(1, HeadWeights(*(tensor.to(worker.device) for tensor in weights)))
     worker.model_runner.candidate_tracker.heads[HeadKey(detection_length)] = head
 
 
-def main(settings: str, model: str) -> None:
-    child = Child(json.loads(settings), model)
-    print("RESULT null", flush=True)
-    for line in sys.stdin:
-        job, *arguments = json.loads(line)
-        print("RESULT " + json.dumps(getattr(child, job)(*arguments)), flush=True)
+TRAINED = HeadKey(64)
+"""The head that `train_beside` trains."""
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _learn(worker: Any, num_rows: int) -> None:
+    hidden_size = worker.model_config.get_hidden_size()
+    features = torch.randn(num_rows, hidden_size, generator=torch.Generator().manual_seed(1))
+    positives = [bool(row % 2) for row in range(num_rows)]
+    worker.quality_heads.learn(TRAINED, features, positives, [1.0] * num_rows)
+
+
+def _forget(worker: Any) -> None:
+    worker.quality_heads.forget(TRAINED)

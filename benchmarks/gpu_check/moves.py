@@ -6,9 +6,8 @@ import random
 from typing import Any
 
 from benchmarks.common import median
-from benchmarks.gpu_check.engine import Engine, Engines, Settings
-from benchmarks.gpu_check.equal import EAGER, V1, V2
-from benchmarks.gpu_check.pieces import Result
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.engine import Engine
 
 NUM_BEFORE, NUM_AFTER = 20, 40
 """Tokens of a candidate when it moves, and after it."""
@@ -22,58 +21,53 @@ SAMPLING = (
 )
 
 
-def move_tokens(engines: Engines) -> Result:
-    """What a group says when it moves, against what it says when it stays, in float32."""
-    result = Result()
-    for name, environment in (("V1", V1), ("V2", V2)):
-        settings = Settings(options={**EAGER, "dtype": "float32"} | SHARED, environment=environment)
-        with engines.start_pair(settings) as (source, target):
-            sampling = [{**fields, "max_tokens": NUM_BEFORE + NUM_AFTER} for fields in SAMPLING]
-            prompt = prompt_of(1, 150)
-            stays = f"{name}, stays"
-            source.begin(stays, prompt, sampling)
-            expected = in_order(source.end(stays))
-            target.end(stays)
-            for with_kv in (True, False):
-                group = f"{name}, {'with' if with_kv else 'without'} KV"
-                moved = move(source, target, group, prompt, sampling, with_kv)
-                num_other = sum(a != b for a, b in zip(moved["said"], expected, strict=True))
-                result.check(f"{group}: candidates that differ, of {len(expected)}", num_other == 0, num_other, 0)
-                if with_kv:
-                    check_way(result, engines, group, moved)
-    return result
+def move_float32(bench: Bench) -> None:
+    move_tokens(bench, ways=(True, False))
 
 
-def move_8b(engines: Engines) -> Result:
+def move_bfloat16(bench: Bench) -> None:
+    """With KV only: computed again, bfloat16 may round otherwise."""
+    move_tokens(bench, ways=(True,))
+
+
+def move_tokens(bench: Bench, ways: tuple[bool, ...]) -> None:
+    """What a group says when it moves, against what it says when it stays."""
+    source, target = bench.engines.values()
+    sampling = [{**fields, "max_tokens": NUM_BEFORE + NUM_AFTER} for fields in SAMPLING]
+    prompt = prompt_of(1, 150)
+    source.begin("stays", prompt, sampling)
+    expected = in_order(source.end("stays"))
+    target.end("stays")
+    for with_kv in ways:
+        group = "with KV" if with_kv else "without KV"
+        moved = move(source, target, group, prompt, sampling, with_kv)
+        num_other = sum(a != b for a, b in zip(moved["said"], expected, strict=True))
+        bench.check(f"{group}: candidates that differ, of {len(expected)}", num_other == 0, num_other, 0)
+        if with_kv:
+            check_way(bench, group, moved)
+
+
+def move_8b(bench: Bench) -> None:
     """Seconds of a move by context length: to take blocks along, and to compute them again."""
-    result = Result()
-    contexts = SMALL_CONTEXTS if engines.small else CONTEXTS
-    group_size, repeats = (2, 1) if engines.small else (GROUP_SIZE, 5)
-    length = {"max_model_len": 512 if engines.small else 32_768}
+    source, target = bench.engines.values()
+    contexts = SMALL_CONTEXTS if bench.small else CONTEXTS
+    group_size, repeats = (2, 1) if bench.small else (GROUP_SIZE, 5)
     seconds: dict[str, dict[str, Any]] = {}
-    with engines.start_pair(Settings(model="8b", options={"max_num_seqs": 64, **SHARED, **length})) as (source, target):
-        for context in contexts:
-            prompt = prompt_of(context, context)
-            sampling = [{"seed": index, "max_tokens": NUM_BEFORE + NUM_AFTER} for index in range(group_size)]
-            rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-            for repeat in range(1 + repeats):  # the first one warms up
-                for with_kv, found in rows.items():
-                    found.append(move(source, target, f"{context}.{repeat}.{with_kv}", prompt, sampling, with_kv))
-            check_way(result, engines, f"{context} tokens", rows[True][-1])
-            seconds[str(context)] = {
-                "kv": medians(rows[True][1:]),
-                "recompute": medians(rows[False][1:]),
-                "num_blocks": rows[True][-1]["num_blocks"],
-            }
-    result.values["seconds_by_context"] = seconds
-    if not engines.small:
-        kv, again = (seconds[str(contexts[-1])][way]["first_token_s"] for way in ("kv", "recompute"))
-        result.check(f"a move of {contexts[-1]} tokens with KV takes less than without", kv < again, kv, again)
-    return result
-
-
-SHARED = {"gpu_memory_utilization": 0.42, "enable_prefix_caching": True}
-"""Two engines on one device."""
+    for context in contexts:
+        prompt = prompt_of(context, context)
+        sampling = [{"seed": index, "max_tokens": NUM_BEFORE + NUM_AFTER} for index in range(group_size)]
+        rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for repeat in range(1 + repeats):  # the first one warms up
+            for with_kv, found in rows.items():
+                moved = move(source, target, f"{context}.{repeat}.{with_kv}", prompt, sampling, with_kv)
+                found.append(moved)
+                took = {name: round(value, 5) for name, value in moved.items() if name.endswith("_s")}
+                bench.value(context=context, repeat=repeat, with_kv=with_kv, num_blocks=moved["num_blocks"], **took)
+        check_way(bench, f"{context} tokens", rows[True][-1])
+        seconds[str(context)] = {"kv": medians(rows[True][1:]), "recompute": medians(rows[False][1:])}
+        bench.result("seconds by context", seconds)
+    kv, again = (seconds[str(contexts[-1])][way]["first_token_s"] for way in ("kv", "recompute"))
+    bench.speed(f"a move of {contexts[-1]} tokens with KV takes less than without", kv < again, kv, again)
 
 
 def move(
@@ -95,11 +89,11 @@ def in_order(said: dict[str, list[int]]) -> list[list[int]]:
     return [said[id] for id in sorted(said)]
 
 
-def check_way(result: Result, engines: Engines, what: str, moved: dict[str, Any]) -> None:
-    way = "host_memory" if engines.small else "cuda_ipc"
-    result.check(f"{what}: blocks went by {way}", moved["ways"] == [way], moved["ways"], [way])
+def check_way(bench: Bench, what: str, moved: dict[str, Any]) -> None:
+    way = "host_memory" if bench.small else "cuda_ipc"
+    bench.check(f"{what}: blocks went by {way}", moved["ways"] == [way], moved["ways"], [way])
     arrived, sent = moved["num_blocks_in"], moved["num_blocks"]
-    result.check(f"{what}: blocks that arrived", arrived == sent > 0, arrived, sent)
+    bench.check(f"{what}: blocks that arrived", arrived == sent > 0, arrived, sent)
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, float]:

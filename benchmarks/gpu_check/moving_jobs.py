@@ -6,7 +6,6 @@ taken from the engine core's outputs.
 
 from __future__ import annotations
 
-import base64
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -30,6 +29,7 @@ class MovingJobs:
     """Mixed into a child; `self.llm` holds the engine in this process."""
 
     llm: Any
+    _core: Any
 
     @cached_property
     def _said(self) -> dict[str, list[int]]:
@@ -61,18 +61,16 @@ class MovingJobs:
         seconds = time.perf_counter() - started
         kv = Parcel.decode(released.parcel).kv
         return {
-            "parcel": base64.b64encode(released.parcel).decode(),
+            "parcel": released.parcel,
             "release_s": seconds,
             "ways": [] if kv is None else [segment.way for segment in kv.segments],
             "num_blocks": 0 if kv is None else kv.segments[0].num_blocks,
             "said": self._said_of(group),
         }
 
-    def adopt(self, group: str, parcel: str, with_kv: bool) -> dict[str, Any]:
+    def adopt(self, group: str, parcel: bytes, with_kv: bool) -> dict[str, Any]:
         """Take a group up; the seconds until it is here, and until all of its candidates have their next token."""
-        content = base64.b64decode(parcel)
-        if not with_kv:
-            content = replace(Parcel.decode(content), kv=None).encode()
+        content = parcel if with_kv else replace(Parcel.decode(parcel), kv=None).encode()
         moves = self._core.scheduler.moves
         num_before = moves.kv.num_blocks_in
         started = time.perf_counter()
@@ -94,10 +92,6 @@ class MovingJobs:
             self._step()
         self.llm.reset_prefix_cache()
         return self._said_of(group)
-
-    @property
-    def _core(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()

@@ -1,70 +1,163 @@
-"""The pieces: name, what each holds, and the function that runs it.
+"""The pieces in order of worth: what each one shows, how long it takes, which engines it needs.
 
-Invariant: a piece's function answers a `Result`; it raises only when something is broken.
+Invariant: a piece's function takes a `Bench` and writes what it finds there; it raises only when something is broken.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
-LIMIT_S = 600
-"""The time limit of one piece."""
+from benchmarks.gpu_check.engine import Settings
 
-
-class Check(NamedTuple):
-    """One thing that must hold."""
-
-    what: str
-    passed: bool
-    value: Any = None
-    wanted: Any = None
-
-
-@dataclass(slots=True)
-class Result:
-    """What a piece found."""
-
-    checks: list[Check] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    """Measured, not judged."""
-
-    def check(self, what: str, passed: bool, value: Any = None, wanted: Any = None) -> None:
-        self.checks.append(Check(what, bool(passed), value, wanted))
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.checks) and all(check.passed for check in self.checks)
+HERE = Path(__file__).parent
+ESTIMATES = HERE / "estimates.json"
+"""Seconds of each piece and each engine's start on an H100, and where they come from."""
+START = "start of "
+"""Before an engine's name in the estimates."""
+LIMIT_FACTOR, LEAST_LIMIT_S = 3, 60
+"""A piece may take so many times its estimate."""
 
 
 class Piece(NamedTuple):
     module: str
     """A module of this folder; the function in it has the piece's name."""
-    holds: str
-    starts_an_engine: bool = False
+    shows: str
+    engines: tuple[str, ...] = ()
+    """Keys of ENGINES. They stay for the next piece that names them."""
+    needs_vllm: bool = True
 
-    def function(self, name: str) -> Callable[..., Result]:
+    def function(self, name: str) -> Callable[..., None]:
         return getattr(importlib.import_module(f"benchmarks.gpu_check.{self.module}"), name)
 
 
-PIECES: dict[str, Piece] = {
-    "operators": Piece("kernels", "every operator agrees with its torch reference, at both vocabularies"),
-    "bandwidth": Piece("kernels", "token_confidence reads logits at 60 % of the memory's bandwidth at 256 rows"),
-    "repeatable_scores": Piece("kernels", "quality_head is bit-equal over 1,000 repeats"),
-    "launch_blocking": Piece("equal", "seeded runs are equal with and without CUDA_LAUNCH_BLOCKING", True),
-    "graphs": Piece("equal", "scores are equal under full graphs and eager", True),
-    "runner_loops": Piece("equal", "V1 sync, V1 async and V2 observe what log probabilities say", True),
-    "sleep": Piece("equal", "an engine that slept observes and scores as before", True),
-    "move_tokens": Piece(
-        "moves", "a group that moves by CUDA IPC to another engine says what it would have said", True
-    ),
-    "move_8b": Piece("moves", "seconds of a move by CUDA IPC and by recompute, by context length", True),
-    "sync_check": Piece("equal", "vLLM's check for host synchronisation, as error, finds none", True),
-    "jit_monitor": Piece("equal", "vLLM's monitor of compilation, as error, sees none in a step", True),
-    "overhead_256": Piece("cost", "throughput against stock vLLM at 256 sequences", True),
-    "overhead_1024": Piece("cost", "throughput against stock vLLM at 1,024 sequences", True),
-    "race_8b": Piece("cost", "a group race on a model of 8B's shape, with lengths replayed", True),
-    "profile_8b": Piece("cost", "vllm-rollout profile of a model of 8B's shape", True),
+V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+EAGER = {"max_num_seqs": 64, "enforce_eager": True}
+GRAPHS = {"max_num_seqs": 64, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
+"""Nothing is compiled, so that graphs run the kernels that eager mode runs."""
+FLOAT32 = {"dtype": "float32"}
+TINY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "enable_prefix_caching": True}
+"""`kv_cache_memory_bytes`: vLLM need not measure what is free, which fails while another engine starts."""
+GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+LARGE = {
+    "max_num_seqs": 256,
+    "max_model_len": 4096,
+    "kv_cache_memory_bytes": 14 << 30,
+    "gpu_memory_utilization": 0.4,
+    "enable_prefix_caching": True,
+    "compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES},
 }
+"""14 GiB of KV cache hold 100k tokens of Qwen3-8B: no piece here preempts."""
+MOVING = {**LARGE, "max_num_seqs": 16, "max_model_len": 32_768, "kv_cache_memory_bytes": 8 << 30}
+
+ENGINES: dict[str, Settings] = {
+    "v1 synchronous": Settings(options={**EAGER, **FLOAT32, **TINY, "async_scheduling": False}, environment=V1),
+    "v1 asynchronous": Settings(options={**EAGER, **FLOAT32, **TINY, "async_scheduling": True}, environment=V1),
+    "v2 eager": Settings(options={**EAGER, **FLOAT32, **TINY}, environment=V2),
+    "v2 graphs": Settings(options={**GRAPHS, **FLOAT32, **TINY}, environment=V2),
+    "float32 from": Settings(options={**EAGER, **FLOAT32, **TINY}),
+    "float32 to": Settings(options={**EAGER, **FLOAT32, **TINY}),
+    "bfloat16 from": Settings(options={**EAGER, **TINY, "dtype": "bfloat16"}),
+    "bfloat16 to": Settings(options={**EAGER, **TINY, "dtype": "bfloat16"}),
+    "8B, ours": Settings("rollout", "8b", LARGE),
+    "8B, stock": Settings("stock", "8b", LARGE),
+    "8B, drafts": Settings("drafts", "8b", {**LARGE, "max_num_seqs": 64}, V1),
+    "8B, no drafts": Settings("rollout", "8b", {**LARGE, "max_num_seqs": 64}),
+    "8B, from": Settings("rollout", "8b", MOVING),
+    "8B, to": Settings("rollout", "8b", MOVING),
+    "blocking": Settings(options={**EAGER, **TINY}, environment={"CUDA_LAUNCH_BLOCKING": "1"}),
+    "not blocking": Settings(options={**EAGER, **TINY}),
+    "sleeps": Settings(options={**EAGER, **TINY, "enable_sleep_mode": True}),
+    "sync check, ours": Settings(options=TINY, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
+    "sync check, stock": Settings("stock", options=TINY, environment={"VLLM_GPU_SYNC_CHECK": "error"}),
+    "jit monitor, ours": Settings(options={**TINY, "jit_monitor_mode": "error"}),
+    "jit monitor, stock": Settings("stock", options={**TINY, "jit_monitor_mode": "error"}),
+}
+
+IN_SMALL = {
+    "enforce_eager": True,
+    "max_num_seqs": 32,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 16_384,
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 1 << 28,
+}
+"""Of every engine of a rehearsal, in the place of what is said here."""
+ONLY_ON_GPU = frozenset({"compilation_config", "enable_sleep_mode", "gpu_memory_utilization"})
+
+
+def rehearsed(settings: Settings) -> Settings:
+    """The same engine for a CPU, which has runner V1 only."""
+    options = {name: value for name, value in settings.options.items() if name not in ONLY_ON_GPU} | IN_SMALL
+    environment = {name: value for name, value in settings.environment.items() if "V2" not in name}
+    return replace(settings, options=options, environment=environment)
+
+
+RUNNERS = ("v1 synchronous", "v1 asynchronous", "v2 eager", "v2 graphs")
+BOTH_8B = ("8B, ours", "8B, stock")
+
+PIECES: dict[str, Piece] = {
+    "operators": Piece("kernels", "every operator agrees with float64", needs_vllm=False),
+    "bandwidth": Piece("kernels", "share of the memory's bandwidth that operators reach", needs_vllm=False),
+    "repeatable_scores": Piece("kernels", "quality_head is bit-equal over 1,000 repeats", needs_vllm=False),
+    "runners": Piece("observed", "V1 and V2, eager and graphs: confidences and scores are what torch says", RUNNERS),
+    "move_float32": Piece("moves", "a group moves by CUDA IPC and says what it would have said",
+                          ("float32 from", "float32 to")),
+    "move_bfloat16": Piece("moves", "the same in bfloat16", ("bfloat16 from", "bfloat16 to")),
+    "overhead": Piece("cost", "8B, 256 sequences: throughput over stock vLLM, and what a due step costs", BOTH_8B),
+    "race": Piece("cost", "8B: the first 8 of 16 against waiting for all, stock and ours", BOTH_8B),
+    "training": Piece("cost", "8B: what training the quality head costs beside decoding", ("8B, ours",)),
+    "profile": Piece("ptl", "8B: a whole PTL profile, in ptl.json", ("8B, ours",)),
+    "served_race": Piece("served", "8B, by HTTP: a race against stock `vllm serve` and a client that aborts"),
+    "drafts": Piece("drafts", "8B: drafts from memory, and what their synchronous loop costs",
+                    ("8B, drafts", "8B, no drafts")),
+    "move_8b": Piece("moves", "8B: seconds of a move by CUDA IPC and by recompute", ("8B, from", "8B, to")),
+    "launch_blocking": Piece("observed", "runs are equal with and without CUDA_LAUNCH_BLOCKING",
+                             ("blocking", "not blocking")),
+    "sleep": Piece("observed", "an engine that slept scores as before", ("sleeps",)),
+    "sync_check": Piece("observed", "no host synchronisation in a step that stock vLLM does not make",
+                        ("sync check, ours", "sync check, stock")),
+    "jit_monitor": Piece("observed", "no compilation in a step that stock vLLM does not make",
+                         ("jit monitor, ours", "jit monitor, stock")),
+}  # fmt: skip
+
+
+class Estimates(NamedTuple):
+    """What pieces and starts take."""
+
+    seconds: dict[str, float]
+
+    @classmethod
+    def read(cls) -> Estimates:
+        return cls(json.loads(ESTIMATES.read_text())["seconds"])
+
+    def piece(self, name: str) -> float:
+        return self.seconds[name]
+
+    def starts(self, engines: Iterable[str]) -> float:
+        """Engines start together."""
+        return max((self.seconds[START + engine] for engine in engines), default=0.0)
+
+    def limit(self, name: str) -> float:
+        return max(LEAST_LIMIT_S, LIMIT_FACTOR * self.piece(name))
+
+
+def sources_of(name: str, device: str) -> str:
+    """A hash of all code that a piece runs, and of the device: what a change makes worth running again."""
+    piece = PIECES[name]
+    parts = ["tracker"] if not piece.needs_vllm else ["."]
+    package = Path(find_spec("vllm_rollout").submodule_search_locations[0])
+    kernels = Path(find_spec("vllm_rollout.kernels").submodule_search_locations[0])
+    folders = [(HERE, ("*.py",)), (kernels, ("*.py",))]
+    folders += [(package / part, ("**/*.py",)) for part in parts]
+    digest = hashlib.sha256(device.encode())
+    for folder, patterns in folders:
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,7 +1,6 @@
-"""gpu-check's pieces about moves, over the schedulers of two dry runs whose KV caches hold their tokens."""
+"""Pieces of benchmarks.gpu_check about moves, over the schedulers of two dry runs whose KV caches hold their tokens."""
 
-import json
-from contextlib import nullcontext
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +8,12 @@ import pytest
 from moving_runs import Core
 from vllm.v1.request import Request
 
-from benchmarks.gpu_check.engine import Engine, Settings
-from benchmarks.gpu_check.moves import move_8b, move_tokens
+from benchmarks.gpu_check.bench import Bench
+from benchmarks.gpu_check.engine import Engine
+from benchmarks.gpu_check.models import Models
+from benchmarks.gpu_check.moves import move_8b, move_float32
 from benchmarks.gpu_check.moving_jobs import MovingJobs
+from benchmarks.gpu_check.record import Record
 
 
 class SteppedCore(Core):
@@ -36,44 +38,45 @@ class SteppedCore(Core):
     def post_step(self, model_executed: bool) -> None: ...
 
 
-class DryEngine(Engine):
-    """Its child is this process; jobs and answers are JSON all the same."""
+class Jobs(MovingJobs):
+    """Those of a child that is this process."""
 
     def __init__(self, core: SteppedCore) -> None:
-        jobs = self._jobs = MovingJobs()
-        front = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
-        jobs.llm = SimpleNamespace(llm_engine=front, reset_prefix_cache=core.scheduler.reset_prefix_cache)
-
-    def _do(self, job: str, *arguments: Any) -> Any:
-        return json.loads(json.dumps(getattr(self._jobs, job)(*json.loads(json.dumps(arguments)))))
+        self.llm = SimpleNamespace(reset_prefix_cache=core.scheduler.reset_prefix_cache)
+        self._core = core
 
 
-class DryEngines:
-    small = True
+class DryEngine(Engine):
+    """Jobs and answers are pickled all the same."""
 
-    def __init__(self, ranks: Any) -> None:
-        self.cores = ranks.cores
-        self.num_pairs = 0
+    def __init__(self, core: SteppedCore) -> None:
+        self._jobs = Jobs(core)
 
-    def start_pair(self, settings: Settings) -> Any:
-        self.num_pairs += 1
-        return nullcontext(tuple(DryEngine(core) for core in self.cores))
+    def _do(self, job: str, *arguments: Any, **named: Any) -> Any:
+        return pickle.loads(pickle.dumps(getattr(self._jobs, job)(*pickle.loads(pickle.dumps(arguments)))))
 
 
 @pytest.fixture
-def engines(new_ranks) -> DryEngines:
-    return DryEngines(new_ranks(core_cls=SteppedCore))
+def bench(new_ranks, tmp_path) -> Bench:
+    cores = new_ranks(core_cls=SteppedCore).cores
+    engines = {str(number): DryEngine(core) for number, core in enumerate(cores)}
+    made = Bench("a piece", "cpu", tmp_path, Models(tmp_path, small=True), Record(tmp_path / "lease"), 2, engines)
+    made.cores = cores
+    return made
 
 
-def test_what_moved_groups_say_is_compared(engines):
-    result = move_tokens(engines)
-    assert result.passed, result.checks
-    assert engines.num_pairs == 2
-    assert len(result.checks) == 2 * (2 + 2)
+def checks(bench: Bench) -> list[bool]:
+    return [line["passed"] for line in bench.record.lines() if line["kind"] == "check"]
 
 
-def test_tokens_that_differ_fail_the_piece(engines):
-    run = engines.cores[1].run
+def test_what_moved_groups_say_is_compared(bench):
+    move_float32(bench)
+    assert bench.all_passed
+    assert len(checks(bench)) == 2 + 2
+
+
+def test_tokens_that_differ_fail_the_piece(bench):
+    run = bench.cores[1].run
     sample = run.sample
 
     def wrong(scheduled):
@@ -83,20 +86,23 @@ def test_tokens_that_differ_fail_the_piece(engines):
         return output
 
     run.sample = wrong
-    assert not move_tokens(engines).passed
+    move_float32(bench)
+    assert not bench.all_passed
 
 
-def test_blocks_that_stay_behind_fail_the_piece(engines):
-    engines.cores[0].scheduler.moves.kv._refusal = "a test"
-    result = move_tokens(engines)
-    assert [check.passed for check in result.checks] == 2 * [True, False, False, True]
+def test_blocks_that_stay_behind_fail_the_piece(bench):
+    bench.cores[0].scheduler.moves.kv._refusal = "a test"
+    move_float32(bench)
+    assert checks(bench) == [True, False, False, True]
 
 
-def test_seconds_come_by_context(engines):
-    result = move_8b(engines)
-    assert result.passed, result.checks
-    rows = result.values["seconds_by_context"]
-    assert list(rows) == ["100", "200"]
-    for context, row in rows.items():
-        assert row["num_blocks"] >= int(context) // 16
+def test_seconds_come_by_context(bench):
+    move_8b(bench)
+    assert bench.all_passed
+    *_, result = [line for line in bench.record.lines() if line["kind"] == "result"]
+    assert list(result["value"]) == ["100", "200"]
+    for row in result["value"].values():
         assert all(row[way]["first_token_s"] >= row[way]["adopt_s"] > 0 for way in ("kv", "recompute"))
+    for line in bench.record.lines():
+        if line["kind"] == "value":
+            assert line["num_blocks"] >= line["context"] // 16

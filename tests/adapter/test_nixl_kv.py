@@ -61,6 +61,7 @@ def sources() -> Iterator[dict[str, Source]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_blocks_arrive_from_another_process_until_they_are_dropped_or_it_ends(monkeypatch, sources, transports):
     for name, value in TRANSPORTS[transports].items():

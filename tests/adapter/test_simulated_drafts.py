@@ -47,6 +47,7 @@ def simulated_s(machine: Machine, lengths: list[list[int]], num_earlier: int = 0
     return run_races(machine, races, Judge()).seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("device", "num_groups", "group_size"), [(GPU, 1, 2), (GPU, 1, 16), (GPU, 4, 8), (COSTLY, 1, 16)]
 )
@@ -75,6 +76,7 @@ def test_steps_are_those_of_the_emulated_device_where_all_take_the_same_time(tin
     assert said == pytest.approx(steps, rel=0.03)
 
 
+@pytest.mark.thorough
 def test_a_prompt_that_comes_again_is_as_much_faster_as_on_the_emulated_device(tiny_model: str) -> None:
     settings = Settings.model_validate(GPU)
     lengths = [[900, 800, 700, 600, 500, 400, 300, 200]]

@@ -1,87 +1,77 @@
-"""A rehearsal of gpu-check's engine pieces without a GPU: all in one small engine with dummy weights, in turn."""
+"""A rehearsal of benchmarks.gpu_check without a GPU: all pieces, on small models, through the same code."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import fields
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import vllm.envs
 from vllm.engine.arg_utils import EngineArgs
 
-from benchmarks.gpu_check.engine import Engine, Engines, Settings
-from benchmarks.gpu_check.piece import run
-from benchmarks.gpu_check.pieces import PIECES
-from tests.support.waiting import WAIT_S
+from benchmarks.gpu_check.engine_child import engine_options
+from benchmarks.gpu_check.pieces import ENGINES, PIECES, sources_of
+from benchmarks.gpu_check.record import Record
+from benchmarks.gpu_check.served import FLAGS
+from tests.support.waiting import wait_until
+from vllm_rollout.profiling.profile_file import Profile
 
-SMALL = {"max_num_seqs": 20, "enforce_eager": True, "block_size": 32, "dtype": "float32", "max_num_batched_tokens": 64}
-PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "ptl_profile.json"
+ROOT = Path(__file__).parents[2]
+REHEARSAL_S = 900
 KNOWN_OPTIONS = {field.name for field in fields(EngineArgs)}
 KNOWN_VARIABLES = {*vllm.envs.environment_variables, "CUDA_LAUNCH_BLOCKING"}
 
 
-class OneEngine(Engines):
-    """Whatever engine is asked for, it is this one; what it was asked for must exist."""
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_an_engine_is_told_exists(name: str) -> None:
+    settings = ENGINES[name]
+    assert set(engine_options(settings)) <= KNOWN_OPTIONS
+    assert set(settings.environment) <= KNOWN_VARIABLES
 
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.settings = Settings(
-            model="8b", options=SMALL, environment={"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-        )
-        self.engine: Engine = self._stack.enter_context(super().start(self.settings))
-        self.asked: list[Settings] = []
 
-    @cached_property
-    def second(self) -> Engine:
-        """Where groups move to."""
-        return self._stack.enter_context(Engines.start(self, self.settings))
-
-    def start_pair(self, settings: Settings) -> Any:
-        self.start(settings)
-        return nullcontext((self.engine, self.second))
-
-    def start(self, settings: Settings) -> Any:
-        assert set(settings.options) <= KNOWN_OPTIONS, settings
-        assert set(settings.environment) <= KNOWN_VARIABLES, settings
-        self.asked.append(settings)
-        return nullcontext(self.engine)
-
-    def profile(self, model: str, *arguments: str) -> dict[str, Any]:
-        """`vllm-rollout profile` has an engine test of its own; here, that its flags exist."""
-        split = arguments.index("--")
-        help_text = subprocess.run(
-            [sys.executable, "-m", "vllm_rollout.cli", "profile", "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=WAIT_S,
-        ).stdout
-        assert all(flag in help_text for flag in arguments[:split] if flag.startswith("--"))
-        flags = {flag.removeprefix("--").replace("-", "_") for flag in arguments[split + 1 :] if flag.startswith("--")}
-        assert flags <= KNOWN_OPTIONS
-        return json.loads(PROFILE.read_text())
+def test_what_servers_are_told_exists() -> None:
+    flags = {flag.removeprefix("--").replace("-", "_") for flag in FLAGS if flag.startswith("--")}
+    assert flags - {"disable_uvicorn_access_log"} <= KNOWN_OPTIONS
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[OneEngine]:
-    with OneEngine() as one:
-        yield one
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a rehearsal that was killed amid a piece that has engines, and gone on with."""
+    folder = tmp_path_factory.mktemp("gpu_check")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--output", str(folder)]
+    command += ["--minutes", str(REHEARSAL_S / 60)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("race: "):
+        assert process.poll() is None
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not [child for child in children if child.is_running()])
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=REHEARSAL_S)
+    assert "overhead: passed before, with the same sources" in done.stdout, done.stdout + done.stderr
+    return folder
 
 
-@pytest.mark.parametrize("name", [name for name, piece in PIECES.items() if piece.starts_an_engine])
-def test_a_piece_runs_to_its_end(engines: OneEngine, name: str) -> None:
-    result = run(name, "cpu", engines)
-    assert result["status"] == "passed", result
+@pytest.mark.timeout(2 * REHEARSAL_S)
+@pytest.mark.parametrize("name", PIECES)
+def test_a_piece_passes(folder: Path, name: str) -> None:
+    record = Record(folder / "lease.jsonl")
+    of_piece = [line for line in record.lines() if line.get("piece") == name and line["kind"] in ("check", "end")]
+    assert record.ended(name, sources_of(name, "cpu")) == "passed", json.dumps(of_piece, indent=1)
 
 
-def test_every_kind_of_engine_was_asked_for(engines: OneEngine) -> None:
-    assert {settings.kind for settings in engines.asked} == {"rollout", "stock"}
-    variables = {name for settings in engines.asked for name in settings.environment}
-    assert variables == {"CUDA_LAUNCH_BLOCKING", "VLLM_GPU_SYNC_CHECK", "VLLM_USE_V2_MODEL_RUNNER"}
+def test_the_profile_is_one_that_simulations_take(folder: Path) -> None:
+    profile = Profile.read(folder / "ptl.json")
+    assert profile.fits
+    assert profile.cost().ptl(4, 128) > 0
+
+
+def test_the_summary_says_that_it_is_none_of_a_gpu(folder: Path) -> None:
+    said = (folder / "summary.md").read_text()
+    assert "A rehearsal: sizes are small" in said
+    assert all(f"| {name} | passed |" in said for name in PIECES)

@@ -142,6 +142,7 @@ def check_run(training: Training, seen: Counter[str]) -> None:
     assert Counter(handed_in) == seen + Counter([*run.queue, *run.unstarted])
 
 
+@pytest.mark.thorough
 def test_what_waits_in_a_run_is_kept_where_the_server_dies_before_it_has_the_weights(urls, start) -> None:
     training = start(urls[0], "--rounds")
 
@@ -153,6 +154,7 @@ def test_what_waits_in_a_run_is_kept_where_the_server_dies_before_it_has_the_wei
     check_run(training, learned_from(training))
 
 
+@pytest.mark.thorough
 def test_a_first_round_that_ended_unheard_is_done_again(urls, start) -> None:
     training = start(urls[0], "--rounds", "--speculation", "2")  # a long round comes next
     groups = training.groups
@@ -166,6 +168,7 @@ def test_a_first_round_that_ended_unheard_is_done_again(urls, start) -> None:
     check_run(training, learned_from(training))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("status", [502, 503, 504])
 def test_a_server_that_its_proxy_does_not_find_is_waited_for(urls, start, status) -> None:
     training = start(urls[0])
@@ -174,6 +177,7 @@ def test_a_server_that_its_proxy_does_not_find_is_waited_for(urls, start, status
     assert sum(learned_from(training).values()) == 3 * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_an_engine_that_died_is_waited_for_where_its_api_process_still_answers(urls, start, monkeypatch, is_dead):
     training = start(urls[0])
@@ -187,6 +191,7 @@ def test_an_engine_that_died_is_waited_for_where_its_api_process_still_answers(u
             training.go()
 
 
+@pytest.mark.thorough
 def test_a_server_that_was_started_anew_behind_the_trainers_back_gets_its_run_again(urls, start) -> None:
     training = start(urls[0], "--rounds")
     roll_out = training.roll_out_and_learn
@@ -201,6 +206,7 @@ def test_a_server_that_was_started_anew_behind_the_trainers_back_gets_its_run_ag
     check_run(training, learned_from(training))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", ["", "--rounds --resume"])
 def test_weights_that_somebody_else_gave_are_not_trained_on(start, flags) -> None:
     with serving(app_of(FakeEngine(weight_version="another-7"))) as url:
@@ -231,6 +237,7 @@ def test_weights_that_are_not_finite_are_not_sent(start) -> None:
         assert sent == []
 
 
+@pytest.mark.thorough
 def test_the_learning_rate_may_change_where_a_training_goes_on(urls, start) -> None:
     start(urls[0], "--steps", "1").go()
     training = start(urls[0], "--steps", "2", "--lr", "1e-4", "--micro-tokens", "512")
@@ -241,6 +248,7 @@ def test_the_learning_rate_may_change_where_a_training_goes_on(urls, start) -> N
         start(urls[0], "--group-size", "5").go()
 
 
+@pytest.mark.thorough
 def test_a_training_in_which_nothing_teaches_ends(start) -> None:
     with serving(app_of(FakeEngine(), lambda _: Grade("ok", 1.0))) as url:
         training = start(url, "--steps", "20")

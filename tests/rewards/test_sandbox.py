@@ -18,7 +18,10 @@ from vllm_rollout.rewards.seccomp import ALLOW, INSTRUCTION, RETURN, filter_prog
 
 RIGHT = "def f(x): return 2 * x"
 TESTS = {"tests": ["assert f(3) == 6", "assert f(0) == 0"]}
-LIMITS = LimitTerms(shortest_s=0.5, longest_s=2)
+LIMITS = LimitTerms(shortest_s=20, longest_s=20)
+"""Enough for a right program on a busy machine."""
+ATTACK_S = 2
+"""After which an attack that does not end has failed."""
 
 ATTACKS = {
     "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
@@ -87,17 +90,23 @@ def fenced(program):
     return f"First a thought.\n```python\nprint('not this one')\n```\nSo:\n```python\n{program}\n```\nThat is it."
 
 
-def graded(*answers, data=TESTS, **options):
+def graded(*answers, data=TESTS, attacks=(), **options):
+    """Grades of attacks come first."""
+
     async def all_of_them():
         async with Grader({"code": "code"}, num_processes=2, limits=LIMITS) as grader:
-            jobs = (grader.grade("code", Trajectory("double it", answer, data), **options) for answer in answers)
+            limits = [ATTACK_S] * len(attacks) + [None] * len(answers)
+            jobs = (
+                grader.grade("code", Trajectory("double it", answer, data), timeout_s=limit, **options)
+                for answer, limit in zip([*attacks, *answers], limits, strict=True)
+            )
             return await asyncio.gather(*jobs)
 
     return asyncio.run(all_of_them())
 
 
 def test_programs_that_attack_earn_nothing_and_change_nobody_elses_grade():
-    *attacks, leaves, right = graded(*map(fenced, [*ATTACKS.values(), LEAVES, RIGHT]))
+    *attacks, leaves, right = graded(fenced(LEAVES), fenced(RIGHT), attacks=[*map(fenced, ATTACKS.values())])
     said = {name: grade.reward for name, grade in zip(ATTACKS, attacks, strict=True)}
     assert said == dict.fromkeys(ATTACKS, 0)
     assert (leaves.reward, right.reward, right.parts) == (1, 1, {"passed": 1})
