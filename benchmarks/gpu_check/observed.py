@@ -44,48 +44,47 @@ def run_scored(bench: Bench, engine: Engine) -> list[dict[str, Any]]:
 
 def runners(bench: Bench) -> None:
     """Each engine says its own tokens; torch says what they are worth."""
-    truth, limit = Truth(bench.models.path("tiny")), MOST_DIFFERENCE[bench.device]
-    requests = scored_groups(bench)
-    furthest: dict[str, dict[str, float]] = {}
+    truth = Truth(bench.models.path("tiny"))
     for name, engine in bench.engines.items():
-        differences = {"confidence": 0.0, "score": 0.0}
-        num_scored = num_due = 0
-        for request, said in zip(requests, run_scored(bench, engine), strict=True):
-            if request.group is None:
-                continue
-            true = truth.of(request.prompt, said["tokens"], DETECTION_LENGTH)
-            num_due += true["score"] is not None
-            num_scored += said.get("score") is not None
-            for what in differences:
-                if true[what] is not None:
-                    pairs = zip(said.get(what) or [float("inf")] * len(true[what]), true[what], strict=True)
-                    differences[what] = max(differences[what], *(abs(a - b) for a, b in pairs))
-        furthest[name] = {what: round(value, 7) for what, value in differences.items()}
-        bench.result("largest difference to torch", furthest)
-        bench.check(f"{name}: candidates scored", num_scored == num_due > 0, num_scored, num_due)
-        for what, value in differences.items():
-            bench.check(f"{name}: {what} against torch", value <= limit, value, limit)
+        against_torch(bench, name, truth, run_scored(bench, engine))
 
 
-def compare(bench: Bench, what: str, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
-    """All equal, to the last bit."""
-    num_other = sum(a != b for a, b in zip(first, second, strict=True))
-    bench.check(f"{what}: candidates that differ, of {len(first)}", num_other == 0, num_other, 0)
-    num_scored = sum(candidate.get("score") is not None for candidate in first)
-    bench.check(f"{what}: candidates were scored", num_scored > 0, num_scored, "> 0")
+def against_torch(bench: Bench, name: str, truth: Truth, said: list[dict[str, Any]]) -> None:
+    limit = MOST_DIFFERENCE[bench.device]
+    differences = {"confidence": 0.0, "score": 0.0}
+    num_scored = num_due = 0
+    for request, candidate in zip(scored_groups(bench), said, strict=True):
+        if request.group is None:
+            continue
+        true = truth.of(request.prompt, candidate["tokens"], DETECTION_LENGTH)
+        num_due += true["score"] is not None
+        num_scored += candidate.get("score") is not None
+        for what in differences:
+            if true[what] is not None:
+                pairs = zip(candidate.get(what) or [float("inf")] * len(true[what]), true[what], strict=True)
+                differences[what] = max(differences[what], *(abs(a - b) for a, b in pairs))
+    bench.result(f"{name}: largest difference to torch", {k: round(value, 7) for k, value in differences.items()})
+    bench.check(f"{name}: candidates scored", num_scored == num_due > 0, num_scored, num_due)
+    for what, value in differences.items():
+        bench.check(f"{name}: {what} against torch", value <= limit, value, limit)
 
 
 def launch_blocking(bench: Bench) -> None:
-    """A kernel that reads what is not written yet says something else where every launch is waited for."""
+    """A kernel that reads what is not written yet says something else where every launch is waited for: all is equal,
+    to the last bit."""
     blocking, ordinary = (run_scored(bench, engine) for engine in bench.engines.values())
-    compare(bench, "with and without CUDA_LAUNCH_BLOCKING", ordinary, blocking)
+    num_other = sum(a != b for a, b in zip(blocking, ordinary, strict=True))
+    bench.check(f"candidates that differ, of {len(ordinary)}", num_other == 0, num_other, 0)
+    num_scored = sum(candidate.get("score") is not None for candidate in ordinary)
+    bench.check("candidates were scored", num_scored > 0, num_scored, "> 0")
 
 
 def sleep(bench: Bench) -> None:
     (engine,) = bench.engines.values()
-    before = run_scored(bench, engine)
+    truth = Truth(bench.models.path("tiny"))
+    against_torch(bench, "before", truth, run_scored(bench, engine))
     engine.sleep_and_wake()
-    compare(bench, "before and after sleep", before, engine.run(scored_groups(bench))["candidates"])
+    against_torch(bench, "after", truth, engine.run(scored_groups(bench))["candidates"])
 
 
 def sync_check(bench: Bench) -> None:
