@@ -48,6 +48,7 @@ help:
 	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
+	@echo "  make test-gpu-site  the wheel beside torch for CUDA, under a made-up H100; needs Python 3.12 and 6 GB"
 	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/trainers.md"
 	@echo
@@ -58,7 +59,7 @@ help:
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make docs-tables  write the field tables of docs/http.md"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
-	@echo "  make gpu-check   what only a GPU can show, in pieces that can be gone on with   ARGS='--pieces bandwidth'"
+	@echo "  make gpu-check   what only a GPU can show, in ten minutes: docs/gpu.md   ARGS='--minutes 9 --output DIR'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
 	@echo
 	@echo "Variables:"
@@ -83,15 +84,17 @@ demo: install models
 # A newcomer runs these engine tests, and all that start no engine and try no thousands of cases. `make test-rest` has
 # the others, so that both together miss nothing.
 ENGINE_BASICS := tests/engine/test_race.py tests/engine/test_server.py tests/engine/test_in_process.py
+TESTS_SEEN := $(CURDIR)/.pytest_cache/tests_seen
 WITHOUT_BASICS := $(ENGINE_BASICS:%=--ignore=%)
 
 # Without ARGS what starts no engine runs in two lanes, one per core, and then what does.
 .PHONY: test
 test: install models
 ifeq ($(strip $(ARGS)),)
-	@$(LANES) CHOICE="not engine and not thorough"
-	$(PY) -m pytest -q $(ENGINE_BASICS)
-	@echo "left out: $$($(PY) -m pytest -q --collect-only -m "engine or thorough" $(WITHOUT_BASICS) | tail -n 1);" \
+	@mkdir -p .pytest_cache && rm -f $(TESTS_SEEN)
+	@export VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN); $(LANES) CHOICE="not engine and not thorough"
+	VLLM_ROLLOUT_TESTS_SEEN=$(TESTS_SEEN) $(PY) -m pytest -q -m "not thorough" $(ENGINE_BASICS)
+	@echo "left out: $$(LC_ALL=C sort $(TESTS_SEEN) | LC_ALL=C sort -s -u -k 1.2 | grep -c '^-') tests;" \
 	  "make test-rest runs them, make test-all runs everything"
 else
 	$(PY) -m pytest -q $(ARGS)
@@ -100,6 +103,7 @@ endif
 .PHONY: test-rest
 test-rest: install models
 	@$(LANES) CHOICE="not engine and thorough"
+	$(PY) -m pytest -q -m thorough $(ENGINE_BASICS)
 	$(PY) -m pytest -q tests/engine $(WITHOUT_BASICS)
 
 .PHONY: test-all
@@ -177,6 +181,11 @@ census: $(DEPENDENCIES)
 .PHONY: bench
 bench: install models
 	for script in $(BENCHMARKS); do echo "benchmarks.$$script"; $(PY) -m benchmarks.$$script $(ARGS); done
+
+# What a GPU machine without a network gets: Python 3.12, torch for CUDA, our wheel. Looked at under a made-up H100.
+.PHONY: test-gpu-site
+test-gpu-site: install
+	$(PY) -m tests.gpu_site $(ARGS)
 
 .PHONY: gpu-check
 gpu-check: install

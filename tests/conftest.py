@@ -42,6 +42,24 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"skipped {num}: {reason.removeprefix('Skipped: ')}")
 
 
+LEFT_OUT = "VLLM_ROLLOUT_TESTS_SEEN"
+"""A file for the names of tests that were run (+) and left out (-): `make test` counts what none of its runs took."""
+
+
+def pytest_deselected(items: list[Any]) -> None:
+    _note("-", items)
+
+
+def pytest_collection_finish(session: Any) -> None:
+    _note("+", session.items)
+
+
+def _note(sign: str, items: list[Any]) -> None:
+    if path := os.environ.get(LEFT_OUT):
+        with open(path, "a") as file:
+            file.writelines(f"{sign}{item.nodeid!r}\n" for item in items)
+
+
 def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
     """Let pytest-timeout say which test hung: in the stack of an event loop that waits, no line is the test's."""
     if settings.method != "thread":

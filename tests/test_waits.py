@@ -75,6 +75,7 @@ def test_the_rule_tells_bounded_waits_from_others(source: str, lines: list[int])
     assert unbounded_waits(source) == lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_test_that_hangs_ends_the_run_with_its_name(tmp_path: Path, hang: str):
     (tmp_path / "test_planted.py").write_text(HANGS[hang])

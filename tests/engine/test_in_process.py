@@ -17,7 +17,7 @@ def llm(tiny_model: str) -> dict[str, Any]:
     return run_script("in_process.py", "llm", tiny_model, own_session=True)
 
 
-@pytest.fixture(scope="module", params=["llm", "async"])
+@pytest.fixture(scope="module", params=["llm", pytest.param("async", marks=pytest.mark.thorough)])
 def result(request: pytest.FixtureRequest, tiny_model: str) -> dict[str, Any]:
     if request.param == "llm":
         return request.getfixturevalue("llm")

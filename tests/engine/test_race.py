@@ -14,7 +14,7 @@ def engine(tiny_model: str) -> dict[str, Any]:
     return run_script("one_engine.py", "all", tiny_model)
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.thorough)])
 def race(request: pytest.FixtureRequest, tiny_model: str) -> dict[str, Any]:
     if request.param == "v1":
         result = request.getfixturevalue("engine")

@@ -325,6 +325,7 @@ def in_time(attempt: Callable[[], Events], missed: Callable[[dict[str, Any]], bo
 
 
 @pytest.mark.versions
+@pytest.mark.thorough
 def test_a_pause_for_new_weights_splits_versions_where_the_tokens_were_made(server: Server) -> None:
     def update_weights() -> None:
         with paused(server):

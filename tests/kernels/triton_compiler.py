@@ -1,13 +1,17 @@
-"""Compiles every Triton kernel for sm_90 without a GPU: triton_compiler.py RESULTS, written as JSON.
+"""Compiles every Triton kernel for Hopper and Blackwell without a GPU: triton_compiler.py RESULTS, written as JSON.
 
-RESULTS maps "module.kernel[dtype]" to the target line of its PTX and the size of its cubin in bytes. A process of its
-own, because a kernel imported under TRITON_INTERPRET cannot be compiled.
+RESULTS maps "module.kernel[dtype] on sm_NNa" to what its machine code needs and does. A process of its own, because a
+kernel imported under TRITON_INTERPRET cannot be compiled.
 """
 
 import importlib
 import json
 import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import triton
@@ -17,6 +21,10 @@ from triton.compiler import ASTSource
 import vllm_rollout.kernels
 
 ROW_DTYPES = ("fp32", "bf16", "fp16")
+CAPABILITIES = (90, 100)
+"""Triton compiles for sm_90a (H100, H200) and sm_100a (B200)."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+ORDERING = frozenset({"STG", "LDG", "BAR", "MEMBAR", "ATOMG", "ERRBAR", "CCTL", "FENCE"})
 
 Variant = tuple[str, dict[str, str], dict[str, object], dict[str, int]]
 
@@ -101,6 +109,36 @@ def variants() -> dict[str, list[Variant]]:
     }
 
 
+def machine_code(cubin: bytes) -> dict[str, object]:
+    """Registers of a thread, bytes that it spills, its loads from global memory by their width in bits, instructions of
+    its largest loop, and the operations that order memory, in their order."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = run_cuobjdump("--dump-resource-usage", file.name)
+        listing = run_cuobjdump("--dump-sass", file.name)
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\d+\s+)?([A-Z0-9_.]+).*?);", listing)
+    operations = [operation for _, _, operation in lines]
+    branches = [(int(address, 16), target) for address, line, _ in lines
+                if (target := re.search(r"BRA(?:\.U)?.*?0x([0-9a-f]+)", line))]  # fmt: skip
+    loops = [(int(target[1], 16), address) for address, target in branches if int(target[1], 16) < address]
+    loads = [re.search(r"\.(64|128|256|U8|U16)\b", each) for each in operations if each.startswith("LDG")]
+    return {
+        "registers": found["REG"],
+        "spilled_bytes": found["STACK"] + found["LOCAL"],
+        "loads": Counter("32" if width is None else width[1].lstrip("U") for width in loads),
+        "largest_loop": max(
+            (sum(start <= int(address, 16) <= end for address, _, _ in lines) for start, end in loops), default=0
+        ),
+        "order": [each for each in operations if each.split(".")[0] in ORDERING],
+    }
+
+
+def run_cuobjdump(option: str, path: str) -> str:
+    return subprocess.run([CUOBJDUMP, option, path], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def main(results_path: str) -> None:
     results: dict[str, dict[str, object]] = {}
     known = variants()
@@ -110,13 +148,13 @@ def main(results_path: str) -> None:
         for label, signature, constants, options in known[kernel_name]:
             signature = {**signature, **dict.fromkeys(constants, "constexpr")}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=alignment(kernel, constants))
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            target = next(line for line in compiled.asm["ptx"].splitlines() if line.startswith(".target"))
-            results[f"{kernel_name}[{label}]"] = {
-                "target": target,
-                "cubin_bytes": len(compiled.asm["cubin"]),
-                "shared_bytes": compiled.metadata.shared,
-            }
+            for capability in CAPABILITIES:
+                compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+                results[f"{kernel_name}[{label}] on sm_{capability}a"] = {
+                    **machine_code(compiled.asm["cubin"]),
+                    "warps": options["num_warps"],
+                    "shared_bytes": compiled.metadata.shared,
+                }
     Path(results_path).write_text(json.dumps(results))
 
 

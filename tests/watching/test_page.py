@@ -22,6 +22,8 @@ from vllm_rollout.server.watch.page import page_router
 
 from .browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
 
+pytestmark = pytest.mark.thorough
+
 
 def prompt(position: int, **more: Any) -> dict[str, Any]:
     """Of a group of 16 of which half has ended."""

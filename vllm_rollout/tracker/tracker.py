@@ -25,6 +25,8 @@ NO_SLOT = -1
 """The slot of a row that is no candidate's."""
 UNSCORED = 0
 """Detection length of a candidate that is not scored."""
+MANY_STEPS = 1 << 30
+"""When no candidate of the batch will be due any more."""
 NUM_KEPT = 16
 """States kept of each candidate: that many tokens less one may be dropped, a step of each stage of a pipeline and of
 the asynchronous loop, or the drafts of one step."""
@@ -89,6 +91,10 @@ class CandidateTracker:
         self._last_ids: list[str] | None = None
         self._row_slots = np.zeros(0, dtype=np.int64)
         """The slots of `_last_ids`."""
+        self._steps_before_due = 0
+        """Steps in which no candidate of `_last_ids` can be due, if each of them goes on by one token."""
+        self._last_seen = self._row_slots, self._row_slots
+        """Slots and positions of the tokens of the step before."""
         self._hidden: torch.Tensor | None = None
         self._hidden_rows: torch.Tensor | None = None
         self.heads: dict[HeadKey, PublishedHead] = {}
@@ -225,6 +231,7 @@ class CandidateTracker:
         if self._last_ids != request_ids:
             self._last_ids = list(request_ids)
             self._row_slots = np.array([self._slots.get(id, NO_SLOT) for id in request_ids], dtype=np.int64)
+            self._steps_before_due = 0
         rows = np.flatnonzero((self._row_slots != NO_SLOT) & ~unfinished)
         if not len(rows):
             return
@@ -232,7 +239,7 @@ class CandidateTracker:
         slots = self._row_slots[seen.rows]
         positions = num_computed[seen.rows] - self._prompt_lengths[slots] + seen.tokens
         arrays = [seen.logit_rows, slots, positions]
-        due = self._due(slots, positions) if self._hidden is not None else ()
+        due = () if self._hidden is None or self._none_can_be_due(slots, positions) else self._due(slots, positions)
         if len(due):
             arrays += [seen.logit_rows[due], slots[due], self._num_before[slots[due]]]
         device_rows, device_slots, device_positions, *device_due = self._upload(arrays)
@@ -285,11 +292,28 @@ class CandidateTracker:
         if any(versions):
             self.step = replace(self.step, last=LastLogits(seen.rows, seen.tokens, logits, np.array(versions)))
 
+    def _none_can_be_due(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether that was known before this step, in which each candidate has gone on by one token. Looking at all
+        lengths of 1,024 candidates takes 0.2 ms of the host."""
+        last_slots, last_positions = self._last_seen
+        goes_on = (
+            self._steps_before_due > 0
+            and np.array_equal(slots, last_slots)
+            and np.array_equal(positions, last_positions + 1)
+        )
+        self._last_seen = slots, positions
+        self._steps_before_due = self._steps_before_due - 1 if goes_on else 0
+        return goes_on
+
     def _due(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Which of the tokens are the last one before a detection, those of one head together. Of a candidate that
         reaches several detection lengths in one step it is its own, or else the first."""
         reached = positions + 1 + self._num_before[slots]
-        of_its_lengths = reached[:, None] == self._detection_lengths[slots]
+        lengths = self._detection_lengths[slots]
+        ahead = lengths - reached[:, None]
+        of_its_lengths = ahead == 0
+        later = ahead[(ahead > 0) & (lengths != UNSCORED)]
+        self._steps_before_due = int(later.min()) - 1 if len(later) else MANY_STEPS
         due = np.flatnonzero(of_its_lengths.any(axis=1))
         if len(due) > 1:
             is_trial = ~of_its_lengths[due, 0]

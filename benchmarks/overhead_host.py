@@ -1,0 +1,175 @@
+"""What we add to the host's work of an engine step, in microseconds: without a model, with operators that do nothing.
+
+A GPU computes while the host prepares the next step. A step of a small model may be over before the host is ready, so
+that what the host does beside vLLM's own work counts in full. Rows are candidates that all decode:
+
+  observe     what the worker does in a step for its tracker, without the operators' own time
+  scheduler   schedule and update_from_output, ours less stock's, in turn; requests in groups of 16
+
+`tagged` candidates are observed, `scored` ones have a detection length that is not reached, and in a step of `due` ones
+all of them reach it.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from benchmarks.common import arguments_of, median, publish, record_of_run
+from benchmarks.tables import columns, number
+from tests.support.dry_run import DryRun
+from vllm_rollout.adapter.core.scheduler import RolloutScheduler
+from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.adapter.worker.runner import HostCopy, _attach
+from vllm_rollout.config import FEATURE_RING_BYTES, OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.group.judging.ledger import Scoring
+from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.model_files import tiny
+from vllm_rollout.tracker import tracker as tracking
+from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.tracker.tracker import CandidateTracker
+
+ROWS = (16, 256, 1024)
+GROUP_SIZE = 16
+FAR = 10**6
+"""A detection length that nobody reaches."""
+HIDDEN_SIZE, VOCABULARY = 64, 16
+PROMPT = 8
+
+
+def main() -> None:
+    parser = arguments_of(__doc__, "overhead_host")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="candidates that decode")
+    parser.add_argument("--steps", type=int, default=300, help="counted steps of each (default %(default)s)")
+    arguments = parser.parse_args()
+    record = record_of_run(seed=arguments.seed, workload={"ways": __doc__, "steps": arguments.steps})
+    with tempfile.TemporaryDirectory() as model:
+        tiny(model)
+        rows = [
+            {
+                "rows": num_rows,
+                **observe_us(num_rows, arguments.steps),
+                **scheduler_us(model, num_rows, arguments.steps),
+            }
+            for num_rows in arguments.rows
+        ]
+    publish(arguments, {**record, "host_us": rows}, table)
+
+
+def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
+    """Medians, by kind of candidate."""
+    logits, hidden = torch.zeros(num_rows, VOCABULARY), torch.zeros(num_rows, HIDDEN_SIZE)
+    ids = [f"request-{row}" for row in range(num_rows)]
+    unfinished = np.zeros(num_rows, dtype=bool)
+    found = {}
+    with ExitStack() as stack:
+        for name, empty in without_operators(num_rows).items():
+            stack.enter_context(patch.object(tracking, name, empty))
+        for kind, length in (("tagged", None), ("scored", FAR), ("due", PROMPT)):
+            tracker = CandidateTracker(torch.device("cpu"))
+            ring = FeatureRing(HIDDEN_SIZE, torch.float32, FEATURE_RING_BYTES)
+            for id in ids:
+                tracker.add(id, PROMPT, None if length is None else min(length, 4096))
+            if length == FAR:
+                tracker._detection_lengths[tracker._detection_lengths != 0] = FAR
+
+            def step(number: int, tracker: CandidateTracker = tracker, ring: FeatureRing = ring,
+                     kind: str = kind) -> None:  # fmt: skip
+                tracker.start_step()
+                tracker.see_hidden_states(hidden)
+                num_computed = np.full(num_rows, 2 * PROMPT if kind == "due" else PROMPT + 1 + number)
+                tracker.observe(list(ids), logits, num_computed - (kind == "due"), unfinished)
+                _attach(ModelRunnerOutput.__new__(ModelRunnerOutput), HostCopy(tracker.step).get(), ring)
+
+            found[f"observe_{kind}"] = median_us(step, num_steps)
+    return found
+
+
+def without_operators(num_rows: int) -> dict[str, Callable[..., torch.Tensor]]:
+    """Each gives numbers of the right shape at once."""
+    ones, pairs, triples = torch.ones(num_rows), torch.ones(num_rows, 2), torch.ones(num_rows, 3)
+    return {
+        "token_confidence": lambda logits, rows: ones[: len(rows)],
+        "update_confidence": lambda slots, *_: pairs[: len(slots)],
+        "windowed_confidence": lambda trace, *_: triples[: len(trace)],
+        "quality_head": lambda hidden, rows, *_: ones[: len(rows)],
+    }
+
+
+def scheduler_us(model: str, num_rows: int, num_steps: int) -> dict[str, float]:
+    """What stock's scheduler takes in a step, and by how much ours takes longer, by kind of candidate."""
+    kinds = {"stock": Scheduler, "idle": RolloutScheduler, "tagged": RolloutScheduler, "scored": RolloutScheduler}
+    runs = {kind: DryRun(cls, model, max_num_seqs=num_rows, num_blocks=num_rows * 40 + 1000)
+            for kind, cls in kinds.items()}  # fmt: skip
+    for kind, run in runs.items():
+        for row in range(num_rows):
+            run.add(f"r{row}", FAR, max_tokens=4000, extra_args=tag(kind, row))
+        for _ in range(8):  # prompts, first outputs
+            run.step()
+    times: dict[str, list[float]] = {kind: [] for kind in runs}
+    order = list(runs)
+    gc.collect()
+    gc.disable()
+    for _ in range(num_steps):
+        order.append(order.pop(0))  # who comes first finds a colder cache
+        for kind in order:
+            run = runs[kind]
+            started = time.perf_counter()
+            scheduled = run.scheduler.schedule()
+            half = time.perf_counter()
+            output = run.sample(scheduled)
+            resumed = time.perf_counter()
+            run.scheduler.update_from_output(scheduled, output)
+            times[kind].append(1e6 * (half - started + time.perf_counter() - resumed))
+    gc.enable()
+    extra = {
+        f"scheduler_{kind}": round(median(a - b for a, b in zip(times[kind], times["stock"], strict=True)), 1)
+        for kind in ("idle", "tagged", "scored")
+    }
+    return {"stock_scheduler": round(median(times["stock"]), 1), **extra}
+
+
+def tag(kind: str, number: int) -> dict[str, Any] | None:
+    if kind in ("stock", "idle"):
+        return None
+    plan = PruningPlan(4096, mode="shadow") if kind == "scored" else None
+    group = f"group-{number // GROUP_SIZE}"
+    terms = GroupTerms(GROUP_SIZE, GROUP_SIZE, pruning=plan)
+    scoring = plan and Scoring(group, group, 0)
+    return CandidateTag(group, number % GROUP_SIZE, terms, OUTPUT_INTERVAL_TOKENS, scoring).to_extra_args()
+
+
+def median_us(step: Callable[[int], None], num_steps: int) -> float:
+    times = []
+    for nth in range(num_steps):
+        started = time.perf_counter()
+        step(nth)
+        times.append(1e6 * (time.perf_counter() - started))
+    return round(median(times[num_steps // 10 :]), 1)
+
+
+def table(result: dict[str, Any]) -> str:
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "candidates": lambda row: number(row["rows"]),
+        "stock's scheduler": lambda row: number(row["stock_scheduler"], 0),
+    }
+    for kind in ("idle", "tagged", "scored"):
+        cells[f"ours more, {kind}"] = lambda row, kind=kind: f"{row[f'scheduler_{kind}']:+,.0f}"
+    for kind in ("tagged", "scored", "due"):
+        cells[f"observe, {kind}"] = lambda row, kind=kind: number(row[f"observe_{kind}"], 0)
+    return columns("Microseconds of the host per engine step", result["host_us"], cells)
+
+
+if __name__ == "__main__":
+    main()
