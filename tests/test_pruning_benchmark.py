@@ -202,6 +202,7 @@ def run_phases(url, folder, phases, sizes=SIZES):
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("truth")
 def test_phases_learn_use_and_show_what_was_learned(tmp_path):
     engine = FakeEngine()

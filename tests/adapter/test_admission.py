@@ -34,6 +34,7 @@ def run_of(
     return run
 
 
+@pytest.mark.thorough
 def test_where_lengths_are_known_candidates_have_room_to_grow_and_few_are_preempted(tiny_model):
     plain, careful = run_of(tiny_model, []), run_of(tiny_model, [150, 200, 300])
     assert {id: plain.tokens(id) for id in plain.outputs} == {id: careful.tokens(id) for id in careful.outputs}

@@ -268,3 +268,36 @@ def test_held_outputs_come_with_everything_they_carried():
     assert released.events == ["preempted", "scheduled"]
     assert released.routed_experts[:, 0].tolist() == [1, 1, 0]
     assert released.stop_reason == 77
+
+
+@given(st.sampled_from([0, 1, 3, -1]), st.lists(st.integers(1, 8), min_size=2, max_size=9), st.integers(1, 4))
+def test_log_probabilities_are_those_that_the_candidate_asked_for_whatever_others_ask_for(
+    num_logprobs, widths, interval
+):
+    """Rows of a step are as wide as its widest request. `widths`: of each step."""
+    held, said = HeldOutputs(interval, num_logprobs), []
+    for token, width in enumerate(widths):
+        values = np.arange(width, dtype=np.float32)[None] - 100 * token
+        rows = LogprobsLists(10 * token + np.arange(width)[None], values, np.array([token]))
+        output = output_with(token, new_logprobs=rows)
+        message = held.finish(output) if token == len(widths) - 1 else held.add(output)
+        said += [] if message is None else [message.new_logprobs]
+    token_ids = [row for rows in said for row in rows.logprob_token_ids.tolist()]
+    values = [row for rows in said for row in rows.logprobs.tolist()]
+    assert [rank for rows in said for rank in rows.sampled_token_ranks.tolist()] == list(range(len(widths)))
+    for token, width in enumerate(widths):
+        own = width if num_logprobs < 0 else min(width, num_logprobs + 1)
+        assert token_ids[token][:own] == [10 * token + column for column in range(own)]
+        assert values[token][:own] == [column - 100 * token for column in range(own)]
+        assert set(token_ids[token][own:]) <= {10 * token}  # what vLLM did not give says nothing new
+        assert num_logprobs < 0 or len(token_ids[token]) <= num_logprobs + 1
+
+
+def test_a_held_row_does_not_keep_the_arrays_of_its_whole_step():
+    step = LogprobsLists(np.zeros((500, 2000), np.int32), np.zeros((500, 2000), np.float32), np.zeros(500, np.int64))
+    held = HeldOutputs(10, 0)
+    held.add(output_with(1))
+    held.add(output_with(2, new_logprobs=step.slice_request(3, 1)))
+    (row,) = held._logprobs
+    assert row.logprobs.base is None
+    assert row.logprob_token_ids.base is None

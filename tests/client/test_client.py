@@ -223,6 +223,7 @@ def test_leaving_a_stream_early_aborts_its_candidates(server_url, engine: FakeEn
     assert engine.num_running == 0
 
 
+@pytest.mark.thorough
 def test_read_timeout_is_told_and_not_retried(server_url, engine: FakeEngine):
     engine.step_s = 0.01
     # Long enough for the candidates to be launched on a loaded machine.

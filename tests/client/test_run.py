@@ -149,6 +149,7 @@ def refusal(status: int, **headers: str) -> httpx.Response:
     return httpx.Response(status, json={"error": said}, headers=headers)
 
 
+@pytest.mark.thorough
 def test_patience_begins_when_the_server_is_gone_and_not_when_the_round_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "LASTED_S", 0.3)
 

@@ -123,6 +123,7 @@ def test_what_is_no_key_is_refused(key):
         LengthHistory().observe(key, finished(1, 2))
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(groups, groups)
 def test_a_restored_history_goes_on_as_the_saved_one(before, after):

@@ -9,6 +9,8 @@ from vllm_rollout.tracker.ops import active_implementation, quality_head
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.thorough
+
 NUM_PROGRAMS = 7
 """For the interpreter: several parts of the hidden axis, none of which divides it evenly."""
 SHAPES = [(1, 1, 64), (20, 16, 96), (40, 17, 300), (130, 129, 70), (4, 3, 1024)]

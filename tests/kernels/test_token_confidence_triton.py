@@ -10,6 +10,8 @@ from vllm_rollout.tracker.reference import token_confidence_reference
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.thorough
+
 RANDOM_SHAPES = [(0, 512), (1, 1), (1, 7), (3, 512), (2, 16384), (3, 16385), (2, 49152)]
 
 

@@ -9,6 +9,8 @@ from vllm_rollout.tracker.ops import active_implementation, update_confidence
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.thorough
+
 
 def all_cases() -> dict[str, Case]:
     return {"40 rows": random_case(40, 40), "200 rows": random_case(200, 256, 16, 512)} | special_cases()

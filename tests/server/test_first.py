@@ -197,6 +197,7 @@ async def test_a_client_that_leaves_amid_its_body_is_no_request(first: Seen, tmp
     assert (sent, first.requests) == ([], [])
 
 
+@pytest.mark.thorough
 async def test_one_that_is_not_there_yet_is_called_again(
     other: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -387,7 +388,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             assert not its._holding, "what is over has given way"
 
 
-TestAnyInterleaving = AnyInterleaving.TestCase
+TestAnyInterleaving = pytest.mark.thorough(AnyInterleaving.TestCase)
 TestAnyInterleaving.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

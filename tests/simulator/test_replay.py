@@ -45,6 +45,7 @@ def test_an_audited_group_runs_as_one_without_redundancy():
     assert audited.wasted_tokens == 0
 
 
+@pytest.mark.thorough
 def test_audits_by_the_rollout_cost_less_time_than_as_many_by_the_group():
     trace = generate(changed(SMALL, steps=100), 1)
     seconds = {
@@ -189,6 +190,7 @@ def test_a_candidate_that_no_cache_holds_is_named():
         replay(Pools(traced({"a": [50]})), Setting(1), Machine(FLAT, kv_capacity_tokens=40))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(st.integers(0, 1000), st.sampled_from([1, 2, 3]), st.sampled_from([None, 16, 20]), st.data())
 def test_a_replay_is_repeatable_and_no_token_is_lost(seed, num_ranks, slots, data):

@@ -77,6 +77,7 @@ def simulated(data, setting, cost, *, epochs, seed, num_ranks, slots, message_s)
     ]
 
 
+@pytest.mark.thorough
 @settings(max_examples=150)
 @given(cases([FLAT, LINEAR, PREFILLING], most_ranks=3))
 def test_rounds_are_every_single_step_of_every_rank(case):
@@ -84,6 +85,7 @@ def test_rounds_are_every_single_step_of_every_rank(case):
     assert simulated(data, setting, **its) == run_by_step(data, setting, **its)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60)
 @given(cases([DETAILED], most_ranks=1))
 def test_one_rank_agrees_where_times_are_not_exact(case):

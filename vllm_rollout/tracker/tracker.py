@@ -205,6 +205,11 @@ class CandidateTracker:
         if self._num_scored:
             self._hidden, self._hidden_rows = hidden, rows
 
+    def pick_hidden_states(self, rows: torch.Tensor) -> None:
+        """Only these of the states that were seen, int64 [num_rows], are those of the logits that come next."""
+        if self._hidden is not None:
+            self._hidden_rows = rows
+
     def observe(
         self,
         request_ids: Sequence[str],

@@ -43,7 +43,8 @@ class EngineCandidate:
         self.request = request
         self.reads_notes = reads_notes
         """Its client is ours."""
-        self.held = HeldOutputs(output_interval)
+        params = request.sampling_params
+        self.held = HeldOutputs(output_interval, None if params is None else params.num_logprobs)
         self.stop_strings: StopStrings | None = None
         self.pauses: list[int] = []
         """Output lengths at which generation was paused and resumed: where the weights may have changed."""

@@ -20,17 +20,57 @@ def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
         output.routed_experts = output.routed_experts[:num_tokens]
 
 
+def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
+    """The rows as wide as this candidate has asked for, of rows that are as wide as the widest request of their step:
+    the sampled token first, then `num_logprobs` others; -1: all."""
+    if num_logprobs < 0 or logprobs.logprobs.ndim < 2 or logprobs.logprobs.shape[1] <= num_logprobs + 1:
+        return logprobs
+    # Copied, so that the step's own arrays are let go.
+    token_ids, values = (
+        array[:, : num_logprobs + 1].copy() for array in (logprobs.logprob_token_ids, logprobs.logprobs)
+    )
+    return LogprobsLists(token_ids, values, logprobs.sampled_token_ranks)
+
+
+def joined(rows: list[LogprobsLists]) -> LogprobsLists:
+    """Rows of several steps. vLLM makes rows too narrow beside a request with `logprob_token_ids`; what they lack
+    repeats their first entry, which says nothing new of the sampled token."""
+    widest = max(row.logprobs.shape[-1] for row in rows)
+
+    def first_repeated(array: np.ndarray) -> np.ndarray:
+        if array.ndim < 2 or array.shape[1] == widest:
+            return array
+        return np.concatenate([array, np.repeat(array[:, :1], widest - array.shape[1], axis=1)], axis=1)
+
+    return LogprobsLists(
+        np.concatenate([first_repeated(row.logprob_token_ids) for row in rows]),
+        np.concatenate([first_repeated(row.logprobs) for row in rows]),
+        np.concatenate([row.sampled_token_ranks for row in rows]),
+    )
+
+
 class HeldOutputs:
     """What one candidate's unsent outputs carried. The outputs themselves are let go: a step makes one per candidate.
 
     The first output passes at once: it carries the prefill statistics that time to first token is made of.
     """
 
-    __slots__ = ("_events", "_logprobs", "_num_nans", "_routed_experts", "_token_ids", "interval", "passes_next")
+    __slots__ = (
+        "_events",
+        "_logprobs",
+        "_num_logprobs",
+        "_num_nans",
+        "_routed_experts",
+        "_token_ids",
+        "interval",
+        "passes_next",
+    )
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, num_logprobs: int | None = None) -> None:
         self.interval = interval
         """Tokens per message."""
+        self._num_logprobs = -1 if num_logprobs is None else num_logprobs
+        """Log probabilities of each token that the candidate has asked for, beside its own; -1: all that come."""
         self.passes_next = True
         """The next output passes at once."""
         self._token_ids: list[int] = []
@@ -67,6 +107,8 @@ class HeldOutputs:
     def finish(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Everything held, together with this output."""
         if not self._token_ids:
+            if output.new_logprobs is not None:
+                output.new_logprobs = own_columns(output.new_logprobs, self._num_logprobs)
             return output
         self._collect(output)
         return self._release(output)
@@ -74,7 +116,7 @@ class HeldOutputs:
     def _collect(self, output: EngineCoreOutput) -> None:
         self._token_ids += output.new_token_ids
         if output.new_logprobs is not None:
-            self._logprobs.append(output.new_logprobs)
+            self._logprobs.append(own_columns(output.new_logprobs, self._num_logprobs))
         if output.routed_experts is not None:
             self._routed_experts.append(output.routed_experts)
         if output.events is not None:
@@ -89,12 +131,8 @@ class HeldOutputs:
 
     def _fill(self, output: EngineCoreOutput) -> EngineCoreOutput:
         output.new_token_ids = self._token_ids
-        if rows := self._logprobs:
-            output.new_logprobs = LogprobsLists(
-                np.concatenate([row.logprob_token_ids for row in rows]),
-                np.concatenate([row.logprobs for row in rows]),
-                np.concatenate([row.sampled_token_ranks for row in rows]),
-            )
+        if self._logprobs:
+            output.new_logprobs = joined(self._logprobs)
         if self._routed_experts:
             output.routed_experts = np.concatenate(self._routed_experts)
         if self._events:

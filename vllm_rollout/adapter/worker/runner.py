@@ -252,11 +252,15 @@ class RunnerV1Mixin(RunnerMixin):
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
             spec_decode_metadata = None  # vLLM from 0.32 on verifies nothing, for which its top_k on a CPU has no rows
+        num_rows = self.input_batch.num_reqs
+        num_unverified = 0
+        if spec_decode_metadata is not None and self._cannot_verify():
+            logits, num_unverified = self._without_drafts(logits, spec_decode_metadata)
+            spec_decode_metadata = None
         if logits is None or not len(self.candidate_tracker):
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
-        num_rows = self.input_batch.num_reqs
         unfinished = self.discard_request_mask.np[:num_rows]
-        num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy()  # exact in the synchronous loop
+        num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy() - num_unverified  # exact in the synchronous loop
         if spec_decode_metadata is None:  # before sampling: float32 logits are scaled by the temperature in place
             self.candidate_tracker.observe(self.input_batch.req_ids, logits, num_computed, unfinished)
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
@@ -268,6 +272,20 @@ class RunnerV1Mixin(RunnerMixin):
         request_ids = self.input_batch.req_ids
         self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
         return output
+
+    def _cannot_verify(self) -> bool:
+        """vLLM's rejection sampler ends the engine where a request names tokens whose log probabilities it wants
+        (vLLM issue 42592). Our drafts come in other requests' steps, so it is ours to keep out of that."""
+        return self.drafts is not None and bool(self.input_batch.sampling_metadata.logprob_token_ids)
+
+    def _without_drafts(self, logits: torch.Tensor | None, drafted: Any) -> tuple[torch.Tensor | None, np.ndarray]:
+        """The logits of the first token of each request, as if there were no drafts, and how many there were."""
+        num_drafted = np.array(drafted.num_draft_tokens, dtype=np.int64)
+        if logits is None:
+            return None, num_drafted
+        first = drafted.bonus_logits_indices - torch.from_numpy(num_drafted).to(drafted.bonus_logits_indices)
+        self.candidate_tracker.pick_hidden_states(first)
+        return logits.index_select(0, first), num_drafted
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
         # vLLM's answer is a draft model's: while any request is near the end of the context, no, and then token 0 is

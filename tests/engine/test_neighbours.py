@@ -1,0 +1,140 @@
+"""Ordinary requests of other people in the same batches as groups: nothing of one shows in the other, and none ends the
+engine.
+
+Each round sends a mixture, drawn from a seed, of every kind of foreign request and of every kind of ours. NIGHTLY_SEED
+in the environment draws other mixtures.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.conftest import TIMEOUT_S, Server, serve_command
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
+
+SEEDS = [int(os.environ["NIGHTLY_SEED"])] if "NIGHTLY_SEED" in os.environ else [1, 2]
+NUM_REQUESTS = 40
+MOST_LOGPROBS = 20
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["off", "on"])
+def crowd(
+    request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with drafts from memory, and one without."""
+    folder = tmp_path_factory.mktemp("crowd")
+    flags = ["--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "float32", "--max-num-batched-tokens", "256"]
+    flags += ["--enforce-eager", "--rollout-drafts", request.param, "--max-logprobs", str(MOST_LOGPROBS)]
+    if has(SCALE_OUT_FLAG):  # before, its endpoints are always there
+        flags.append("--enable-scale-out")
+    with Server(serve_command(tiny_model, *flags), folder / "log") as server:
+        yield server
+
+
+def foreign(chance: random.Random) -> tuple[str, Body]:
+    """A request that knows nothing of groups: path and body."""
+    prompt = [chance.randrange(3, 400) for _ in range(chance.randrange(1, 60))]
+    most = chance.choice([1, 5, 40, 150])
+    common: Body = {"temperature": chance.choice([0, 0.7, 1]), "seed": chance.choice([None, 3])}
+    completion: Body = {"prompt": prompt, "max_tokens": most, **common}
+    chat: Body = {"messages": [{"role": "user", "content": "hello " * chance.randrange(1, 9)}], "max_tokens": most}
+    kinds: dict[str, tuple[str, Body]] = {
+        "logprobs": ("/v1/completions", {**completion, "logprobs": chance.choice([0, 1, 5, MOST_LOGPROBS])}),
+        "prompt logprobs": ("/v1/completions", {**completion, "prompt_logprobs": chance.choice([0, 3])}),
+        "echo": ("/v1/completions", {**completion, "echo": True, "logprobs": chance.choice([0, 4])}),
+        "several": ("/v1/completions", {**completion, "n": 3, "temperature": 1, "logprobs": 2}),
+        "stop": ("/v1/completions", {**completion, "stop": ["e", "zz"], "include_stop_str_in_output": True}),
+        "penalties": (
+            "/v1/completions",
+            {**completion, "presence_penalty": 1.0, "repetition_penalty": 1.3, "min_p": 0.01, "top_k": 7},
+        ),
+        "bias": ("/v1/completions", {**completion, "logit_bias": {"9": 5}, "min_tokens": 1, "bad_words": ["th"]}),
+        "chat": ("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": chance.choice([0, 2, 10])}),
+        "choice": ("/v1/chat/completions", {**chat, "structured_outputs": {"choice": ["yes", "no"]}}),
+        "expression": ("/v1/completions", {**completion, "structured_outputs": {"regex": "[ab]{3,8}"}}),
+        "tokens": (
+            "/inference/v1/generate",
+            {"token_ids": prompt, "sampling_params": {"max_tokens": most, "logprobs": chance.choice([None, 0, 2])}},
+        ),
+        "named tokens": (
+            "/inference/v1/generate",
+            {
+                "token_ids": prompt,
+                "sampling_params": {
+                    "max_tokens": most,
+                    "logprobs": chance.choice([None, 2]),
+                    "logprob_token_ids": [1, 2, 30][: chance.randrange(1, 4)],
+                },
+            },
+        ),
+        "raced": ("/v1/completions", {**completion, "n": 2, "temperature": 1, "vllm_xargs": {"rollout_redundancy": 2}}),
+    }
+    return kinds[chance.choice(sorted(kinds))]
+
+
+def ours(chance: random.Random) -> Body:
+    sampling: Body = {"max_tokens": chance.choice([30, 120, 300]), "seed": chance.choice([None, 7])}
+    if chance.random() < 0.3:
+        sampling["stop"] = ["zq"]
+    body: Body = {
+        "prompts": [{"prompt_token_ids": [chance.randrange(3, 12) for _ in range(6)]} for _ in range(2)],
+        "group_size": 3,
+        "redundancy": chance.choice([0, 3]),
+        "sampling": sampling,
+    }
+    if chance.random() < 0.4:
+        body["pruning"] = {"detection_length": 16, "mode": "shadow"}
+    return body
+
+
+def send(server: Server, path: str, body: Body, leaves: bool) -> tuple[str, Body, int]:
+    """What the server says; `leaves`: its client goes away instead."""
+    try:
+        answer = httpx.post(f"{server.url}{path}", json=body, timeout=0.3 if leaves else TIMEOUT_S, trust_env=False)
+    except httpx.TimeoutException:
+        return path, body, 0
+    return path, body, answer.status_code
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: Server, seed: int) -> None:
+    chance = random.Random(seed)
+    with ThreadPoolExecutor(24) as pool:
+        groups = [pool.submit(crowd.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(6)]
+        others = [pool.submit(send, crowd, *foreign(chance), chance.random() < 0.15) for _ in range(NUM_REQUESTS)]
+        groups += [pool.submit(crowd.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(4)]
+        assert [said for future in others if (said := future.result())[2] >= 500] == []
+        answers = [future.result() for future in groups]
+    assert crowd.http.get("/health").status_code == 200
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        for group in answer.json()["groups"]:
+            assert group["status"] == "complete", group
+            for trajectory in group["trajectories"]:
+                assert len(trajectory["logprobs"]) == len(trajectory["token_ids"]) == trajectory["num_tokens"]
+                assert all(value is not None and value <= 0 for value in trajectory["logprobs"])
+    crowd.wait_until_idle()
+
+
+def test_wide_log_probabilities_come_and_go_beside_a_group(crowd: Server) -> None:
+    """What was found first: rows of a step are as wide as its widest request."""
+    body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 4, "sampling": {"max_tokens": 300}}
+    with ThreadPoolExecutor(2) as pool:
+        group = pool.submit(crowd.http.post, "/v1/rollouts", json=body)
+        crowd.wait_until(lambda: crowd.num_in_engine >= 4)
+        for width in (5, 0, MOST_LOGPROBS):
+            wide = {"prompt": [3, 4], "max_tokens": 3, "logprobs": width}
+            assert crowd.http.post("/v1/completions", json=wide).status_code == 200
+        named = {"max_tokens": 3, "logprobs": 2, "logprob_token_ids": [1, 2]}
+        answer = crowd.http.post("/inference/v1/generate", json={"token_ids": [3, 4], "sampling_params": named})
+        assert answer.status_code == 200, answer.text
+        assert group.result().status_code == 200
+    assert crowd.http.get("/health").status_code == 200
