@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -227,7 +228,9 @@ def command_line() -> str:
 
 
 def git_commit() -> str | None:
-    """The checkout's commit, with "-dirty" after it when tracked files differ; None outside a checkout."""
+    """The checkout's commit, with "-dirty" after it when tracked files differ; None outside a checkout, or without git."""
+    if shutil.which("git") is None:
+        return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
     result = subprocess.run(command, capture_output=True, text=True)
     return result.stdout.strip() or None if result.returncode == 0 else None

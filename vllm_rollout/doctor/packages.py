@@ -24,7 +24,7 @@ BUILT_FOR_GPUS = re.compile(r"\+(cu|rocm|xpu)")
 """A local version such as +cu130."""
 IMPORT_TIMEOUT_S = 120
 NO_TEMPORARY_FOLDER = "No usable temporary directory"
-"""What Python says then; torch makes files there while it is imported."""
+"""Python says so. torch makes files there while it is imported."""
 IMPORT_EACH = "import importlib, sys\nfor name in sys.argv[1:]: print(name, flush=True); importlib.import_module(name)"
 
 

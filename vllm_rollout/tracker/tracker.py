@@ -206,7 +206,7 @@ class CandidateTracker:
             self._hidden, self._hidden_rows = hidden, rows
 
     def pick_hidden_states(self, rows: torch.Tensor) -> None:
-        """Only these of the states that were seen, int64 [num_rows], are those of the logits that come next."""
+        """Which of the states seen belong to the logits that come next: int64 [num_rows]."""
         if self._hidden is not None:
             self._hidden_rows = rows
 

@@ -21,8 +21,10 @@ def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
 
 
 def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
-    """The rows as wide as this candidate has asked for, of rows that are as wide as the widest request of their step:
-    the sampled token first, then `num_logprobs` others; -1: all."""
+    """The columns that this candidate has asked for. vLLM makes rows as wide as the widest request of their step.
+
+    A row begins with the sampled token. `num_logprobs`: how many others come after it; -1: all.
+    """
     if num_logprobs < 0 or logprobs.logprobs.ndim < 2 or logprobs.logprobs.shape[1] <= num_logprobs + 1:
         return logprobs
     # Copied, so that the step's own arrays are let go.
@@ -33,8 +35,10 @@ def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
 
 
 def joined(rows: list[LogprobsLists]) -> LogprobsLists:
-    """Rows of several steps. vLLM makes rows too narrow beside a request with `logprob_token_ids`; what they lack
-    repeats their first entry, which says nothing new of the sampled token."""
+    """Rows of several steps. vLLM makes a row too narrow beside a request with `logprob_token_ids`.
+
+    Such a row is filled with its first entry, the sampled token, of which that says nothing new.
+    """
     widest = max(row.logprobs.shape[-1] for row in rows)
 
     def first_repeated(array: np.ndarray) -> np.ndarray:
