@@ -228,7 +228,7 @@ def command_line() -> str:
 
 
 def git_commit() -> str | None:
-    """The checkout's commit, with "-dirty" after it when tracked files differ; None outside a checkout, or without git."""
+    """The checkout's commit, with "-dirty" after it when tracked files differ; None without a checkout or git."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
