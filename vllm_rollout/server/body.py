@@ -6,6 +6,7 @@ Invariant: an unknown field is an error that names it, and what is accepted can 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 from operator import or_
 from types import GenericAlias
@@ -30,6 +31,8 @@ MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can travel to the engine: 64 bit, signed."""
 MAX_DEPTH = 32
 """Levels of nesting inside messages and sampling."""
+MOST_NAME = 100
+"""Characters of a name in an error."""
 UNION_TAGS = frozenset({"<flag>", "<list>", "<name>", "<number>", "<object>"})
 """Parts that pydantic puts into an error's location and that are no part of the body."""
 
@@ -116,25 +119,46 @@ def _names_of(body: type[Body]) -> tuple[str, ...]:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raises: ValueError for what Python's JSON parser lets through and no engine can take."""
-    pending = [(value, where, 0)]
-    while pending:
-        value, where, depth = pending.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{where}: must be a finite number, got {value}")
-        if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
-            raise ValueError(f"{where}: must be an integer from {MIN_INT} to {MAX_INT} (64 bit), got {value}")
-        if isinstance(value, str) and not _is_unicode(value):
-            raise ValueError(f"{where}: must be valid Unicode text, got an unpaired surrogate")
-        if not isinstance(value, (dict, list)):
-            continue
-        if depth == MAX_DEPTH:
-            raise ValueError(f"{where}: is nested more than {MAX_DEPTH} levels deep; flatten it")
-        if isinstance(value, dict):
-            pending += ((key, where, depth + 1) for key in value)
-            pending += ((item, f"{where}.{key}", depth + 1) for key, item in value.items())
+    """Raises: ValueError for what Python's JSON parser lets through and no engine can take.
+
+    A path is made for an error only: with long names, paths of all items would be many times as large as the body.
+    """
+    names: list[str | int] = []
+    """Of the containers that are open."""
+    items: list[Iterator[tuple[str | int, Any]]] = [iter([(where, value)])]
+    """What is left of them."""
+    while items:
+        for name, item in items[-1]:
+            fault = _fault(item)
+            if fault is None and isinstance(item, dict | list) and len(items) > MAX_DEPTH:
+                fault = f"is nested more than {MAX_DEPTH} levels deep; flatten it"
+            if fault is not None:
+                raise ValueError(f"{_path([*names, name])}: {fault}")
+            if isinstance(item, dict | list):
+                names.append(name)
+                items.append(iter(item.items()) if isinstance(item, dict) else iter(enumerate(item)))
+                break
         else:
-            pending += ((item, f"{where}.{position}", depth + 1) for position, item in enumerate(value))
+            items.pop()
+            if names:
+                names.pop()
+
+
+def _fault(value: Any) -> str | None:
+    """What is wrong with a value, not looking into its items."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"must be a finite number, got {value}"
+    if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
+        return f"must be an integer from {MIN_INT} to {MAX_INT} (64 bit), got {value}"
+    if isinstance(value, str) and not _is_unicode(value):
+        return "must be valid Unicode text, got an unpaired surrogate"
+    if isinstance(value, dict) and not all(map(_is_unicode, value)):
+        return "must be valid Unicode text, got an unpaired surrogate"
+    return None
+
+
+def _path(names: Sequence[str | int]) -> str:
+    return ".".join(f"{name:.{MOST_NAME}}" if isinstance(name, str) else str(name) for name in names)
 
 
 def _is_unicode(text: str) -> bool:
