@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 
 
@@ -22,7 +23,7 @@ class Urgency:
     def __init__(self, level: float = 0.0) -> None:
         self.level = level
         self.waiting: set[Callable[[], None]] = set()
-        """How each who waits gets in line at the level of now."""
+        """How those who wait get in line at the level of now: one for each line, however many wait in it."""
 
     def hasten(self, level: float) -> None:
         """It never falls: a lower level changes nothing."""
@@ -30,6 +31,64 @@ class Urgency:
             self.level = level
             for get_in_line in self.waiting:
                 get_in_line()
+
+
+class Line:
+    """Who waits for one reward: by urgency, and those of one urgency by arrival.
+
+    An urgency is in the heap by the first of those who share it. An entry is out of date when that one has left, or the
+    urgency has risen; there is another entry then.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Urgency]] = []
+        self._waiting: dict[Urgency, deque[tuple[int, asyncio.Future[None]]]] = {}
+        self._enter: dict[Urgency, Callable[[], None]] = {}
+
+    def add(self, arrival: int, urgency: Urgency, turn: asyncio.Future[None]) -> None:
+        if urgency in self._waiting:
+            self._waiting[urgency].append((arrival, turn))
+            return
+        self._waiting[urgency] = deque([(arrival, turn)])
+        self._enter[urgency] = enter = partial(self._push, urgency)
+        urgency.waiting.add(enter)
+        enter()
+
+    @property
+    def first(self) -> tuple[float, int] | None:
+        """Urgency (the less the sooner) and arrival of who comes first; None when nobody waits."""
+        while self._heap:
+            level, arrival, urgency = self._heap[0]
+            waiting = self._waiting.get(urgency)
+            if waiting is not None and self._drop_who_left(urgency):
+                if (level, arrival) == (-urgency.level, waiting[0][0]):
+                    return level, arrival
+                if arrival < waiting[0][0] and level == -urgency.level:  # the first one has left
+                    self._push(urgency)
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> asyncio.Future[None]:
+        """The turn of who comes first; there must be one."""
+        urgency = self._heap[0][2]
+        _, turn = self._waiting[urgency].popleft()
+        heapq.heappop(self._heap)
+        if self._drop_who_left(urgency):
+            self._push(urgency)
+        return turn
+
+    def _push(self, urgency: Urgency) -> None:
+        heapq.heappush(self._heap, (-urgency.level, self._waiting[urgency][0][0], urgency))
+
+    def _drop_who_left(self, urgency: Urgency) -> bool:
+        """Whether somebody of this urgency still waits."""
+        waiting = self._waiting[urgency]
+        while waiting and waiting[0][1].done():
+            waiting.popleft()
+        if not waiting:
+            del self._waiting[urgency]
+            urgency.waiting.discard(self._enter.pop(urgency))
+        return bool(waiting)
 
 
 class Slots:
@@ -41,8 +100,7 @@ class Slots:
         self.num_waiting: Counter[str] = Counter()
         """By reward, and so are:"""
         self.num_running: Counter[str] = Counter()
-        self._lines: dict[str, list[tuple[float, int, asyncio.Future[None]]]] = {}
-        """By reward, each by urgency; whoever has left is still in it, whoever was hastened is in it twice."""
+        self._lines: dict[str, Line] = defaultdict(Line)
 
     @asynccontextmanager
     async def one(self, reward: str, urgency: Urgency) -> AsyncIterator[None]:
@@ -64,13 +122,7 @@ class Slots:
                 "or make it faster."
             )
         turn = asyncio.get_running_loop().create_future()
-        arrival = next(self._arrivals)
-
-        def get_in_line() -> None:
-            heapq.heappush(self._lines.setdefault(reward, []), (-urgency.level, arrival, turn))
-
-        get_in_line()
-        urgency.waiting.add(get_in_line)
+        self._lines[reward].add(next(self._arrivals), urgency, turn)
         self.num_waiting[reward] += 1
         try:
             await turn
@@ -80,19 +132,14 @@ class Slots:
             else:  # its turn had come
                 self._pass_on(reward)
             raise
-        finally:
-            urgency.waiting.discard(get_in_line)
 
     def _pass_on(self, reward: str) -> None:
         self.num_running[reward] -= 1
-        for line in self._lines.values():
-            while line and line[0][2].done():
-                heapq.heappop(line)
-        waiting = [name for name, line in self._lines.items() if line]
-        if not waiting:
+        firsts = {name: first for name, line in self._lines.items() if (first := line.first) is not None}
+        if not firsts:
             self._num_free += 1
             return
-        name = min(waiting, key=lambda name: (self.num_running[name], self._lines[name][0][:2]))
-        heapq.heappop(self._lines[name])[2].set_result(None)
+        name = min(firsts, key=lambda name: (self.num_running[name], firsts[name]))
+        self._lines[name].pop().set_result(None)
         self.num_running[name] += 1
         self.num_waiting[name] -= 1
