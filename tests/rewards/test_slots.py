@@ -65,6 +65,7 @@ async def test_work_grows_with_those_who_wait_and_not_with_their_square(monkeypa
 
     async def grade(index):
         async with slots.one("code", urgency):
+            await asyncio.sleep(0)
             graded.append(index)
             urgency.hasten(len(graded) / num)
 
