@@ -383,3 +383,15 @@ def test_a_group_that_runs_grows_moves_and_begins_again():
     assert rollout.rows(running=False) == [group.row()]
     group.begin_again()
     assert (group.row().lengths, group.row().ends) == ([0, 0, 0], ["running"] * 3)
+
+
+async def test_a_viewer_that_leaves_in_the_moment_in_which_a_tick_comes_is_gone():
+    """`asyncio.wait_for` of Python 3.11 forgot that, and the place of the viewer was never given back."""
+    viewer = Viewer()
+    viewer.begin_again()
+    reading = asyncio.create_task(viewer.next())
+    await asyncio.sleep(0.01)
+    viewer.tell(b"tick")
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert reading.cancelled()

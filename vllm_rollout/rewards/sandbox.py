@@ -203,7 +203,8 @@ class _Running:
             for each in talk:
                 each.cancel()
             await asyncio.wait(talk)
-            await asyncio.wait_for(self._process.communicate(), KILL_S)
+            async with asyncio.timeout(KILL_S):
+                await self._process.communicate()
         code = self._process.returncode if end == "exited" else None
         return ProgramRun(end, code, bytes(self._output), bytes(self._errors), seconds)
 

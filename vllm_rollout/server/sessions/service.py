@@ -371,7 +371,8 @@ class SessionService:
                     indices[turn.engine_id].append(turn.index)
                 await self._stop_turns(indices)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._more_to_stop.wait(), STOP_AGAIN_S)
+                    async with asyncio.timeout(STOP_AGAIN_S):
+                        await self._more_to_stop.wait()
         self._stopping, self._stopper = [], None
 
     def _over(self, group: OpenGroup) -> None:

@@ -66,7 +66,8 @@ class Viewer:
     async def next(self) -> bytes:
         """A tick, or after a while a comment."""
         try:
-            return await asyncio.wait_for(self._ticks.get(), QUIET_S)
+            async with asyncio.timeout(QUIET_S):
+                return await self._ticks.get()
         except TimeoutError:
             return COMMENT
 
@@ -183,7 +184,8 @@ class Viewers:
     async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
         """What candidates that run said last; nothing where the engine is dead, or has more to do."""
         try:
-            return await asyncio.wait_for(self._engine.last_tokens(group_id), LOOK_S)
+            async with asyncio.timeout(LOOK_S):
+                return await self._engine.last_tokens(group_id)
         except (RequestError, TimeoutError):
             return []
 

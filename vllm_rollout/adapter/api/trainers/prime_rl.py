@@ -94,7 +94,8 @@ async def liveness(request: Request) -> JSONResponse:
     """Whether the engine's loop still carries out calls; unlike /health it sees one that hangs."""
     call = AsyncLLM.collective_rpc(request.app.state.engine_client, "check_health")  # ours would wait for weights
     try:
-        await asyncio.wait_for(call, LIVENESS_TIMEOUT_S)
+        async with asyncio.timeout(LIVENESS_TIMEOUT_S):
+            await call
     except TimeoutError:
         return JSONResponse({"status": "engine_unresponsive"}, HTTPStatus.SERVICE_UNAVAILABLE)
     return JSONResponse({"status": "ok"})
