@@ -37,7 +37,12 @@ TINY = "tiny-random"
 NUM_PROMPTS = 4
 TARGETS = {"idle": {TINY: 0.99, DEFAULT_MODEL: 0.99}, "tagged": {TINY: 0.97, DEFAULT_MODEL: 0.99}}
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-OPTIONS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": NUM_PROMPTS * GROUP}
+OPTIONS = {
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_num_seqs": NUM_PROMPTS * GROUP,
+    "distributed_executor_backend": "mp",  # the model has a core of its own
+}
 WAYS = ("stock", "idle", "tagged", "stock_logprobs", "idle_logprobs", "tagged_logprobs")
 
 

@@ -229,11 +229,21 @@ def test_other_sources_or_another_device_make_a_piece_run_again(run, monkeypatch
     assert pieces.sources_of("operators", "cpu") != pieces.sources_of("runners", "cpu")
 
 
-def test_cuda_touched_by_the_parent_is_an_error_not_a_hang(run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    ended, said = run.lease({"a": passes})
-    assert ended == {"a": "error"}
-    assert "a copy could not use it" in said
+def test_where_importing_vllm_touches_cuda_it_begins_anew_without(tmp_path):
+    """This vLLM says that it has, and can nothing else."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--output", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([*command, "--pieces", "operators,runners", "--minutes", "3"], cwd=tmp_path,
+                          env=environment, capture_output=True, text=True, timeout=WAIT_S)  # fmt: skip
+    assert "importing vllm has touched CUDA" in done.stdout
+    assert "operators: passed before" in done.stdout
+    assert "runners: error" in done.stdout
+    lines = [*Record(tmp_path / "out" / "lease.jsonl").lines()]
+    first, second = [line["minutes"] for line in lines if line["kind"] == "begin"]
+    assert 0 < second < first == 3
 
 
 def test_a_line_that_a_kill_tore_is_left_out_and_the_next_one_is_whole(tmp_path):

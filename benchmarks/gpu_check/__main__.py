@@ -20,15 +20,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.common import record_of_run, write_json
-from benchmarks.gpu_check.lease import Lease, measured_estimates, say
+from benchmarks.gpu_check.lease import CudaTouched, Lease, measured_estimates, say
 from benchmarks.gpu_check.pieces import PIECES, Estimates
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.summary import summary
 from vllm_rollout.on_cpu import WAIT_POLICY
 from vllm_rollout.process import exit_on_sigterm, runs_on_cpu
+
+IMPORT_EVERYWHERE = "VLLM_ROLLOUT_GPU_CHECK_IMPORTS"
+"""Set where importing vLLM in the parent has touched CUDA."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -105,9 +109,19 @@ def main(arguments: list[str] | None = None) -> int:
     workload = {name: PIECES[name].shows for name in chosen.names}
     record.write("begin", device=chosen.device, minutes=chosen.minutes, **record_of_run(seed=0, workload=workload))
     ended: dict[str, str] = {}
+    begun = time.monotonic()
     try:
-        with Lease(chosen.device, chosen.output.resolve(), 60 * chosen.minutes, estimates) as lease:
+        seconds, imports_vllm = 60 * chosen.minutes, IMPORT_EVERYWHERE not in os.environ
+        with Lease(chosen.device, chosen.output.resolve(), seconds, estimates, imports_vllm) as lease:
             ended = lease.run(chosen.names, chosen.again)
+    except CudaTouched as reason:
+        if not imports_vllm:
+            raise
+        say(f"{reason}: it begins anew, and every process imports vLLM by itself")
+        os.environ[IMPORT_EVERYWHERE] = "1"
+        rest = chosen.minutes - (time.monotonic() - begun) / 60
+        again = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:], "--minutes", f"{max(rest, 0.1):.2f}"]
+        os.execv(sys.executable, again)
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
     finally:

@@ -9,7 +9,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,10 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import psutil
+
 from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.process import server_environment
 
 START_LIMIT_S = 600.0
+KILL_S = 10.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -92,7 +94,7 @@ class Engine:
 
     def stop(self) -> None:
         if self._process.pid is not None:
-            kill_group(self._process.pid)
+            kill_all(self._process.pid)
         self._process.join()
         self._connection.close()
 
@@ -208,11 +210,12 @@ def become_child(parent: int, log: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
 
 
-def kill_group(pid: int) -> None:
-    """A child that `become_child` has made, and all that it started."""
-    for _ in range(2):  # it may not have its group yet
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+def kill_all(pid: int) -> None:
+    """A process and all that it started, whatever groups they made: an engine core would keep its device's memory."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        processes = [process, *process.children(recursive=True)]
+        for each in processes:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(processes[1:], KILL_S)

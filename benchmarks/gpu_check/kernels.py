@@ -21,12 +21,12 @@ VOCABULARIES = (151_936, 32_001)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_ERROR: dict[Operator, float] = {
     "token_confidence": 2e-7,
-    "update_confidence": 2e-7,
+    "update_confidence": 1e-6,
     "windowed_confidence": 2e-7,
     "quality_head": 1e-6,
 }
 """Against float64, relative, of numbers below 1 absolute. Float32 in torch errs by 5e-7 in the head, three products of
-tf32 as much, one product of tf32 by 3e-4."""
+tf32 as much, one product of tf32 by 3e-4. A GPU's own division and root, in `update_confidence`, err by 2e-7."""
 WANTED_SHARE = 0.6
 ROWS = (1, 8, 16, 64, 128, 256, 512, 1024)
 NUM_HIDDEN = 128
@@ -161,8 +161,10 @@ def bandwidth(bench: Bench) -> None:
     vocab_size = 1519 if bench.small else VOCABULARIES[0]
     at_256: dict[str, float] = {}
     for name in ("bfloat16", "float32"):
-        for num_rows in (1, 256) if bench.small else ROWS:
-            arguments = Inputs(bench.device, 0).token_confidence(num_rows, vocab_size, DTYPES[name])
+        sizes = (1, 256) if bench.small else ROWS
+        logits, rows = Inputs(bench.device, 0).token_confidence(sizes[-1], vocab_size, DTYPES[name])
+        for num_rows in sizes:
+            arguments = logits[:num_rows], rows[:num_rows]
             compute = active_implementation(bench.device, "token_confidence").compute
             seconds = seconds_of(lambda c=compute, a=arguments: c(*a), bench.device)
             share = round(arguments[0].nbytes / seconds / peak, 3)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from benchmarks.gpu_check.bench import Bench, Device
-from benchmarks.gpu_check.engine import Engine, EngineError, become_child, kill_group
+from benchmarks.gpu_check.engine import Engine, EngineError, become_child, kill_all
 from benchmarks.gpu_check.log import LogFile
 from benchmarks.gpu_check.models import Models
 from benchmarks.gpu_check.pieces import ENGINES, PIECES, START, Estimates, rehearsed, sources_of
@@ -27,10 +27,17 @@ PASSED, FAILED, BROKEN = 0, 1, 3
 """Exit status of a piece's process."""
 
 
+class CudaTouched(RuntimeError):
+    """Importing vLLM has touched CUDA: this process is not to be copied any more."""
+
+
 class Lease:
     """A device for so many minutes. Use it in a `with` block, at whose end no process of it is left."""
 
-    def __init__(self, device: Device, folder: Path, seconds: float, estimates: Estimates) -> None:
+    def __init__(
+        self, device: Device, folder: Path, seconds: float, estimates: Estimates, imports_vllm: bool = True
+    ) -> None:
+        """`imports_vllm`: here, once; else every process that needs it imports it."""
         self.device = device
         self.folder = folder
         self.record = Record(folder / "lease.jsonl")
@@ -38,7 +45,7 @@ class Lease:
         self._estimates = estimates
         self._models = Models(folder / "models", small=device == "cpu")
         self._engines: dict[str, Engine] = {}
-        self._imported: set[str] = set()
+        self._imported: set[str] = set() if imports_vllm else {"vllm"}
         self._stack = ExitStack()
 
     def __enter__(self) -> Lease:
@@ -78,6 +85,8 @@ class Lease:
             self._start(missing)
             started = time.monotonic()  # a piece's seconds are its own
             status, reason = self._fork(name, min(self._estimates.limit(name), self.seconds_left))
+        except CudaTouched:
+            raise
         except (ImportError, EngineError, RuntimeError) as error:
             status, reason = "error", f"{type(error).__name__}: {error}"
         seconds = round(time.monotonic() - started, 2)
@@ -96,13 +105,12 @@ class Lease:
                 continue
             started = time.monotonic()
             importlib.import_module(module)
+            if sys.modules["torch"].cuda.is_initialized():
+                raise CudaTouched(f"importing {module} has touched CUDA, which a copy of this process could not use")
             if module == "vllm":
                 importlib.import_module("benchmarks.gpu_check.engine_child")
             self._imported.add(module)
             self.record.write("import", module=module, seconds=round(time.monotonic() - started, 2))
-        torch = sys.modules["torch"]
-        if torch.cuda.is_initialized():
-            raise RuntimeError("CUDA is initialised in the process that is copied: a copy could not use it")
 
     def _start(self, names: list[str]) -> None:
         """Engines start side by side. Raises: EngineError."""
@@ -140,7 +148,7 @@ class Lease:
                     return "error", ours.recv()
             return "error", f"its process ended with exit status {process.exitcode}"
         finally:
-            kill_group(process.pid)
+            kill_all(process.pid)
             process.join()
 
     def _piece(self, name: str, answer: object, ends_at: float, parent: int) -> None:

@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.common import median, quartiles
 from benchmarks.gpu_check.bench import Bench
-from benchmarks.gpu_check.engine import become_child, kill_group
+from benchmarks.gpu_check.engine import become_child, kill_all
 from benchmarks.gpu_check.models import STOP_TOKEN
 from vllm_rollout.process import free_port, server_environment
 
@@ -149,7 +149,7 @@ def server(kind: str, model: Path, flags: tuple[str, ...], log: int) -> Iterator
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        kill_group(process.pid)
+        kill_all(process.pid)
         process.join()
 
 
