@@ -299,7 +299,7 @@ class CandidateTracker:
 
     def _none_can_be_due(self, slots: np.ndarray, positions: np.ndarray) -> bool:
         """Whether that was known before this step, in which each candidate has gone on by one token. Looking at all
-        lengths of 1,024 candidates takes 0.2 ms of the host."""
+        lengths of 1,024 candidates takes 40 microseconds of the host."""
         last_slots, last_positions = self._last_seen
         goes_on = (
             self._steps_before_due > 0
