@@ -42,7 +42,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"skipped {num}: {reason.removeprefix('Skipped: ')}")
 
 
-LEFT_OUT = "VLLM_ROLLOUT_TESTS_SEEN"
+TESTS_SEEN = "VLLM_ROLLOUT_TESTS_SEEN"
 """A file for the names of tests that were run (+) and left out (-): `make test` counts what none of its runs took."""
 
 
@@ -55,7 +55,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 def _note(sign: str, items: list[Any]) -> None:
-    if path := os.environ.get(LEFT_OUT):
+    if path := os.environ.get(TESTS_SEEN):
         with open(path, "a") as file:
             file.writelines(f"{sign}{item.nodeid!r}\n" for item in items)
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +26,7 @@ from benchmarks.gpu_check.lease import CudaTouched, Lease, measured_estimates, s
 from benchmarks.gpu_check.pieces import PIECES, Estimates
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.summary import summary
+from vllm_rollout.doctor.machine import listed_gpus
 from vllm_rollout.on_cpu import WAIT_POLICY
 from vllm_rollout.process import exit_on_sigterm, runs_on_cpu
 
@@ -58,13 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def why_no_gpu() -> str | None:
     """Asked of the driver's own program: asking torch would touch CUDA."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "nvidia-smi is not there, so no driver is"
-    listed = subprocess.run([program, "-L"], capture_output=True, text=True)
-    if listed.returncode or "GPU " not in listed.stdout:
-        return f"nvidia-smi lists none: {(listed.stderr or listed.stdout).strip()[:200]}"
-    return None
+    return None if "GPU " in listed_gpus() else "nvidia-smi -L lists none, hangs, or is not there"
 
 
 def prepare_environment() -> None:
@@ -78,7 +71,7 @@ def prepare_environment() -> None:
         "TRANSFORMERS_OFFLINE": "1",
     }
     if runs_on_cpu():
-        defaults |= dict([WAIT_POLICY])
+        os.environ.setdefault(*WAIT_POLICY)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import median, quartiles
@@ -139,8 +138,7 @@ def training(bench: Bench) -> None:
     """The same candidates while a head learns between steps, and while none does."""
     (engine,) = bench.engines.values()
     num_seqs, max_tokens, num_rows = (GROUP, 12, 64) if bench.small else (256, 96, 4096)
-    requests = [replace(each, prompt_key="training") for each in
-                groups(num_seqs // GROUP, [max_tokens] * GROUP, tagged=True)]  # fmt: skip
+    requests = groups(num_seqs // GROUP, [max_tokens] * GROUP, tagged=True)
     ratios = []
     for repeat in range(2 if bench.small else 4):
         seconds = {}

@@ -56,7 +56,6 @@ def _group(key: str, number: int, max_tokens: int, temperature: float = 0.0) -> 
             index=index,
             group_size=GROUP,
             num_candidates=GROUP,
-            prompt_key=key,
         )
         for index in range(GROUP)
     ]

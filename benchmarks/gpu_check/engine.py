@@ -59,8 +59,6 @@ class Wanted:
     early_stop: bool = False
     detection_length: int | None = None
     logprobs: int | None = None
-    prompt_key: str | None = None
-    """Candidates of one key are drafts of each other in later runs, too; None: of the group in this run only."""
 
 
 class Engine:
@@ -74,8 +72,6 @@ class Engine:
         self._process.start()
         theirs.close()
         self._is_ready = False
-        self.broken = False
-        """It is not to be used any more."""
 
     def __enter__(self) -> Engine:
         self.wait_until_ready()
@@ -153,12 +149,9 @@ class Engine:
 
     def _do(self, job: str, *arguments: Any, **named: Any) -> Any:
         self.wait_until_ready()
-        self.broken = True  # until it has answered
         with suppress(BrokenPipeError):
             self._connection.send((job, arguments, named))
-        answer = self._answer(None)
-        self.broken = False
-        return answer
+        return self._answer(None)
 
     def _answer(self, limit_s: float | None) -> Any:
         try:

@@ -148,7 +148,7 @@ class Child(MovingJobs, ProfilingJobs):
             length = request.detection_length
             plan = None if length is None else PruningPlan(length, mode="shadow")
             terms = GroupTerms(request.group_size, request.num_candidates, request.early_stop, pruning=plan)
-            scoring = plan and Scoring("check", request.prompt_key or request.group, 0)
+            scoring = plan and Scoring("check", request.group, 0)
             tag = CandidateTag(self._group(request), request.index, terms, OUTPUT_INTERVAL_TOKENS, scoring)
             extra_args = tag.to_extra_args()
         return SamplingParams(

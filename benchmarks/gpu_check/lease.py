@@ -92,8 +92,6 @@ class Lease:
         seconds = round(time.monotonic() - started, 2)
         if status in ("error", "timeout"):
             self._keep([])  # nobody knows in which state they are
-        elif any(engine.broken for engine in self._engines.values()):
-            self._keep([])
         self.record.write("end", piece=name, sources=sources, status=status, seconds=seconds, reason=reason)
         say(f"{name}: {status} in {seconds:.1f} s" + (f": {reason.strip().splitlines()[-1]}" if reason else ""))
         return status

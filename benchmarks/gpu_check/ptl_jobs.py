@@ -6,18 +6,23 @@ one step, with prompts of their own that the prefix cache has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
-from vllm_rollout.adapter.api.start.profiler import UNTIMED_STEPS
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.adapter.api.start.profiler import (
+    UNTIMED_STEPS,
+    candidate_params,
+    engine_info,
+    kv_bytes_per_token,
+    num_prompt_tokens,
+    steps_together,
+)
 from vllm_rollout.group.lengths.cost import StepTime
-from vllm_rollout.group.plans.terms import GroupTerms
 
 
 class ProfilingJobs:
@@ -28,28 +33,16 @@ class ProfilingJobs:
 
     def info(self) -> dict[str, Any]:
         config = self.llm.llm_engine.vllm_config
-        kv_bytes = self.llm.llm_engine.collective_rpc(_kv_bytes_per_token)
-        return {
-            "model": fingerprint_of(config),
-            "hardware": hardware_of(config),
-            "versions": versions(),
-            "flags": engine_flags(config),
-            "max_model_len": config.model_config.max_model_len,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "block_size": config.cache_config.block_size,
-            "kv_capacity_tokens": config.cache_config.kv_cache_size_tokens,
-            "kv_bytes_per_token": sum(kv_bytes),
-        }
+        kv_bytes = self.llm.llm_engine.collective_rpc(kv_bytes_per_token)
+        return engine_info(config, sum(kv_bytes), config.scheduler_config.max_num_seqs)
 
     def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
         block_size = self.llm.llm_engine.vllm_config.cache_config.block_size
-        num_prompt = max(1, (context_tokens - num_warmup - num_steps // 2) // block_size * block_size + 1)
+        num_prompt = num_prompt_tokens(context_tokens, num_warmup, num_steps, block_size)
         prompts = [self._random(slot, num_prompt) for slot in range(batch_size)]
         self._generate(prompts, 1)  # the prefix cache has them now
         steps = self._recorded(prompts, num_warmup + num_steps + UNTIMED_STEPS)
-        alike = [step for step in steps if step.num_tokens == step.batch_size == batch_size]
-        return alike[num_warmup:]
+        return steps_together(steps, batch_size)[num_warmup:]
 
     def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
         """A companion decodes while new prompts come, one after the other."""
@@ -81,28 +74,13 @@ class ProfilingJobs:
         self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
     def _profiled(self, num_tokens: int) -> SamplingParams:
-        """Of a candidate of a group of its own, as `/v1/rollouts` samples."""
-        self._numbers["group"] += 1
-        tag = CandidateTag(f"profile-{self._numbers['group']}", 0, GroupTerms(1, 1), OUTPUT_INTERVAL_TOKENS)
-        return SamplingParams(
-            temperature=1.0,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            flat_logprobs=True,
-            extra_args=tag.to_extra_args(),
-        )
+        return candidate_params(f"profile-{next(self._numbers)}", num_tokens, logprobs=0)
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {"group": 0}
+    def _numbers(self) -> Iterator[int]:
+        return count()
 
     def _random(self, slot: int | None, num_tokens: int) -> list[int]:
         """The beginning of a slot's prompt; None: one that was never seen."""
         vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         return np.random.default_rng(slot).integers(0, vocab_size, num_tokens).tolist()
-
-
-def _kv_bytes_per_token(worker: Any) -> float:
-    return sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())

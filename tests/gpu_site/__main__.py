@@ -91,9 +91,8 @@ def look(folder: Path, python: Path) -> None:
     """From a folder that has the benchmarks and not the package, which must come from the wheel."""
     checkout = folder / "checkout"
     checkout.mkdir(exist_ok=True)
-    for name in ("benchmarks",):
-        if not (checkout / name).exists():
-            (checkout / name).symlink_to(ROOT / name)
+    if not (checkout / "benchmarks").exists():
+        (checkout / "benchmarks").symlink_to(ROOT / "benchmarks")
     libraries = f"{folder / 'stubs'}:{site_of(folder) / 'nvidia' / 'cu13' / 'lib'}"
     environment = {
         "LD_LIBRARY_PATH": libraries,

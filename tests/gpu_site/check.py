@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
     check("all pieces have sources", all(len(sources_of(name, "cuda")) == 16 for name in PIECES))
     models = Models(folder, small=False)
     for name, settings in ENGINES.items():
-        options = {**settings.options, **engine_options(settings)}
+        options = engine_options(settings)
         os.environ |= settings.environment
         config = EngineArgs(model=str(models.path(settings.model)), **options).create_engine_config(
             usage_context=UsageContext.LLM_CLASS

@@ -34,10 +34,10 @@ class Urgency:
 
 
 class Line:
-    """Who waits for one reward: by urgency, and those of one urgency by arrival.
+    """A line for one reward, by urgency. Members of equal urgency are ordered by arrival.
 
-    An urgency is in the heap by the first of those who share it. An entry is out of date when that one has left, or the
-    urgency has risen; there is another entry then.
+    The heap has an urgency by the arrival of its first member. When that member has left, or the urgency has risen, the
+    entry is out of date, and the urgency has another entry.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Line:
 
     @property
     def first(self) -> tuple[float, int] | None:
-        """Urgency (the less the sooner) and arrival of who comes first; None when nobody waits."""
+        """The first one's urgency, negated, and arrival. None: the line is empty."""
         while self._heap:
             level, arrival, urgency = self._heap[0]
             waiting = self._waiting.get(urgency)

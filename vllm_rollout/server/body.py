@@ -145,7 +145,7 @@ def check_json(value: Any, where: str) -> None:
 
 
 def _fault(value: Any) -> str | None:
-    """What is wrong with a value, not looking into its items."""
+    """The fault of a value by itself; its items are not looked at."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value}"
     if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:

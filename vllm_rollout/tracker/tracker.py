@@ -314,10 +314,9 @@ class CandidateTracker:
         """Which of the tokens are the last one before a detection, those of one head together. Of a candidate that
         reaches several detection lengths in one step it is its own, or else the first."""
         reached = positions + 1 + self._num_before[slots]
-        lengths = self._detection_lengths[slots]
-        ahead = lengths - reached[:, None]
+        ahead = self._detection_lengths[slots] - reached[:, None]
         of_its_lengths = ahead == 0
-        later = ahead[(ahead > 0) & (lengths != UNSCORED)]
+        later = ahead[ahead > 0]  # UNSCORED lies behind everybody
         self._steps_before_due = int(later.min()) - 1 if len(later) else MANY_STEPS
         due = np.flatnonzero(of_its_lengths.any(axis=1))
         if len(due) > 1:

@@ -16,11 +16,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -59,20 +60,8 @@ class Profiler:
 
     async def info(self) -> dict[str, Any]:
         """What the engine is, and what fits into it."""
-        config = self._client.vllm_config
         kv_bytes = await self._client.collective_rpc("rollout_kv_bytes_per_token")
-        return {
-            "model": fingerprint_of(config),
-            "hardware": hardware_of(config),
-            "versions": versions(),
-            "flags": engine_flags(config),
-            "max_model_len": self._max_model_len,
-            "max_num_seqs": self._client.max_candidates,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "block_size": self._block_size,
-            "kv_capacity_tokens": config.cache_config.kv_cache_size_tokens,
-            "kv_bytes_per_token": sum(kv_bytes),
-        }
+        return engine_info(self._client.vllm_config, sum(kv_bytes), self._client.max_candidates)
 
     async def warm_up(self) -> None:
         """A few steps of the kinds that will be measured: the first ones compile and allocate."""
@@ -83,9 +72,7 @@ class Profiler:
 
         Fewer than `num_steps` when the engine did not run them all together.
         """
-        # One token beyond full blocks: all that is left to compute is what the first decode step computes.
-        num_prompt = (context_tokens - num_warmup - num_steps // 2) // self._block_size * self._block_size + 1
-        num_prompt = max(1, num_prompt)
+        num_prompt = num_prompt_tokens(context_tokens, num_warmup, num_steps, self._block_size)
         measured: list[StepTime] = []
         for _ in range(NUM_TRIES):
             await self._fill(batch_size, num_prompt)
@@ -93,8 +80,7 @@ class Profiler:
                 [self._prompt(slot, num_prompt) for slot in range(batch_size)],
                 num_warmup + num_steps + UNTIMED_STEPS,
             )
-            alike = [step for step in steps if step.num_tokens == step.batch_size == batch_size]
-            measured = max(measured, alike[num_warmup:], key=len)
+            measured = max(measured, steps_together(steps, batch_size)[num_warmup:], key=len)
             if len(measured) >= num_steps:
                 break
             self._cached.clear()
@@ -153,19 +139,9 @@ class Profiler:
     async def _add(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> RequestOutputCollector:
         """A candidate of a group of its own, sampled as `/v1/rollouts` does."""
         self._num_requests += 1
-        request_id = request_id or f"profile-{self._num_requests}"
-        tag = CandidateTag(f"profile-{self._num_requests}", 0, GroupTerms(1, 1), OUTPUT_INTERVAL_TOKENS)
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=self._logprobs,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=tag.to_extra_args(),
-        )
-        return await self._client.add_request(request_id, tokens_input(prompt), params)
+        name = f"profile-{self._num_requests}"
+        params = candidate_params(name, num_tokens, self._logprobs)
+        return await self._client.add_request(request_id or name, tokens_input(prompt), params)
 
     def _prompt(self, slot: int, num_tokens: int) -> list[int]:
         """The beginning of a slot's prompt."""
@@ -176,13 +152,57 @@ class Profiler:
         return np.random.default_rng().integers(0, self._vocab_size, num_tokens).tolist()
 
 
+def engine_info(config: VllmConfig, kv_bytes_per_token: float, max_num_seqs: int) -> dict[str, Any]:
+    """What an engine is, and what fits into it."""
+    return {
+        "model": fingerprint_of(config),
+        "hardware": hardware_of(config),
+        "versions": versions(),
+        "flags": engine_flags(config),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "block_size": config.cache_config.block_size,
+        "kv_capacity_tokens": config.cache_config.kv_cache_size_tokens,
+        "kv_bytes_per_token": kv_bytes_per_token,
+    }
+
+
+def num_prompt_tokens(context_tokens: int, num_warmup: int, num_steps: int, block_size: int) -> int:
+    """Of the candidates of a point, one beyond full blocks: all that is left to compute is what the first decode step
+    computes."""
+    return max(1, (context_tokens - num_warmup - num_steps // 2) // block_size * block_size + 1)
+
+
+def steps_together(steps: Iterable[StepTime], batch_size: int) -> list[StepTime]:
+    """Those in which exactly so many candidates decoded, and nothing else ran."""
+    return [step for step in steps if step.num_tokens == step.batch_size == batch_size]
+
+
+def candidate_params(group: str, num_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Of a candidate of a group of its own, sampled as `/v1/rollouts` does."""
+    tag = CandidateTag(group, 0, GroupTerms(1, 1), OUTPUT_INTERVAL_TOKENS)
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=tag.to_extra_args(),
+    )
+
+
+def kv_bytes_per_token(worker: Any) -> float:
+    """Of this worker's layers."""
+    return sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
+
+
 class KVCacheSize:
     """Worker extension: one method for `collective_rpc`."""
 
-    def rollout_kv_bytes_per_token(self) -> float:
-        """The KV bytes per token of this worker's layers."""
-        specs = self.get_kv_cache_spec().values()  # type: ignore[attr-defined]
-        return sum(spec.page_size_bytes / spec.block_size for spec in specs)
+    rollout_kv_bytes_per_token = kv_bytes_per_token
 
 
 async def serve_commands(profiler: Profiler, answer: Callable[[Any], None]) -> None:
