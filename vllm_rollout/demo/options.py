@@ -31,7 +31,7 @@ class DemoOptions:
     model: str = DEFAULT_MODEL
     prompts: int = 8
     group_size: int = 8
-    max_tokens: int = 1024
+    max_tokens: int = 768
     output: Path = Path("group_race_demo.png")
 
     def __post_init__(self) -> None:

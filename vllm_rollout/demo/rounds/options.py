@@ -18,7 +18,6 @@ class RoundsOptions(DemoOptions):
     """`prompts`: those that a round returns."""
 
     group_size: int = 2
-    max_tokens: int = 768
     output: Path = Path("rounds_demo.png")
 
     def __post_init__(self) -> None:
