@@ -12,10 +12,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Message
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
 from tests.support.waiting import eventually
 from vllm_rollout.group.plans.xargs import NAMES
+from vllm_rollout.server import boundary
 from vllm_rollout.server import first as module
 from vllm_rollout.server.first import FirstProcess, HandOn
 
@@ -67,6 +69,11 @@ async def first(tmp_path: Path) -> AsyncIterator[Seen]:
     await serving
 
 
+def lacks_key(scope: Scope) -> bool:
+    """These requests have the wrong one; without any, the server has none."""
+    return Headers(scope=scope).get("authorization") == "Bearer wrong"
+
+
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
     app = FastAPI()
@@ -75,7 +82,7 @@ def other(tmp_path: Path) -> Iterator[httpx.AsyncClient]:
     async def answer(request: Request) -> dict[str, str]:
         return {"by": "itself", "body": (await request.body()).decode()}
 
-    way = HandOn(app, FirstProcess(tmp_path / "first.sock", tmp_path / "sessions"))
+    way = HandOn(app, FirstProcess(tmp_path / "first.sock", tmp_path / "sessions"), lacks_key)
     return httpx.AsyncClient(transport=httpx.ASGITransport(way), base_url="http://test")
 
 
@@ -156,6 +163,53 @@ async def test_what_is_read_to_look_for_a_turn_is_not_lost(other: httpx.AsyncCli
             yield b"piece "
 
     assert (await other.post(JOINING, content=in_pieces())).json()["body"] == "piece " * 3
+
+
+@pytest.mark.parametrize("path", [JOINING, "/v1/runs"])
+async def test_without_the_key_nothing_is_read(tmp_path: Path, path: str) -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        raise AssertionError("read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 401})
+
+    headers = [(b"authorization", b"Bearer wrong"), (b"content-length", b"10")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    await HandOn(refuse, FirstProcess(tmp_path / "-", tmp_path / "-"), lacks_key)(scope, receive, send)
+    assert [message["status"] for message in sent] == [401]
+
+
+async def test_what_is_read_to_find_who_answers_is_bounded_and_counts_until_it_is_taken(
+    other: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boundary, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(boundary._ReadAhead, "held", held := boundary.HeldBodies(1500))
+    answer = await other.post(JOINING, content=b"x" * 1001)
+    assert (answer.status_code, held.num_bytes) == (413, 0)
+    assert "1001 bytes or more, at most 1000 are allowed" in answer.json()["error"]["message"]
+
+    more, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"x" * 900
+        more.set()
+        await goes_on.wait()
+        yield b"y"
+
+    slow = asyncio.create_task(other.post(JOINING, content=slowly()))
+    await asyncio.wait_for(more.wait(), 10)
+    await eventually(lambda: held.num_bytes == 900)
+    answer = await other.post(JOINING, content=b"z" * 700)
+    assert (answer.status_code, answer.headers["retry-after"], held.num_bytes) == (503, "1", 900)
+    assert (await other.post(JOINING, content=b"z" * 500)).json()["body"] == "z" * 500
+    goes_on.set()
+    assert (await slow).json()["body"] == "x" * 900 + "y"
+    assert held.num_bytes == 0
 
 
 async def test_a_stream_passes_as_it_comes_and_ends_when_its_reader_leaves(first: Seen, tmp_path: Path) -> None:

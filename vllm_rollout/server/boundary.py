@@ -5,8 +5,10 @@ remedy, no body larger than the limit is read, and those of requests on their wa
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, get_type_hints
 
@@ -14,7 +16,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_HELD_BYTES, MAX_STATE_BYTES
 from vllm_rollout.server import tracing
@@ -63,6 +65,68 @@ class HeldBodies:
             self.num_bytes -= mine
 
 
+def check_size(num_bytes: int | str, max_bytes: int, remedy: str) -> None:
+    """Raises: RequestError (413) when a body of that size, or of that content-length, is too large."""
+    if isinstance(num_bytes, str):
+        num_bytes = int(num_bytes) if num_bytes.isascii() and num_bytes.isdecimal() else 0
+    if num_bytes > max_bytes:
+        raise RequestError(
+            f"the body has {num_bytes} bytes or more, at most {max_bytes} are allowed. {remedy}",
+            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        )
+
+
+class _ReadAhead:
+    """The messages of a request, read before it is known who answers it, and once more by whoever does.
+
+    Its body is held, within the bounds of our endpoints, until that reader has taken it.
+    """
+
+    held: ClassVar[HeldBodies] = HeldBodies(MAX_HELD_BYTES)
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._read: deque[Message] = deque()
+        self._holding = ExitStack()
+
+    def __enter__(self) -> _ReadAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._holding.close()
+
+    async def __call__(self) -> Message:
+        if not self._read:
+            return await self._receive()
+        message = self._read.popleft()
+        if not self._read:
+            self._holding.close()
+        return message
+
+    async def body(self) -> bytes:
+        """As far as the client has sent it. Raises: RequestError (413, 503)."""
+        check = partial(check_size, max_bytes=MAX_BODY_BYTES, remedy="Send fewer prompts per request.")
+        receive = self._holding.enter_context(self.held.received(self._receive, check))
+        is_whole = False
+        while not is_whole:
+            self._read.append(await receive())
+            is_whole = not self._read[-1].get("more_body", False)
+        return b"".join(message.get("body", b"") for message in self._read)
+
+
+async def answer_by_body(
+    choose: Callable[[bytes], tuple[ASGIApp, Scope]], scope: Scope, receive: Receive, send: Send
+) -> None:
+    """For middleware: `choose` says by a request's body who answers it, and which scope that one is given."""
+    with _ReadAhead(receive) as ahead:
+        answer: ASGIApp
+        try:
+            answer, scope = choose(await ahead.body())
+        except RequestError as error:
+            answer = error_response(error)
+        await answer(scope, ahead, send)
+
+
 class RolloutRoute(APIRoute):
     """A route whose errors are OpenAI error bodies: 422 names the field, 413 the limit, 503 says when to try again."""
 
@@ -98,15 +162,7 @@ class RolloutRoute(APIRoute):
         return handler
 
     def _check_size(self, num_bytes: int | str) -> None:
-        """Raises: RequestError when a body of that size, or of that content-length, is too large."""
-        if isinstance(num_bytes, str):
-            num_bytes = int(num_bytes) if num_bytes.isascii() and num_bytes.isdecimal() else 0
-        if num_bytes > self.max_body_bytes:
-            raise RequestError(
-                f"the body has {num_bytes} bytes or more, at most {self.max_body_bytes} are allowed. "
-                f"{self.too_large_remedy}",
-                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            )
+        check_size(num_bytes, self.max_body_bytes, self.too_large_remedy)
 
 
 class StateRoute(RolloutRoute):

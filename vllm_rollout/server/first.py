@@ -7,8 +7,8 @@ Invariant: a client cannot tell which process has read its request.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_rollout.group.plans.xargs import NAMES
+from vllm_rollout.server.boundary import answer_by_body
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_response
 from vllm_rollout.server.paths import path_of
@@ -109,39 +110,24 @@ class FirstProcess:
 class HandOn:
     """ASGI middleware of the other processes: the first one answers what it has."""
 
-    def __init__(self, app: ASGIApp, first: FirstProcess) -> None:
-        self._app, self._first = app, first
+    def __init__(self, app: ASGIApp, first: FirstProcess, lacks_key: Callable[[Scope], bool]) -> None:
+        """`lacks_key`: whether the app refuses a request because it has no key, so that nothing of it need be read."""
+        self._app, self._first, self._lacks_key = app, first, lacks_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._app
-        if scope["type"] == "http":
+        if scope["type"] == "http" and not self._lacks_key(scope):
             path = path_of(scope)
             if self._first.has(path):
                 answer = self._first.answer
             elif path in JOINING and scope["method"] == "POST":
-                receive = _Replayed(receive)
-                if self._first.joins(await receive.body(), in_session="x-session-id" in Headers(scope=scope)):
-                    answer = self._first.answer
+                await answer_by_body(partial(self._choose, scope), scope, receive, send)
+                return
         await answer(scope, receive, send)
 
-
-class _Replayed:
-    """The messages of a request, again for who comes later."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._read: deque[Message] = deque()
-
-    async def __call__(self) -> Message:
-        return self._read.popleft() if self._read else await self._receive()
-
-    async def body(self) -> bytes:
-        """As far as the client has sent it."""
-        is_whole = False
-        while not is_whole:
-            self._read.append(await self._receive())
-            is_whole = not self._read[-1].get("more_body", False)
-        return b"".join(message.get("body", b"") for message in self._read)
+    def _choose(self, scope: Scope, body: bytes) -> tuple[ASGIApp, Scope]:
+        joins = self._first.joins(body, in_session="x-session-id" in Headers(scope=scope))
+        return self._first.answer if joins else self._app, scope
 
 
 async def _body(receive: Receive, is_sent: asyncio.Event) -> AsyncIterator[bytes]:

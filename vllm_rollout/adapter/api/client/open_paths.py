@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 
 from fastapi import Depends, HTTPException, Request
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
@@ -49,16 +51,28 @@ def refuse_on_open_path(fields: Iterable[str]) -> None:
     )
 
 
+def has_key(app: Starlette, headers: Headers) -> bool:
+    """Whether a request has --api-key, or the server has none."""
+    return all(
+        AuthenticationMiddleware(app, **middleware.kwargs).verify_token(headers)
+        for middleware in app.user_middleware
+        if middleware.cls is AuthenticationMiddleware
+    )
+
+
+def lacks_key(app: Starlette, scope: Scope) -> bool:
+    """Whether vLLM refuses a request because it has not --api-key."""
+    is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
+    return is_guarded and not has_key(app, Headers(scope=scope))
+
+
 def require_keys(request: Request) -> None:
     """Raises: HTTPException (401) without --api-key and --rollout-admin-key, where the server was given them."""
-    for middleware in request.app.user_middleware:
-        if middleware.cls is AuthenticationMiddleware:
-            authentication = AuthenticationMiddleware(request.app, **middleware.kwargs)
-            if not authentication.verify_token(request.headers):
-                raise HTTPException(
-                    HTTPStatus.UNAUTHORIZED,
-                    "authorization: needs a key that the server was given as --api-key, as a bearer token.",
-                )
+    if not has_key(request.app, request.headers):
+        raise HTTPException(
+            HTTPStatus.UNAUTHORIZED,
+            "authorization: needs a key that the server was given as --api-key, as a bearer token.",
+        )
     try:
         require_admin(request)
     except RequestError as error:

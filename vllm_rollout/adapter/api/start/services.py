@@ -13,12 +13,14 @@ from fastapi import FastAPI
 
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.graded_answers import AnswerGrader
+from vllm_rollout.adapter.api.client.open_paths import lacks_key
 from vllm_rollout.adapter.api.client.resuming import whole_text
 from vllm_rollout.adapter.api.engine.engine import VLLMEngine
 from vllm_rollout.adapter.api.engine.parallelism import parallelism_of
 from vllm_rollout.adapter.api.engine.state_file import StateFile
 from vllm_rollout.adapter.api.start.first import Listener
 from vllm_rollout.adapter.api.start.rewards import begin_grading
+from vllm_rollout.adapter.api.start.state_folder import FolderLock
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.rewards.grader import default_num_processes
 from vllm_rollout.rewards.kept_limits import KeptLimits
@@ -50,6 +52,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         folder = Path(settings.rollout_state)
         state_file = StateFile(folder / LEARNED, engine.learning, engine.calls, client)
         if is_first:
+            state.rollout_folder = FolderLock(folder)
             store = RunStore(folder / RUNS)
             await state_file.load(store.staged)
     client.life.watch()
@@ -80,7 +83,8 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     listener = Listener() if client.num_api_processes > 1 else None
     if listener is not None and not is_first:
         # Around all middleware: what is answered elsewhere passes that of the process that answers.
-        app.middleware_stack = HandOn(app.middleware_stack or app.build_middleware_stack(), listener.from_another())
+        own = app.middleware_stack or app.build_middleware_stack()
+        app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
         return engine
     sessions = SessionService(
         engine.give_up,

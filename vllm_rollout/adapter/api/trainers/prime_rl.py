@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -21,7 +22,8 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
-from vllm_rollout.adapter.api.trainers.shared import NoWeights, is_for, load_adapter, load_weights, read_body
+from vllm_rollout.adapter.api.trainers.shared import NoWeights, is_for, load_adapter, load_weights
+from vllm_rollout.server.boundary import answer_by_body
 
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"
@@ -109,10 +111,14 @@ class WeightDirs:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_for(scope, "POST", UPDATE_WEIGHTS):
-            body, receive = await read_body(receive)
-            if names_a_folder(body):
-                scope = {**scope, "path": scope.get("root_path", "") + FROM_FOLDER}
+            await answer_by_body(partial(self._choose, scope), scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _choose(self, scope: Scope, body: bytes) -> tuple[ASGIApp, Scope]:
+        if names_a_folder(body):
+            scope = {**scope, "path": scope.get("root_path", "") + FROM_FOLDER}
+        return self._app, scope
 
 
 def names_a_folder(body: bytes) -> bool:

@@ -1,7 +1,6 @@
 """What several trainers ask for: weights and adapters that they have written to disk, and what their bodies say.
 
-Invariant: a folder without weights leaves the model as it is; who comes after our middleware reads the same messages
-again.
+Invariant: a folder without weights leaves the model as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 from fastapi.responses import JSONResponse
-from starlette.types import Message, Receive, Scope
+from starlette.types import Scope
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
@@ -52,17 +51,3 @@ def _has_weights(folder: Path) -> bool:
 def is_for(scope: Scope, method: str, path: str) -> bool:
     """Whether a request is for that path of vLLM's app, wherever a proxy has it."""
     return scope["type"] == "http" and scope["method"] == method and path_of(scope) == path
-
-
-async def read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """The whole body, and a `receive` that begins with it once more."""
-    messages = [await receive()]
-    while messages[-1].get("more_body"):
-        messages.append(await receive())
-    remaining = iter(messages)
-
-    async def receive_again() -> Message:
-        message = next(remaining, None)
-        return await receive() if message is None else message
-
-    return b"".join(message.get("body", b"") for message in messages), receive_again

@@ -8,6 +8,7 @@ SkyRL's reaches vLLM as it was sent.
 from __future__ import annotations
 
 import json
+from functools import partial
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, FastAPI, Request
@@ -16,7 +17,8 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_rollout.adapter.api.client.open_paths import KEYS_NEEDED
-from vllm_rollout.adapter.api.trainers.shared import is_for, load_adapter, read_body
+from vllm_rollout.adapter.api.trainers.shared import is_for, load_adapter
+from vllm_rollout.server.boundary import answer_by_body
 
 RESET = "/reset_prefix_cache"
 FIELD = "reset_running_requests"
@@ -50,10 +52,14 @@ class ResetBody:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_for(scope, "POST", RESET):
-            body, receive = await read_body(receive)
-            if (query := query_of(body)) is not None and FIELD.encode() not in scope["query_string"]:
-                scope = {**scope, "query_string": b"&".join(filter(None, (scope["query_string"], query)))}
+            await answer_by_body(partial(self._choose, scope), scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _choose(self, scope: Scope, body: bytes) -> tuple[ASGIApp, Scope]:
+        if (query := query_of(body)) is not None and FIELD.encode() not in scope["query_string"]:
+            scope = {**scope, "query_string": b"&".join(filter(None, (scope["query_string"], query)))}
+        return self._app, scope
 
 
 def query_of(body: bytes) -> bytes | None:
