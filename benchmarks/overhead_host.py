@@ -29,8 +29,9 @@ from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.adapter.worker.runner import HostCopy, _attach
+from vllm_rollout.adapter.worker.runner import StepReport
 from vllm_rollout.config import FEATURE_RING_BYTES, OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
@@ -90,7 +91,9 @@ def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
                 tracker.see_hidden_states(hidden)
                 num_computed = np.full(num_rows, 2 * PROMPT if kind == "due" else PROMPT + 1 + number)
                 tracker.observe(list(ids), logits, num_computed - (kind == "due"), unfinished)
-                _attach(ModelRunnerOutput.__new__(ModelRunnerOutput), HostCopy(tracker.step).get(), ring)
+                report = StepReport(tracker.step, {}, ring, Faults())
+                report.begin_copy()
+                report.attach(ModelRunnerOutput.__new__(ModelRunnerOutput))
 
             found[f"observe_{kind}"] = median_us(step, num_steps)
     return found

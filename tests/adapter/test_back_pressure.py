@@ -146,7 +146,7 @@ async def test_one_failure_behind_a_full_queue_leaves_the_other_candidates_whole
         await llm.step_to_the_end()
         read += await in_time(collect(outputs))
     *outputs_of_it, last = (candidate for candidate in read if candidate.index == 3)
-    assert last == CandidateFailed(3)
+    assert last == CandidateFailed(3, "ConnectionError: on purpose")
     assert not any(candidate.output.finished for candidate in outputs_of_it)
     others = [candidate for candidate in read if candidate.index != 3]
     assert_complete(llm, "g", others, {index: 300 for index in range(8) if index != 3})

@@ -271,3 +271,20 @@ def test_workers_that_each_have_a_scheduler_are_refused():
     """They would verify different drafts, and wait for each other for ever."""
     with pytest.raises(ValueError, match="external_launcher"):
         Runner("external_launcher")
+
+
+@pytest.mark.parametrize("place", ["begin", "step", "end"])
+def test_where_the_memory_raises_candidates_go_on_without_drafts_and_later_ones_have_them(monkeypatch, place):
+    runner = Runner()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(runner.drafts.memory, place, fail)
+    runner.step({"a": ANSWER[:5]}, new=(request("a"),))
+    assert not any(runner.step({"b": ANSWER[:3]}, new=(request("b"),), finished=("a",)).values())
+    assert runner.drafts.faults.num
+    monkeypatch.undo()
+    assert not any(runner.step({"b": ANSWER[3:5]}).values())
+    runner.step({"c": ANSWER[:9]}, new=(request("c"),), finished=("b",))
+    assert runner.step({"d": ANSWER[:3]}, new=(request("d"),))["d"]

@@ -442,7 +442,7 @@ def test_v2_does_not_observe_drafts():
 def test_observing_changes_the_class_of_runner_and_sampler_but_not_what_they_are():
     runner, sampler = RunnerV2(), Sampler()
     observe_runner(runner, None, v2=True, cpu=False)
-    observe_sampler(sampler, runner.candidate_tracker)
+    observe_sampler(sampler, runner.candidate_tracker, runner.observing)
     assert isinstance(runner, RunnerV2)
     assert isinstance(sampler, Sampler)
     assert type(runner).__name__ == "RolloutRunnerV2"

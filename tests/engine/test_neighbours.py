@@ -16,12 +16,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engine.conftest import TIMEOUT_S, Server, serve_command
+from tests.engine.conftest import HERE, TIMEOUT_S, Server, python_path, serve_command
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 
 SEEDS = [int(os.environ["NIGHTLY_SEED"])] if "NIGHTLY_SEED" in os.environ else [1, 2]
 NUM_REQUESTS = 40
 MOST_LOGPROBS = 20
+FLAGS = [
+    *("--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "float32", "--max-num-batched-tokens", "256"),
+    *("--enforce-eager", "--max-logprobs", str(MOST_LOGPROBS)),
+    *(["--enable-scale-out"] if has(SCALE_OUT_FLAG) else []),  # before, its endpoints are always there
+]
 Body = dict[str, Any]
 
 
@@ -30,12 +35,8 @@ def crowd(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server with drafts from memory, and one without."""
-    folder = tmp_path_factory.mktemp("crowd")
-    flags = ["--max-model-len", "2048", "--max-num-seqs", "64", "--dtype", "float32", "--max-num-batched-tokens", "256"]
-    flags += ["--enforce-eager", "--rollout-drafts", request.param, "--max-logprobs", str(MOST_LOGPROBS)]
-    if has(SCALE_OUT_FLAG):  # before, its endpoints are always there
-        flags.append("--enable-scale-out")
-    with Server(serve_command(tiny_model, *flags), folder / "log") as server:
+    log = tmp_path_factory.mktemp("crowd") / "log"
+    with Server(serve_command(tiny_model, *FLAGS, "--rollout-drafts", request.param), log) as server:
         yield server
 
 
@@ -122,6 +123,41 @@ def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: S
                 assert len(trajectory["logprobs"]) == len(trajectory["token_ids"]) == trajectory["num_tokens"]
                 assert all(value is not None and value <= 0 for value in trajectory["logprobs"])
     crowd.wait_until_idle()
+
+
+@pytest.fixture(scope="module", params=["off", "on"])
+def faulty(
+    request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server whose code of ours raises by chance, in its engine core and its worker."""
+    log = tmp_path_factory.mktemp("faulty") / "log"
+    command = serve_command(tiny_model, *FLAGS, "--rollout-drafts", request.param)
+    with Server(command, log, PLANTED_ERRORS="40", PYTHONPATH=python_path(HERE / "planted_errors")) as server:
+        yield server
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", SEEDS)
+def test_exceptions_of_ours_fail_candidates_and_nobody_else(faulty: Server, seed: int) -> None:
+    chance = random.Random(seed)
+    with ThreadPoolExecutor(24) as pool:
+        groups = [pool.submit(faulty.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(12)]
+        requests = [foreign(chance) for _ in range(NUM_REQUESTS)]
+        requests = [each for each in requests if "vllm_xargs" not in each[1]]
+        others = [pool.submit(send, faulty, *each, leaves=False) for each in requests]
+        assert [said for future in others if (said := future.result())[2] >= 500] == []
+        answers = [future.result() for future in groups]
+    assert faulty.http.get("/health").status_code == 200
+    failed = []
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        for group in answer.json()["groups"]:
+            failed += [candidate for candidate in group["candidates"] if candidate["state"] == "failed"]
+    assert failed
+    assert all("Planted" in candidate["error"] for candidate in failed)
+    (engine,) = faulty.http.get("/v1/engines").json()["engines"]
+    assert engine["num_internal_errors"] > 0
+    faulty.wait_until_idle()
 
 
 def test_wide_log_probabilities_come_and_go_beside_a_group(crowd: Server) -> None:

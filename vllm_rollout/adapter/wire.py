@@ -107,6 +107,10 @@ class RunnerReport(NamedTuple):
     last: LastLogits | None = None
     first_positions: np.ndarray | None = None
     """int64 [num_rows]: output tokens before this step; None in a step without drafts."""
+    failed: Mapping[str, str] = {}
+    """Requests that can be observed no more, and why. They fail; a wrong or missing score is worse."""
+    num_internal_errors: int = 0
+    """Exceptions of ours that this worker has caught."""
 
     def observations(self) -> Iterator[tuple[str, Observation]]:
         """Request id and observation of everything that is due."""
@@ -154,6 +158,8 @@ class EndingNote(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     final: Assessment | None = None
     """By its end."""
+    error: str | None = None
+    """Why it failed, where that is known."""
 
     def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
         return {**(params or {}), ENDING_KEY: self}

@@ -87,6 +87,8 @@ class Candidate(EndedCandidate):
     """A candidate that is not among the trajectories."""
 
     state: CandidateState
+    error: str | None = None
+    """Why it failed, where that is known."""
 
 
 class UnselectedCandidate(Candidate):

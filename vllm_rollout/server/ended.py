@@ -51,6 +51,7 @@ def candidate_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None)
         "index": end.ending.index,
         "num_tokens": end.ending.num_tokens,
         "state": end.ending.state,
+        "error": end.error,
         **_scoring(end, pruning),
     }
     if not wanted.unselected:

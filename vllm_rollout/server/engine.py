@@ -165,6 +165,8 @@ class CandidateEnd:
     """Its group completed in the step of its end, but after as many others as its race wanted."""
     survival_before: float = 1.0
     """Probability with which it was kept in an earlier round."""
+    error: str | None = None
+    """Why it failed, where that is known."""
 
 
 Happening = CandidateTokens | CandidateEnd

@@ -156,6 +156,11 @@ class Metrics:
         self._kv_fallbacks = gauge(
             "kv_move_fallbacks", "Groups whose KV a rank could not send or take over: it was computed again.", "rank"
         )
+        self._internal_errors = gauge(
+            "internal_errors",
+            "Exceptions in our own code in a rank, since it started: they failed candidates or groups.",
+            "rank",
+        )
         self._rounds = counter("rounds", "Rounds of runs that are over.", kind=ROUND_KINDS)
         self._round_prompts = counter(
             "round_prompts",
@@ -209,6 +214,7 @@ class Metrics:
                 (self._moved_with_kv, load.kv.num_groups),
                 (self._kv_blocks, load.kv.num_blocks),
                 (self._kv_fallbacks, load.kv.num_fallbacks),
+                (self._internal_errors, load.num_internal_errors),
             ):
                 gauge.labels(str(rank)).set(value)
 

@@ -41,6 +41,8 @@ class RolloutOutcome:
     """The versions of the weights that sampled a token."""
     reward_error: str | None = None
     """Why the first trajectory that has no reward has none."""
+    error: str | None = None
+    """Why the first candidate that failed for a known reason did."""
     off_policy: bool = False
     """Whether any trajectory is."""
     receipt: Receipt | None = None
@@ -83,6 +85,7 @@ class RolloutOutcome:
         usage.num_scored += sum(end.assessment is not None for end in ends)
         for ending in result.endings:
             self._count_ended(ending.state)
+        self.error = self.error or next((end.error for end in ends if end.error is not None), None)
         if self.timing.time_to_first_group_s is None:
             self.timing.time_to_first_group_s = latency_s
         for grade in grades:

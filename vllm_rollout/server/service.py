@@ -226,6 +226,11 @@ class RolloutService:
 
     async def _warn(self, rollout: Rollout) -> None:
         usage = rollout.outcome.usage
+        if rollout.outcome.error is not None:
+            rollout.warnings.append(
+                f"{usage.num_failed} of {usage.num_candidates} candidates failed, the first one for this reason: "
+                f"{rollout.outcome.error}"
+            )
         if usage.num_reward_errors:
             rollout.warnings.append(
                 f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "

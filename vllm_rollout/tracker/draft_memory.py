@@ -85,7 +85,12 @@ class DraftMemory:
             if not least <= value < 2**62:
                 raise ValueError(f"{name} must be at least {least} and below 2^62, got {value}")
         self.implementation = draft_memory_implementation()
-        self._store: DraftMemoryReference = self.implementation.store(max_bytes, min_match, max_match, max_places)
+        self._settings = max_bytes, min_match, max_match, max_places
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything; sequences that run are not known any more."""
+        self._store: DraftMemoryReference = self.implementation.store(*self._settings)
 
     @property
     def num_bytes(self) -> int:

@@ -157,6 +157,15 @@ class CandidateTracker:
                 self._is_final[slot] = False
             self._adapters[slot] = 0
 
+    def forget_all(self) -> list[str]:
+        """Observe nobody any more, whatever state this is in. Returns whom it observed."""
+        request_ids, capacity = list(self._slots), len(self._adapters)
+        self._slots, self._free, self._last_ids = {}, list(range(capacity - 1, -1, -1)), None
+        self._num_scored, self._steps_before_due = 0, 0
+        self._detection_lengths[:], self._is_final[:], self._adapters[:] = UNSCORED, False, 0
+        self.step = self._hidden = self._hidden_rows = None
+        return request_ids
+
     def copy(self, request_ids: Sequence[str]) -> dict[str, TrackedCandidate]:
         """The statistics of those requests that are observed. Waits for the device."""
         slots = {id: self._slots[id] for id in request_ids if id in self._slots}

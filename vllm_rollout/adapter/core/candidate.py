@@ -24,9 +24,12 @@ class EngineCandidate:
 
     __slots__ = (
         "end_reason",
+        "error",
         "group",
         "held",
         "id",
+        "is_launched",
+        "is_told",
         "num_dropped",
         "pauses",
         "reads_notes",
@@ -37,7 +40,7 @@ class EngineCandidate:
 
     id: CandidateId
     group: Group
-    """The group of a candidate that was launched, that is: not refused."""
+    """Its name and its group, once it is launched."""
 
     def __init__(self, request: Request, output_interval: int = 1, *, reads_notes: bool = True) -> None:
         self.request = request
@@ -51,6 +54,12 @@ class EngineCandidate:
         self.end_reason: EndReason | None = None
         self.refusal: str | None = None
         """Why its group did not take it."""
+        self.error: str | None = None
+        """Why it failed, where that is known."""
+        self.is_launched = False
+        """It is in a group: not refused, and the group is not broken."""
+        self.is_told = False
+        """Its group knows that it has ended."""
         self.num_dropped = 0
         """Tokens after the one that completed a stop string, of the same step."""
 

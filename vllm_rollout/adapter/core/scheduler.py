@@ -1,6 +1,7 @@
 """vLLM's schedulers, made to obey group verdicts in the step that gives rise to them.
 
-Invariant: every candidate gets exactly one last output, in the step in which it ends or is stopped.
+Invariant: every candidate gets exactly one last output, in the step in which it ends or is stopped. An exception of our
+code fails a candidate or a group, with its reason, and never reaches vLLM, which would end the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm_rollout.adapter.call_table import LastTokens
 from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.core.calls import add_rollout_calls
 from vllm_rollout.adapter.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observation
-from vllm_rollout.adapter.core.held_outputs import keep_first
+from vllm_rollout.adapter.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.adapter.core.joining import Joining, JoinRefused
 from vllm_rollout.adapter.core.moving import GroupMoves
 from vllm_rollout.adapter.core.parent import end_with_parent
@@ -33,9 +34,10 @@ from vllm_rollout.adapter.core.slots import answer_for_room
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStrings
 from vllm_rollout.adapter.core.versions import admitting, num_deferred
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote, RunnerReport
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.plans.xargs import as_written
 from vllm_rollout.group.racing.lifecycle import Group
@@ -46,6 +48,11 @@ from vllm_rollout.group.step.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.group.types import CandidateId, Observation
 
 logger = init_logger("vllm.vllm_rollout")
+VLLM_ERROR = "vLLM ended this request with an error, which the server's log has"
+GRAMMAR_ERROR = (
+    "vLLM ended this request with an error: its grammar could not be compiled, or rejected what was sampled. The "
+    "server's log has the tokens."
+)
 MOST_LAST_TOKENS = 512
 """How many of a candidate's tokens a viewer is told: a screen of text, and no time of a step."""
 
@@ -61,10 +68,11 @@ class GroupSchedulerMixin:
         super().__init__(*args, **kwargs)
         end_with_parent()
         answer_for_room(self.kv_cache_manager)
+        self.faults = Faults()
         self.judge = Judge()
         self.readings = Readings()
         self.step_times = StepTimes()
-        self.group_steps = GroupSteps(self.judge)
+        self.group_steps = GroupSteps(self.judge, contains=True)
         """Decides. Everything below translates and obeys."""
         self.clock = time.monotonic
         """By which groups wait for siblings."""
@@ -76,6 +84,8 @@ class GroupSchedulerMixin:
         self._joining = Joining(self.vllm_config)
         self._num_with_stop_strings = 0
         self.moves = GroupMoves(self, scheduler=self)
+        self._num_worker_errors = 0
+        """Exceptions of ours that the worker has caught."""
         self.num_preemptions = 0
         self.num_resumes = 0
         """How often generation went on after a pause."""
@@ -107,6 +117,7 @@ class GroupSchedulerMixin:
             groups,
             moves.seconds,
             moves.kv.arrived,
+            num_internal_errors=self.faults.num + self._num_worker_errors,
         )
 
     def cancel_groups(self, group_ids: Iterable[str]) -> None:
@@ -129,7 +140,7 @@ class GroupSchedulerMixin:
 
     def stays_because(self, group_id: str) -> StayReason | None:
         """Why this group cannot leave for another engine core now; None when it can."""
-        if any(candidate.refusal is None and candidate.id.group_id == group_id for candidate in self._ended):
+        if any(candidate.is_launched and candidate.id.group_id == group_id for candidate in self._ended):
             return "busy"
         return self.group_steps.stays_because(group_id)
 
@@ -166,7 +177,7 @@ class GroupSchedulerMixin:
         round, and then it will see them again.
         """
         candidate = EngineCandidate(request, moved.output_interval)
-        candidate.id, candidate.group = CandidateId(group_id, moved.index), group
+        self._know(candidate, CandidateId(group_id, moved.index), group)
         candidate.held.attach(moved.held, passes_next=moved.passes_next)
         candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
         del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
@@ -174,8 +185,11 @@ class GroupSchedulerMixin:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
             candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
             self._num_with_stop_strings += 1
-        self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
         return candidate
+
+    def _know(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None:
+        candidate.id, candidate.group, candidate.is_launched = id, group, True
+        self._candidates[candidate.request.request_id] = self._by_id[id] = candidate
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -184,7 +198,17 @@ class GroupSchedulerMixin:
         params = request.sampling_params
         if params is None or not params.extra_args:
             return
-        if (tag := CandidateTag.of(params.extra_args)) is not None:
+        try:
+            self._add(request)
+        except Exception as error:
+            candidate = self._candidates.get(request.request_id)
+            if candidate is None:
+                candidate = EngineCandidate(request, reads_notes=TAG_KEY in params.extra_args)
+            self._fail(candidate, self.faults.caught("add_request", error))
+
+    def _add(self, request: Request) -> None:
+        """If it has our fields it is launched or refused."""
+        if (tag := CandidateTag.of(request.sampling_params.extra_args)) is not None:
             self._launch(EngineCandidate(request, tag.output_interval), tag)
             return
         try:
@@ -201,7 +225,7 @@ class GroupSchedulerMixin:
         adapter = learned_name(request.lora_request)
         self.forget_waiting()
         try:
-            candidate.id, candidate.group = self.group_steps.launch(
+            id, group = self.group_steps.launch(
                 tag.group_id,
                 tag.terms,
                 tag.index,
@@ -212,7 +236,12 @@ class GroupSchedulerMixin:
         except LaunchRefused as refusal:
             self._refuse(candidate, str(refusal) if candidate.reads_notes else as_written(str(refusal))[1])
             return
-        self._candidates[request.request_id] = self._by_id[candidate.id] = candidate
+        except Exception as error:
+            self._fail(candidate, self.faults.caught("launch", error))
+            self.group_steps.drop(tag.group_id)
+            self._break(tag.group_id, candidate.error)
+            return
+        self._know(candidate, id, group)
         if request.sampling_params.stop:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
             self._num_with_stop_strings += 1
@@ -224,8 +253,51 @@ class GroupSchedulerMixin:
         self._candidates[request_id] = candidate
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
+    def _fail(self, candidate: EngineCandidate, reason: str) -> None:
+        """It ends for this reason, in this step as long as groups have not been told what ended, else in the next."""
+        request_id = candidate.request.request_id
+        candidate.error = reason
+        candidate.held = HeldOutputs(1)  # what it holds may be what is wrong
+        self._candidates[request_id] = candidate
+        if candidate.end_reason is None:
+            self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        if not candidate.is_told:
+            candidate.end_reason = "failed"
+
+    def _break(self, group_id: str, reason: str) -> None:
+        """All that run of a group which is forgotten fail."""
+        for id in [id for id in self._by_id if id.group_id == group_id]:
+            candidate = self._by_id.pop(id)
+            candidate.is_launched = False
+            self._fail(candidate, reason)
+            candidate.is_told = True
+        self.moves.forget(group_id)
+
+    def _fail_all(self, outputs: dict[int, EngineCoreOutputs], error: Exception) -> None:
+        """Nobody knows whom an exception of this step concerns: all candidates fail, and their groups are forgotten."""
+        reason = self.faults.caught("update_from_output", error)
+        self.group_steps = GroupSteps(self.judge, contains=True)
+        for group_id in {id.group_id for id in self._by_id}:
+            self.moves.forget(group_id)
+        candidates, self._candidates = self._candidates, {}
+        self._by_id, self._ended, self._num_with_stop_strings = {}, [], 0
+        self.finish_requests(list(candidates), RequestStatus.FINISHED_ABORTED)
+        for step_outputs in outputs.values():
+            step_outputs.outputs = [each for each in step_outputs.outputs if each.request_id not in candidates]
+        for request_id, candidate in candidates.items():
+            candidate.error = reason
+            output = EngineCoreOutput(request_id, [])
+            self._explain(candidate, output)
+            step_outputs = outputs.setdefault(candidate.request.client_index, EngineCoreOutputs())
+            step_outputs.outputs = [*step_outputs.outputs, output]
+            self._joining.ended(request_id)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        most = self._most_running()
+        try:
+            most = self._most_running()
+        except Exception as error:
+            self.faults.caught("schedule", error)
+            most = None
         if most is None:
             return super().schedule(*args, **kwargs)
         with admitting(self, most):
@@ -257,9 +329,12 @@ class GroupSchedulerMixin:
         self.step_times.interrupt()
         if pause_state == PauseState.UNPAUSED:
             self.num_resumes += 1
-            for candidate in self._candidates.values():
-                candidate.pauses.append(candidate.request.num_output_tokens)
-                candidate.held.release_next()
+            for candidate in list(self._candidates.values()):
+                try:
+                    candidate.pauses.append(candidate.request.num_output_tokens)
+                    candidate.held.release_next()
+                except Exception as error:
+                    self._fail(candidate, self.faults.caught("set_pause_state", error))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.moves.kv.num_resets += 1
@@ -274,6 +349,8 @@ class GroupSchedulerMixin:
         candidate = self._candidates.get(request.request_id)
         if candidate is not None:
             candidate.end_reason = END_REASONS.get(request.status, "failed")
+            if request.status == RequestStatus.FINISHED_ERROR:
+                candidate.error = GRAMMAR_ERROR if request.use_structured_output else VLLM_ERROR
             self._ended.append(candidate)
         return super()._free_request(request, *args, **kwargs)
 
@@ -281,13 +358,24 @@ class GroupSchedulerMixin:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.step_times.step(scheduler_output, self.running)
-        if not self._candidates:
-            return outputs
+        try:
+            self.step_times.step(scheduler_output, self.running)
+        except Exception as error:
+            self.faults.caught("step_times", error)
+            self.step_times = StepTimes()
+        if self._candidates:
+            try:
+                self._obey(outputs, model_runner_output)
+            except Exception as error:
+                self._fail_all(outputs, error)
+        return outputs
+
+    def _obey(self, outputs: dict[int, EngineCoreOutputs], model_runner_output: ModelRunnerOutput) -> None:
+        """Ask the groups what is to stop, stop it, and pass outputs on."""
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
         report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
-        due = self._due(report) if report is not None and report.due else {}
+        due = {} if report is None else self._due(report)
         verdicts = self._close_step(due, model_runner_output)
         if verdicts.stop:
             self._stop(verdicts, outputs)
@@ -296,25 +384,45 @@ class GroupSchedulerMixin:
             self._forget_ended(outputs, verdicts)
         for group_id in verdicts.over:
             self.moves.forget(group_id)
-        return outputs
 
     def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:
-        """What the step showed of candidates, by their names in the group."""
-        due = {}
-        for request_id, observation in report.observations():
-            candidate = self._candidates.get(request_id)
-            if candidate is not None and candidate.end_reason is None:
-                due[candidate.id] = observation
+        """What the step showed of candidates, by their names in the group; those that it could not show fail."""
+        due: dict[CandidateId, Observation] = {}
+        if not (report.due or report.failed):
+            return due
+        self._num_worker_errors = max(self._num_worker_errors, report.num_internal_errors)
+        failed = dict(report.failed)
+        try:
+            for request_id, observation in report.observations():
+                candidate = self._candidates.get(request_id)
+                if candidate is not None and candidate.end_reason is None:
+                    due[candidate.id] = observation
+        except Exception as error:
+            failed |= dict.fromkeys(report.due, self.faults.caught("observations", error))
+            due.clear()
+        for request_id, reason in failed.items():
+            if (candidate := self._candidates.get(request_id)) is not None:
+                self._fail(candidate, reason)
         return due
 
     def _close_step(self, due: Mapping[CandidateId, Observation], model_runner_output: ModelRunnerOutput) -> Verdicts:
         """Tell the groups what ended, and ask what is to stop."""
         for candidate in self._ended:
-            if candidate.refusal is None:
-                num_tokens = candidate.num_tokens
+            if candidate.is_told:
+                continue
+            candidate.is_told = True
+            if not candidate.is_launched:
+                continue
+            last = None
+            try:
                 last = last_observation(candidate, model_runner_output)
-                self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, num_tokens, last)
-        return self.group_steps.close_step(due, lambda id: self._by_id[id].num_tokens, now_s=self.clock())
+            except Exception as error:
+                candidate.error, candidate.end_reason = self.faults.caught("last_observation", error), "failed"
+            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, last)
+        verdicts = self.group_steps.close_step(due, lambda id: self._by_id[id].num_tokens, now_s=self.clock())
+        for group_id, error in verdicts.broken.items():
+            self._break(group_id, self.faults.caught("a group's rules", error))
+        return verdicts
 
     def _end_by_stop_strings(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for step_outputs in outputs.values():
@@ -322,7 +430,11 @@ class GroupSchedulerMixin:
                 candidate = self._candidates.get(output.request_id)
                 if candidate is None or candidate.stop_strings is None:
                     continue
-                num_kept = candidate.stop_strings.found_at(output.new_token_ids)
+                try:
+                    num_kept = candidate.stop_strings.found_at(output.new_token_ids)
+                except Exception as error:
+                    self._fail(candidate, self.faults.caught("stop_strings", error))
+                    continue
                 if num_kept is None:
                     continue
                 candidate.num_dropped = len(output.new_token_ids) - num_kept
@@ -337,7 +449,10 @@ class GroupSchedulerMixin:
 
     def _stop(self, verdicts: Verdicts, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Carry the verdicts out through vLLM's own `finish_requests`: running, waiting and preempted ones alike."""
-        stop = [self._by_id[candidate_id].request.request_id for candidate_id in verdicts.stop]
+        candidates = [self._by_id[candidate_id] for candidate_id in verdicts.stop]
+        for candidate in candidates:
+            candidate.is_told = True
+        stop = [candidate.request.request_id for candidate in candidates]
         self.finish_requests(stop, RequestStatus.FINISHED_ABORTED)
         self._refresh_stats(outputs)
 
@@ -364,45 +479,69 @@ class GroupSchedulerMixin:
                 if candidate is None:
                     passed.append(output)
                 elif candidate.end_reason is not None:
-                    output = candidate.held.finish(output)
-                    self._annotate(candidate, output, verdicts, model_runner_output)
-                    passed.append(output)
                     del candidates[output.request_id]
-                elif (released := candidate.held.add(output)) is not None:
-                    passed.append(released)
+                    passed.append(self._last_output(candidate, output, verdicts, model_runner_output))
+                else:
+                    try:
+                        released = candidate.held.add(output)
+                    except Exception as error:
+                        self._fail(candidate, self.faults.caught("held_outputs", error))
+                        continue
+                    if released is not None:
+                        passed.append(released)
             step_outputs.outputs = passed
             if not passed and step_outputs.scheduler_stats is None and not step_outputs.finished_requests:
                 del outputs[client_index]
 
     def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], verdicts: Verdicts) -> None:
         """Give what ended without an output in this step (waiting, preempted, aborted) its last one."""
+        untold = []
         for candidate in self._ended:
+            if not candidate.is_told:  # it failed while outputs were passed; the next step tells its group
+                untold.append(candidate)
+                continue
             request = candidate.request
             if self._candidates.pop(request.request_id, None) is not None:
-                output = candidate.held.finish(
-                    EngineCoreOutput(
-                        request_id=request.request_id,
-                        new_token_ids=[],
-                        finish_reason=request.get_finished_reason(),
-                        events=request.take_events(),
-                        trace_headers=request.trace_headers,
-                    )
+                output = EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
                 )
-                self._annotate(candidate, output, verdicts, None)
+                output = self._last_output(candidate, output, verdicts, None)
                 step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
                 # The default list of an EngineCoreOutputs is not ours to append to.
                 step_outputs.outputs = [*step_outputs.outputs, output]
             self._num_with_stop_strings -= candidate.stop_strings is not None
-            if candidate.refusal is None:
+            if candidate.is_launched:
                 del self._by_id[candidate.id]
             self._joining.ended(request.request_id)
-        self._ended.clear()
+        self._ended = untold
         if self.finished_req_ids_dict:
             # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
             for client_index, request_ids in self.finished_req_ids_dict.items():
                 step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
                 step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
             self.finished_req_ids_dict.clear()
+
+    def _last_output(
+        self,
+        candidate: EngineCandidate,
+        output: EngineCoreOutput,
+        verdicts: Verdicts,
+        model_runner_output: ModelRunnerOutput | None,
+    ) -> EngineCoreOutput:
+        """Everything that it holds, and what is known of its end."""
+        try:
+            output = candidate.held.finish(output)
+            self._annotate(candidate, output, verdicts, model_runner_output)
+            return output
+        except Exception as error:
+            candidate.error = self.faults.caught("last_output", error)
+            output = EngineCoreOutput(candidate.request.request_id, [])
+            self._explain(candidate, output)
+            return output
 
     def _annotate(
         self,
@@ -411,13 +550,15 @@ class GroupSchedulerMixin:
         verdicts: Verdicts,
         model_runner_output: ModelRunnerOutput | None,
     ) -> None:
-        if candidate.refusal is not None:
+        if not candidate.is_launched:
             self._explain(candidate, output)
             return
         id, group = candidate.id, candidate.group
         reason = "surplus" if id in verdicts.lost_ties else verdicts.stop.get(id)
         if reason is not None:
             output.finish_reason, output.stop_reason = FinishReason.ABORT, reason
+        if candidate.error is not None and output.finish_reason is None:
+            output.finish_reason = FinishReason.ABORT if candidate.reads_notes else FinishReason.ERROR
         if not candidate.reads_notes:
             return
         note = EndingNote(
@@ -431,16 +572,20 @@ class GroupSchedulerMixin:
             is_replaced=group.is_replaced(id.index),
             group_lost=id.group_id in verdicts.lost_groups,
             num_preemptions=candidate.request.num_preemptions,
+            error=candidate.error,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 
     def _explain(self, candidate: EngineCandidate, output: EngineCoreOutput) -> None:
-        """Why it was not let in: in a note, or, where nobody reads notes, as an error in its client's and our log."""
+        """Why it was not let in, or failed: in a note, or, where nobody reads notes, as an error for its client, and in
+        our log."""
         if candidate.reads_notes:
-            note = EndingNote("failed", 0, None, refusal=candidate.refusal)
+            output.finish_reason = FinishReason.ABORT
+            note = EndingNote("failed", 0, None, refusal=candidate.refusal, error=candidate.error)
             output.kv_transfer_params = note.to_params(output.kv_transfer_params)
-        else:
-            output.finish_reason, output.stop_reason = FinishReason.ERROR, candidate.refusal
+            return
+        output.finish_reason, output.stop_reason = FinishReason.ERROR, candidate.refusal or candidate.error
+        if candidate.refusal is not None:
             logger.error("vllm_rollout: request %.100s was refused: %s", output.request_id, candidate.refusal)
 
 

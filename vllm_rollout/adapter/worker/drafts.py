@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.options import ServeOptions, each_worker_schedules
 from vllm_rollout.adapter.parcel import MovedCandidate
@@ -39,7 +40,10 @@ class Running(NamedTuple):
 
 
 class Drafts:
-    """vLLM's custom proposer: `propose` of each step, after its tokens are known. `see_step` comes before."""
+    """vLLM's custom proposer: `propose` of each step, after its tokens are known. `see_step` comes before.
+
+    An exception in either empties the memory. Candidates that run go on without drafts, and no token changes.
+    """
 
     def __init__(self, vllm_config: VllmConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         if each_worker_schedules(vllm_config):
@@ -47,6 +51,7 @@ class Drafts:
                 "drafts are chosen by what steps take, and with distributed_executor_backend 'external_launcher' each "
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
+        self.faults = Faults()
         self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
         self.rule = DraftingRule()
         self._clock = clock
@@ -69,6 +74,18 @@ class Drafts:
 
     def see_step(self, step: SchedulerOutput) -> None:
         """A step begins: who has come and gone, and how long the one before took."""
+        try:
+            self._see_step(step)
+        except Exception as error:
+            self._begin_again(error)
+
+    def _begin_again(self, error: Exception) -> None:
+        """Nothing that is known is trusted any more."""
+        self.faults.caught("drafts", error)
+        self.memory.clear()
+        self._running, self._verifying, self._step = {}, {}, None
+
+    def _see_step(self, step: SchedulerOutput) -> None:
         self._learn_cost(step)
         self._verifying = {  # vLLM may have had room for fewer
             sequence: self._verifying[sequence][: len(tokens)]
@@ -95,6 +112,15 @@ class Drafts:
         **kwargs: Any,
     ) -> list[list[int]]:
         """Drafts of the next step, a list for each row of the batch, empty where there are none."""
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception as error:
+            self._begin_again(error)
+            return [[] for _ in sampled_token_ids]
+
+    def _propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
+    ) -> list[list[int]]:
         request_ids = self._batch().req_ids
         rows = [row for row, id in enumerate(request_ids) if id in self._running]
         drafts: list[list[int]] = [[] for _ in request_ids]

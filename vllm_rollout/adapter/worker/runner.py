@@ -5,26 +5,31 @@ Invariant: what is observed is not changed, and no step waits for it: values rid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport
 from vllm_rollout.adapter.worker.drafts import Drafts
 from vllm_rollout.adapter.worker.features import attach, detach
+from vllm_rollout.adapter.worker.observing import Observing
 from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.tracker.step_values import StepValues
 from vllm_rollout.tracker.tracker import CandidateTracker
 from vllm_rollout.tracker.verified import VerifiedDrafts
 from vllm_rollout.tracker.warm_up import warm_up
+
+NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype's range."
+"""Why a candidate fails whose tokens would be chance."""
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -52,37 +57,80 @@ class ObservedOutput(AsyncModelRunnerOutput):
     """An asynchronous runner output whose report arrives with it."""
 
     def __init__(
-        self,
-        inner: AsyncModelRunnerOutput,
-        step: StepValues,
-        ring: FeatureRing,
-        copy_stream: torch.cuda.Stream | None,
+        self, inner: AsyncModelRunnerOutput, report: StepReport, copy_stream: torch.cuda.Stream | None
     ) -> None:
+        """`copy_stream`: None where the step's values are on the host already."""
         self._inner = inner
-        self._ring = ring
-        if copy_stream is None:  # on the host already
-            self._copy = HostCopy(step)
+        self._report = report
+        if copy_stream is None:
+            report.begin_copy()
             return
         main_stream = torch.cuda.current_stream()
         with torch.cuda.stream(copy_stream):
             copy_stream.wait_stream(main_stream)
-            self._copy = HostCopy(step)
+            report.begin_copy()
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._inner.get_output()
-        _attach(output, self._copy.get(), self._ring)
+        self._report.attach(output)
         return output
 
     def get_kv_connector_output(self) -> Any:
         return self._inner.get_kv_connector_output()
 
 
-def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> None:
-    """Put a step's values, which are on the host, where the scheduler reads them, and its features into the ring."""
+class StepReport:
+    """What a step showed, on its way to the scheduler."""
+
+    def __init__(self, step: StepValues | None, failed: Mapping[str, str], ring: FeatureRing, faults: Faults) -> None:
+        """`step`: None where nobody was observed. `failed`: as of a RunnerReport."""
+        self._step = step
+        self._failed = failed
+        self._ring = ring
+        self._faults = faults
+        self._copy: HostCopy | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._step is None or self._step.on_host
+
+    def begin_copy(self) -> None:
+        """On the current stream."""
+        try:
+            self._copy = None if self._step is None else HostCopy(self._step)
+        except Exception as error:
+            self._error = error
+
+    def attach(self, output: ModelRunnerOutput) -> None:
+        """Put it where the scheduler reads it, and its features into the ring. Waits for the copy."""
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._copy is None:
+                report = _nothing_seen(output, self._failed)
+            else:
+                report = _report(output, self._copy.get(), self._ring, self._failed)
+        except Exception as error:
+            reason = self._faults.caught("reporting", error)
+            seen = [output.req_ids[row] for row in self._step.rows]
+            report = _nothing_seen(output, {**self._failed, **dict.fromkeys(seen, reason)})
+        setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=self._faults.num))
+
+
+def _nothing_seen(output: ModelRunnerOutput, failed: Mapping[str, str]) -> RunnerReport:
+    return RunnerReport(np.full((2, 1, len(output.req_ids)), np.nan, dtype=np.float32), failed=failed)
+
+
+def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, failed: Mapping[str, str]) -> RunnerReport:
+    """The report of values that are on the host."""
     shape = (int(step.tokens[-1]) + 1, step.num_rows)
     moments = np.full((2, *shape), np.nan, dtype=np.float32)
-    moments[:, step.tokens, step.rows] = step.moments.numpy().T
-    report, due = RunnerReport(moments, first_positions=step.first_positions), step.due
+    values = step.moments.numpy().T
+    moments[:, step.tokens, step.rows] = values
+    if (not_finite := np.isnan(values[0])).any():
+        failed = {**failed, **{output.req_ids[row]: NOT_FINITE for row in step.rows[not_finite]}}
+    report, due = RunnerReport(moments, first_positions=step.first_positions, failed=failed), step.due
     if due is not None:
         report = report._replace(
             due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
@@ -93,11 +141,14 @@ def _attach(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing) -> N
         report = report._replace(last=logits)
     if (ended := step.ended) is not None:
         ring.put(ended.keys, ended.states)
-    setattr(output, REPORT_ATTRIBUTE, report)
+    return report
 
 
 class RunnerMixin:
-    """What both generations share. Overrides: execute_model, sample_tokens, _dummy_sampler_run."""
+    """What both generations share. Overrides: execute_model, sample_tokens, _dummy_sampler_run.
+
+    An exception of ours here would end the engine: `observing` and `drafts` keep theirs.
+    """
 
     drafts: Drafts | None = None
 
@@ -106,6 +157,7 @@ class RunnerMixin:
         nothing is observed."""
         self.feature_ring = ring
         self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
+        self.observing = Observing(self.candidate_tracker, Faults())
 
     @torch.inference_mode()
     def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
@@ -151,25 +203,30 @@ class RunnerMixin:
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
-        if self.feature_ring is not None:
-            for request_id in scheduler_output.finished_req_ids:
-                tracker.discard(request_id)
-            for request in scheduler_output.scheduled_new_reqs:
-                _start_observing(tracker, request)
-        tracker.start_step()
+        with self.observing:
+            if self.feature_ring is not None:
+                for request_id in scheduler_output.finished_req_ids:
+                    tracker.discard(request_id)
+                for request in scheduler_output.scheduled_new_reqs:
+                    self.observing.begin(request)
+            tracker.start_step()
         if self.drafts is not None:
             self.drafts.see_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        step = self.candidate_tracker.step
-        if step is None or output is None:
+        if output is None:
+            return None
+        step, failed = self.candidate_tracker.step, self.observing.take_failed()
+        if step is None and not failed:
             return output
+        report = StepReport(step, failed, self.feature_ring, self.observing.faults)
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
-            _attach(output, HostCopy(step).get(), self.feature_ring)
+            report.begin_copy()
+            report.attach(output)
             return output
-        return ObservedOutput(output, step, self.feature_ring, None if step.on_host else self._copy_stream())
+        return ObservedOutput(output, report, None if report.is_on_host else self._copy_stream())
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -181,31 +238,6 @@ class RunnerMixin:
         if logits is not None and self.feature_ring is not None:
             warm_up(logits, hidden_states)
         return result
-
-
-def _start_observing(tracker: CandidateTracker, request: NewRequestData) -> None:
-    params = request.sampling_params
-    if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
-        return
-    if (plan := tag.terms.pruning) is not None:
-        first, *others = plan.scored_lengths
-        tracker.add(
-            request.req_id,
-            _num_prompt_tokens(request),
-            first,
-            num_before=tag.num_resumed,
-            trial_lengths=others,
-            final=plan.final_score,
-            adapter=learned_name(request.lora_request),
-        )
-    elif tag.observed:
-        tracker.add(request.req_id, _num_prompt_tokens(request))
-
-
-def _num_prompt_tokens(request: NewRequestData) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    return len(request.prompt_embeds)
 
 
 class RunnerV1Mixin(RunnerMixin):
@@ -246,31 +278,34 @@ class RunnerV1Mixin(RunnerMixin):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
         if state is not None and self.feature_ring is not None:
-            self.candidate_tracker.see_hidden_states(state.sample_hidden_states)
+            with self.observing:
+                self.candidate_tracker.see_hidden_states(state.sample_hidden_states)
         return super().sample_tokens(*args, **kwargs)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
             spec_decode_metadata = None  # vLLM from 0.32 on verifies nothing, for which its top_k on a CPU has no rows
         num_rows = self.input_batch.num_reqs
-        num_unverified = 0
+        num_unverified: int | np.ndarray = 0
         if spec_decode_metadata is not None and self._cannot_verify():
             logits, num_unverified = self._without_drafts(logits, spec_decode_metadata)
             spec_decode_metadata = None
         if logits is None or not len(self.candidate_tracker):
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        request_ids = self.input_batch.req_ids
         unfinished = self.discard_request_mask.np[:num_rows]
         num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy() - num_unverified  # exact in the synchronous loop
         if spec_decode_metadata is None:  # before sampling: float32 logits are scaled by the temperature in place
-            self.candidate_tracker.observe(self.input_batch.req_ids, logits, num_computed, unfinished)
+            with self.observing:
+                self.candidate_tracker.observe(request_ids, logits, num_computed, unfinished)
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
         # After sampling, which tells how many tokens there are. Verification works on copies of the logits.
         output = super()._sample(logits, spec_decode_metadata, *args, **kwargs)
-        num_drafted = np.array(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
-        num_sampled = (output.sampled_token_ids != PLACEHOLDER_TOKEN_ID).sum(dim=1).cpu().numpy()
-        verified = VerifiedDrafts(num_drafted, num_sampled)
-        request_ids = self.input_batch.req_ids
-        self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
+        with self.observing:
+            num_drafted = np.array(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
+            num_sampled = (output.sampled_token_ids != PLACEHOLDER_TOKEN_ID).sum(dim=1).cpu().numpy()
+            verified = VerifiedDrafts(num_drafted, num_sampled)
+            self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
         return output
 
     def _cannot_verify(self) -> bool:
@@ -328,12 +363,13 @@ class RunnerV2Mixin(RunnerMixin):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_model(*args, **kwargs)
         if self.sampler is not None:  # only the last pipeline rank samples
-            observe_sampler(self.sampler, self.candidate_tracker)
+            observe_sampler(self.sampler, self.candidate_tracker, self.observing)
         return result
 
     def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         if self.feature_ring is not None:
-            self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
+            with self.observing:
+                self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
         return super().sample(hidden_states, input_batch, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
@@ -344,20 +380,22 @@ class SamplerMixin:
     """Shows V2's sampler input to the tracker. Overrides: __call__."""
 
     candidate_tracker: CandidateTracker
+    observing: Observing
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
-        if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
-            reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-            unfinished = reached < input_batch.prefill_len_np
-            self.candidate_tracker.observe(input_batch.req_ids, logits, reached, unfinished)
+        with self.observing:
+            if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
+                reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+                unfinished = reached < input_batch.prefill_len_np
+                self.candidate_tracker.observe(input_batch.req_ids, logits, reached, unfinished)
         return super().__call__(logits, input_batch, *args, **kwargs)
 
 
-def observe_sampler(sampler: Any, tracker: CandidateTracker) -> None:
+def observe_sampler(sampler: Any, tracker: CandidateTracker, observing: Observing) -> None:
     """Give a V2 sampler our mixin. Its class changes rather than its identity: vLLM tests it with isinstance."""
     cls = type(sampler)
     sampler.__class__ = type(f"Observed{cls.__name__}", (SamplerMixin, cls), {})
-    sampler.candidate_tracker = tracker
+    sampler.candidate_tracker, sampler.observing = tracker, observing
 
 
 def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool, num_in_flight: int = 1) -> None:

@@ -86,6 +86,8 @@ class EngineLoad(NamedTuple):
     kv: ArrivedKV = ArrivedKV()
     is_dead: bool = False
     """Nothing runs there any more."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught since it started: candidates or groups have failed of them."""
 
 
 DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import ParamSpec, TypeVar
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.group.judging.audit import draw_audit
@@ -32,6 +33,9 @@ from vllm_rollout.group.racing.race import RacePlace, RaceTable
 from vllm_rollout.group.racing.sibling_table import SiblingTable
 from vllm_rollout.group.step.moving import DetachedGroup, DetachedScore, StayReason
 from vllm_rollout.group.types import CandidateId, EndReason, HeldGroups, Observation, StopState
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class LaunchRefused(ValueError):
@@ -50,6 +54,8 @@ class Verdicts:
     """Groups that are over since this step."""
     lost_groups: frozenset[str] = frozenset()
     """Groups that completed in this step, but after as many others as their race wanted."""
+    broken: Mapping[str, Exception] = field(default_factory=dict)
+    """Groups whose rules raised: they are forgotten, and none of their candidates is named above."""
 
 
 NO_VERDICTS = Verdicts()
@@ -67,7 +73,8 @@ class _Scored:
 class GroupSteps:
     """All groups of one engine."""
 
-    def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS) -> None:
+    def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS, *, contains: bool = False) -> None:
+        """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step."""
         self.judge = judge
         self.races = RaceTable()
         self._table: SiblingTable[Group] = SiblingTable(max_idle)
@@ -81,6 +88,9 @@ class GroupSteps:
         """Candidates that nobody needs, by group."""
         self._capped: dict[str, Group] = {}
         """Groups whose running candidates are given up when they reach a length; in each something runs."""
+        self._contained = (Exception,) if contains else ()
+        self._broken: dict[str, Exception] = {}
+        """Groups whose rules raised since the last step was closed."""
 
     def __len__(self) -> int:
         """Groups that are not over."""
@@ -237,7 +247,7 @@ class GroupSteps:
         if not (self.has_events or due):
             return NO_VERDICTS
         for candidate_id, group, reason, length, _ in self._ended:
-            group.end(candidate_id.index, reason, length)
+            self._alone(candidate_id.group_id, group.end, candidate_id.index, reason, length)
         siblings = self._still_due(due)
         stop: dict[CandidateId, StopState] = {}
         lost_ties: set[CandidateId] = set()
@@ -249,28 +259,70 @@ class GroupSteps:
             if group.length_cap is not None:
                 self._capped[group_id] = group
 
-        for group_id, group in self._touched.items():
-            settle(group_id, group)
-        for group_id in self._in_order(siblings):
-            group = self._touched[group_id]
+        def judge(group_id: str, group: Group) -> None:
             if pruned := self._judge(group_id, group, siblings[group_id]):
                 stop.update((CandidateId(group_id, index), "pruned") for index in pruned)
                 settle(group_id, group)
-        for group_id, group in self._capped.items():
+
+        def cap(group_id: str, group: Group) -> None:
             too_long = group.too_long({index: num_tokens(CandidateId(group_id, index)) for index in group.running})
             if too_long:
                 stop.update((CandidateId(group_id, index), "surplus") for index in too_long)
                 self._touched[group_id] = group
-        for group_id, indices in self._given_up.items():
+
+        def give_up(group_id: str, indices: set[int]) -> None:
             given_up = self._touched[group_id].give_up(indices)
             stop.update((CandidateId(group_id, index), "surplus") for index in given_up)
+
+        def cancel(group_id: str, group: Group) -> None:
+            stop.update((CandidateId(group_id, index), "deferred") for index in group.cancel())
+
+        for group_id, group in self._touched.items():
+            self._alone(group_id, settle, group_id, group)
+        for group_id in self._in_order(siblings):
+            self._alone(group_id, judge, group_id, self._touched[group_id])
+        for group_id, group in self._capped.items():
+            self._alone(group_id, cap, group_id, group)
+        for group_id, indices in self._given_up.items():
+            self._alone(group_id, give_up, group_id, indices)
+        self._drop_broken(stop)
         lost_groups, too_late = self.races.settle(self._touched)
         for group_id in too_late:
             self.cancel(group_id)
         for group_id, group in self._cancelled.items():
-            stop.update((CandidateId(group_id, index), "deferred") for index in group.cancel())
+            self._alone(group_id, cancel, group_id, group)
         over = self._forget(stop, num_tokens, now_s)
-        return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups))
+        self._drop_broken(stop)
+        broken, self._broken = self._broken, {}
+        lost_ties = {id for id in lost_ties if id.group_id not in broken}
+        return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups), broken)
+
+    def _alone(self, group_id: str, rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What concerns one group only, if it is not broken: an exception breaks it, where that is contained."""
+        if group_id in self._broken:
+            return None
+        try:
+            return rule(*args, **kwargs)
+        except self._contained as error:
+            self._broken[group_id] = error
+            return None
+
+    def _drop_broken(self, stop: dict[CandidateId, StopState]) -> None:
+        for group_id in self._broken:
+            self.drop(group_id)
+        for id in [id for id in stop if id.group_id in self._broken]:
+            del stop[id]
+
+    def drop(self, group_id: str) -> None:
+        """Forget a group, whatever state it is in. Its rewards, if any come, are unknown."""
+        if self._table.find(group_id) is not None:
+            self._table.remove(group_id)
+        self.races.leave(group_id)
+        for waiting in (self._touched, self._cancelled, self._given_up, self._capped):
+            waiting.pop(group_id, None)
+        self._ended = [each for each in self._ended if each[0].group_id != group_id]
+        for id in [id for id in self._scored if id.group_id == group_id]:
+            del self._scored[id]
 
     def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
         """What still runs of what is due, by group; touches these groups."""
@@ -307,10 +359,15 @@ class GroupSteps:
     ) -> tuple[str, ...]:
         """Write down the ends of this step; returns the groups that are over."""
         for candidate_id, group, _, length, last in self._ended:
-            self._write(candidate_id, group, length, last)
+            self._alone(candidate_id.group_id, self._write, candidate_id, group, length, last)
         for candidate_id in stop:
-            self._write(candidate_id, self._touched[candidate_id.group_id], num_tokens(candidate_id))
-        over = tuple(group_id for group_id, group in self._touched.items() if self._release(group_id, group, now_s))
+            group = self._touched[candidate_id.group_id]
+            self._alone(candidate_id.group_id, self._write, candidate_id, group, num_tokens(candidate_id))
+        over = tuple(
+            group_id
+            for group_id, group in self._touched.items()
+            if self._alone(group_id, self._release, group_id, group, now_s)
+        )
         self._ended.clear()
         self._touched.clear()
         self._cancelled.clear()

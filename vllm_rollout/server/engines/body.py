@@ -58,6 +58,8 @@ class EngineAnswer(BaseModel):
     """Groups whose KV blocks could not be sent or taken over: they were computed again."""
     kv_seconds_per_token: float | None
     """What taking over costs, moving average; null where no KV comes along."""
+    num_internal_errors: int
+    """Exceptions in our own code since the rank started: candidates or groups failed of them, others went on."""
 
     @classmethod
     def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:

@@ -152,13 +152,14 @@ class GroupClient:
             return session_turns.ended_at_once(request_id, prompt, params)
         params = session_turns.params_of(params.clone(), turn)
         params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
-        return self._generate_turn(turn, session_turns.mended(prompt, turn), params, request_id, **kwargs)
+        return self._generate_turn(turn, prompt, params, request_id, **kwargs)
 
     async def _generate_turn(
         self, turn: OpenTurn, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """On the rank where its group is."""
         assert self.sessions is not None
+        prompt = await session_turns.compared(self.sessions, turn, prompt)
         if not session_turns.begin(self.sessions, turn):
             async for output in session_turns.ended_at_once(request_id, prompt, params):
                 yield output
@@ -297,9 +298,10 @@ class GroupClient:
                 self.routes.ended(route, index, num_tokens)
             except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS):
                 raise
-            except Exception:  # one candidate's failure is not its group's: the reader ends it as failed
+            except Exception as error:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
-                yield CandidateFailed(index)
+                cause = error.__cause__ or error  # vLLM's own says nothing
+                yield CandidateFailed(index, f"{type(cause).__name__}: {cause}")
 
         for index, before in before_each.items():
             candidates.add(run(index, before))

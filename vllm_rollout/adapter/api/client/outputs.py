@@ -29,6 +29,7 @@ class CandidateFailed:
     """Something of ours or of vLLM's raised: this candidate has no last output. Its siblings go on."""
 
     index: int
+    error: str
 
 
 def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:

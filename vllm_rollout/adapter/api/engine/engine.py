@@ -309,7 +309,7 @@ class _CandidateLog:
 
     def add(self, candidate: CandidateOutput | CandidateFailed) -> None:
         if isinstance(candidate, CandidateFailed):
-            self.end = self.failed()
+            self.end = self.failed(candidate.error)
             return
         (completion,) = candidate.output.outputs
         self._token_ids += completion.token_ids
@@ -330,6 +330,7 @@ class _CandidateLog:
                 final=None if candidate.note is None else candidate.note.final,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
                 group_lost=candidate.note is not None and candidate.note.group_lost,
+                error=None if candidate.note is None else candidate.note.error,
             )
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
@@ -341,10 +342,10 @@ class _CandidateLog:
         logprobs = None if self._logprobs is None else self._logprobs[offset:]
         return CandidateTokens(self._index, offset, self._token_ids[offset:], logprobs)
 
-    def failed(self) -> CandidateEnd:
+    def failed(self, error: str | None = None) -> CandidateEnd:
         """The end of a candidate that never had one."""
         ending = Ending(self._index, "failed", len(self._token_ids))
-        return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, ())
+        return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, (), error=error)
 
 
 def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
