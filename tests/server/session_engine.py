@@ -15,6 +15,7 @@ from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.grading.body import RewardOptions
 from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.server.sessions.trajectory import Comparison, Continuation, Conversation, Decode
 
 FIRST_GENERATED = 1000
 """Tokens from here on are the policy's."""
@@ -58,6 +59,8 @@ class SessionEngine:
         turn = service.turn(said, None, prompt)
         if turn is None:
             return None
+        if isinstance(turn.continuation, Comparison):
+            turn.continuation = turn.continuation.continuation(str)
         self.asked.append(EngineTurn(turn, list(turn.continuation.token_ids)))
         return self.asked[-1]
 
@@ -88,6 +91,12 @@ class SessionEngine:
         """It dies, or its client leaves."""
         self.turns.remove(each)
         service.leave(each.turn)
+
+
+def followed(conversation: Conversation, prompt: Sequence[int], decode: Decode) -> Continuation:
+    """How a prompt goes on, compared at once."""
+    found = conversation.follow(prompt)
+    return found.continuation(decode) if isinstance(found, Comparison) else found
 
 
 class Grader:

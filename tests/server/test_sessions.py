@@ -21,6 +21,8 @@ from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.sessions.trajectory import Conversation, Turn
 
+from .session_engine import followed
+
 PROMPT = [100, 101]
 
 
@@ -329,20 +331,20 @@ def conversation(
 )
 def test_how_a_prompt_goes_on(prompt, history, tokens):
     begun = conversation([A, B], [A, B, END], text="ab")
-    found = begun.follow(prompt, decode)
+    found = followed(begun, prompt, decode)
     assert (found.history, list(found.token_ids)) == (history, prompt if tokens is None else tokens)
 
 
 def test_another_history_is_shown_where_it_begins():
     begun = conversation([A, B], [A, A, END], text="aa")
-    found = begun.follow([A, B, A, B, END], decode)
-    assert found.where == "character 3 of the conversation: it was 'a', the request has 'b<end>'"
+    found = followed(begun, [A, B, A, B, END], decode)
+    assert found.where == "token 3 of its prompt or later: it was 'a', the request has 'b<end>'"
 
 
 def test_what_no_text_stands_for_is_not_mended():
     """A token that is a part of a character has no text of its own."""
     begun = conversation([A], [BROKEN, END], text="")
-    assert begun.follow([A, ACUTE, END], decode).history == "reformatted"
+    assert followed(begun, [A, ACUTE, END], decode).history == "reformatted"
 
 
 def test_segments_hold_what_was_seen_and_who_generated_it():
@@ -396,7 +398,7 @@ def test_the_same_text_is_never_another_history_and_is_mended_to_the_tokens_that
         token = data.draw(st.sampled_from([t for t in (A, B, AB, SPACE, END, BA) if text.startswith(WORDS[t])]))
         written.append(token)
         text = text.removeprefix(WORDS[token])
-    found = begun.follow([*written, *more], decode)
+    found = followed(begun, [*written, *more], decode)
     assert found.history in ("extended", "mended")
     assert list(found.token_ids)[: len(known)] == known
     assert decode(found.token_ids) == decode([*written, *more])

@@ -30,7 +30,7 @@ from vllm_rollout.server.sessions.body import (
     TrajectoryAnswer,
     TurnAnswer,
 )
-from vllm_rollout.server.sessions.trajectory import Continuation, Conversation
+from vllm_rollout.server.sessions.trajectory import Comparison, Continuation, Conversation
 
 MAX_EVENTS = 1024
 """How many may wait for a reader of a group's events, who is left when there are more."""
@@ -93,7 +93,8 @@ class OpenTurn:
     session: Session
     max_tokens: int | None
     """That it may generate."""
-    continuation: Continuation
+    continuation: Continuation | Comparison
+    """A comparison is still to be made (`SessionService.compare`)."""
     is_last: bool
     waited_s: float
     began_s: float

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
 from math import inf
@@ -53,6 +54,8 @@ SCORED = "scored"
 """What stands for the prompt of a group's scored turns, where rewards name it."""
 STOP_AGAIN_S = 0.1
 """A stop that overtook its turn on the way to the engine is sent again after so long."""
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-turns")
+"""For texts of turns: one, since a tokenizer takes the interpreter's lock from the event loop by turns."""
 TICK_S = 1.0
 """How often silent sessions are looked for, while any group is open."""
 
@@ -166,7 +169,7 @@ class SessionService:
         return NAMES["group_id"] in xargs or key in self._of_session or key in self._forgotten
 
     def turn(self, said: TurnSaid, model: str | None, prompt: Sequence[int] | None) -> OpenTurn | None:
-        """A turn may begin; then `begin` it. None: its session has ended, and nothing is to be generated.
+        """A turn may begin; then `compare` and `begin` it. None: its session has ended, and nothing is to be generated.
 
         Raises: RequestError (400: what it says; 409: what its session is doing), PlanError.
         """
@@ -187,7 +190,8 @@ class SessionService:
         if not session.is_open:
             return None
         self._check_held()
-        continuation = self._continued(group, session, prompt)
+        first = Continuation("first", ())
+        continuation = first if prompt is None else group.conversations[session.id].follow(prompt)
         try:
             most = group.race.tokens_left(session)
         except SessionRefused as refusal:
@@ -196,6 +200,26 @@ class SessionService:
         number = session.num_turns + 1
         is_scored = group.terms.pruning is not None and number == group.terms.pruning_turn
         return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored, number)
+
+    async def compare(self, turn: OpenTurn) -> Continuation:
+        """How its prompt goes on from the turns before; texts are compared beside the event loop.
+
+        Raises: RequestError for another history than its session has.
+        """
+        if isinstance(turn.continuation, Continuation):
+            return turn.continuation
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(_THREAD, turn.continuation.continuation, self._decode)
+        if found.history == "rewritten" and not turn.group.terms.is_rewritable:
+            raise RequestError(
+                f"messages: turn {turn.number} of session {turn.session.id!r} does not go on from the turns "
+                f"before, at {found.where}. Send the conversation as it was, or declare the group with history "
+                '"rewritable".',
+                status=HTTPStatus.BAD_REQUEST,
+                param="messages",
+            )
+        turn.continuation = found
+        return found
 
     def begin(self, turn: OpenTurn) -> bool:
         """The turn is sent to the engine. False: its session has ended meanwhile.
@@ -249,6 +273,7 @@ class SessionService:
         self._metrics.turn_over()
         conversation = group.conversations[session.id]
         before = conversation.num_held_tokens
+        assert isinstance(turn.continuation, Continuation), "it was compared"
         told = Turn(
             history=turn.continuation.history,
             segment=len(conversation.segments) - (turn.continuation.history in ("extended", "mended")),
@@ -523,21 +548,6 @@ class SessionService:
             self._of_session[group.key[0], id] = group
             self._forgotten.pop((group.key[0], id), None)
         return ids
-
-    def _continued(self, group: OpenGroup, session: Session, prompt: Sequence[int] | None) -> Continuation:
-        """Raises: RequestError for another history than the session has."""
-        if prompt is None:
-            return Continuation("first", ())
-        continuation = group.conversations[session.id].follow(prompt, self._decode)
-        if continuation.history == "rewritten" and not group.terms.is_rewritable:
-            raise RequestError(
-                f"messages: turn {session.num_turns + 1} of session {session.id!r} does not go on from the turns "
-                f"before, at {continuation.where}. Send the conversation as it was, or declare the group with history "
-                '"rewritable".',
-                status=HTTPStatus.BAD_REQUEST,
-                param="messages",
-            )
-        return continuation
 
     def _check_held(self) -> None:
         """Raises: RequestError (503) where more is held than may be."""

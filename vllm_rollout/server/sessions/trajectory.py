@@ -7,8 +7,10 @@ exactly those before it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 History = Literal["first", "extended", "mended", "reformatted", "rewritten"]
@@ -20,6 +22,12 @@ reformatted  its text does, but for white space or a stop string: a new segment 
 rewritten    it tells another history: a new segment begins, where the group allows it
 """
 MAX_SHOWN_CHARS = 40
+PIECE_TOKENS = 256
+"""Tokens decoded at once: a tokenizer may keep the interpreter's lock while it decodes."""
+OVERLAP_TOKENS = 8
+"""Tokens decoded again with the next piece: more than one character takes."""
+NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What bytes that are no whole character are decoded to."""
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -89,23 +97,15 @@ class Conversation:
             first, began = last, _num_given(last)
         return first.token_ids[:began], last.token_ids[began:]
 
-    def follow(self, prompt: Sequence[int], decode: Decode) -> Continuation:
-        """How the next turn's prompt goes on. Text is compared only where tokens differ."""
+    def follow(self, prompt: Sequence[int]) -> Continuation | Comparison:
+        """How the next turn's prompt goes on; a comparison where only its text can say."""
         if not self.segments:
             return Continuation("first", prompt)
         known = self.segments[-1].token_ids
         at = _first_difference(known, prompt)
         if at == len(known):
             return Continuation("extended", prompt)
-        before = max(0, at - 1)  # some tokenizers leave out a space at the beginning of a text
-        num_same = _length_with_text(prompt[before:], decode(known[before:]), decode)
-        if num_same is not None:
-            return Continuation("mended", [*known, *prompt[before + num_same :]])
-        asked = decode(prompt)
-        said = decode(known[: self._num_before]) + self._sent
-        if _without_spaces(asked).startswith(_without_spaces(said)):
-            return Continuation("reformatted", prompt)
-        return Continuation("rewritten", prompt, _shown_difference(said, asked))
+        return Comparison(known[:], prompt, at, self._num_before, self._sent)
 
     def add(
         self, turn: Turn, prompt: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] | None, text: str
@@ -129,39 +129,131 @@ class Conversation:
         self._sent, self._num_before = text, len(prompt)
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A prompt in other tokens than the turns before, whose text says how it goes on. It shares nothing with them."""
+
+    known: array[int]
+    """Tokens of the turns before."""
+    prompt: Sequence[int]
+    at: int
+    """The first token that differs."""
+    num_before: int
+    """Tokens of the last prompt."""
+    sent: str
+    """The text of the last answer, as its client got it."""
+
+    def continuation(self, decode: Decode) -> Continuation:
+        """Reads both texts from the token before the first that differs, as far as they are the same."""
+        start = max(0, self.at - 1)
+        known, asked = _Text(self.known, start, decode), _Text(self.prompt, start, decode)
+        rest, more = _differ(known, asked)
+        if not rest and asked.piece and known.is_whole:
+            num_same = asked.num_tokens(asked.piece[: len(asked.piece) - len(more)])
+            if num_same is not None:
+                return Continuation("mended", [*self.known, *self.prompt[start + num_same :]])
+        if not _differ(*map(_without_spaces, self._texts(decode)))[0]:
+            return Continuation("reformatted", self.prompt)
+        return Continuation("rewritten", self.prompt, self._shown_difference(decode))
+
+    def _texts(self, decode: Decode) -> tuple[Iterator[str], Iterator[str]]:
+        """What the client was told, and what it has sent, from a token on before which they are the same."""
+        start = max(0, min(self.at - 1, self.num_before))
+        told = _Text(self.known[: self.num_before], start, decode)
+        return chain(told, filter(None, [self.sent])), _Text(self.prompt, start, decode)
+
+    def _shown_difference(self, decode: Decode) -> str:
+        texts = self._texts(decode)
+        rests = _differ(*texts)
+        was, has = ((rest + next(text, ""))[:MAX_SHOWN_CHARS] for rest, text in zip(rests, texts, strict=True))
+        return f"token {self.at} of its prompt or later: it was {was!r}, the request has {has!r}"
+
+
 def _num_given(segment: Segment) -> int:
     """Tokens before the first one that the policy generated."""
     at = segment.mask.find(b"\1")
     return len(segment.mask) if at < 0 else at
 
 
-def _first_difference(known: Sequence[int], prompt: Sequence[int]) -> int:
+def _first_difference(known: array[int], prompt: Sequence[int]) -> int:
     """How many tokens are the same from the beginning."""
-    return next(
-        (at for at, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), min(len(known), len(prompt))
-    )
+    num = min(len(known), len(prompt))
+    for begin in range(0, num, PIECE_TOKENS):
+        ours, theirs = known[begin : min(num, begin + PIECE_TOKENS)].tolist(), prompt[begin : begin + PIECE_TOKENS]
+        if ours != theirs[: len(ours)]:
+            return begin + next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    return num
 
 
-def _length_with_text(tokens: Sequence[int], text: str, decode: Decode) -> int | None:
-    """How many of these tokens say exactly `text`; None where no such number does."""
-    low, high = 0, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        if len(decode(tokens[:middle])) < len(text):
-            low = middle + 1
-        else:
-            high = middle
-    return low if text and "�" not in text and decode(tokens[:low]) == text else None
+class _Text(Iterator[str]):
+    """The text of tokens from `start` on, piece by piece: each is decoded when it is asked for.
+
+    A piece is decoded with some tokens before it, since a tokenizer may leave out a space where a text begins. It ends
+    where the tokens after it change nothing of it, so not within a character of several tokens.
+    """
+
+    def __init__(self, tokens: Sequence[int], start: int, decode: Decode) -> None:
+        self._tokens, self._start, self._decode = tokens, start, decode
+        self._begin = self._end = start
+        self._before = self._after = ""
+        """Texts of the overlaps before the newest piece and at its end."""
+        self.piece = ""
+        """The newest one."""
+        self.is_whole = True
+        """Each character so far is one."""
+
+    def __next__(self) -> str:
+        self.piece = ""
+        while not self.piece:
+            if self._end >= len(self._tokens):
+                raise StopIteration
+            self._begin, self._before = self._end, self._after
+            self._end, self._after = self._cut(self._end + PIECE_TOKENS)
+            self.piece = self._up_to(self._end)
+        self.is_whole &= NO_CHARACTER not in self.piece
+        return self.piece
+
+    def num_tokens(self, text: str) -> int | None:
+        """The fewest tokens after `start` with which the newest piece's beginning is `text`; None where none are."""
+        ends = range(self._begin, self._end + 1)
+        end = ends[bisect_left(ends[:-1], len(text), key=lambda end: len(self._up_to(end)))]
+        return end - self._start if self._up_to(end) == text else None
+
+    def _up_to(self, end: int) -> str:
+        """The newest piece's text, as far as these tokens."""
+        return self._decode(self._tokens[self._overlap(self._begin) : end])[len(self._before) :]
+
+    def _overlap(self, at: int) -> int:
+        return max(self._start, at - OVERLAP_TOKENS)
+
+    def _cut(self, first: int) -> tuple[int, str]:
+        """The first place from there on where a piece may end, and the text of the overlap before it."""
+        text = ""
+        for end in range(first, first + OVERLAP_TOKENS):
+            if end >= len(self._tokens):
+                return len(self._tokens), ""
+            before = self._overlap(end)
+            text = self._decode(self._tokens[before:end])
+            longer = self._decode(self._tokens[before : end + OVERLAP_TOKENS])
+            if not text.endswith(NO_CHARACTER) and longer.startswith(text):
+                return end, text
+        return end, text
 
 
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())
+def _differ(said: Iterator[str], asked: Iterator[str]) -> tuple[str, str]:
+    """Read two texts until one has ended or they differ. Returns what was read of each from there on; an empty text has
+    ended, or nothing more of it was read."""
+    ours = theirs = ""
+    while ours := ours or next(said, ""):
+        if not (theirs := theirs or next(asked, "")):
+            return ours, ""
+        num = min(len(ours), len(theirs))
+        if ours[:num] != theirs[:num]:
+            at = next(at for at in range(num) if ours[at] != theirs[at])
+            return ours[at:], theirs[at:]
+        ours, theirs = ours[num:], theirs[num:]
+    return "", theirs
 
 
-def _shown_difference(said: str, asked: str) -> str:
-    """The first character at which they differ, with what stands there."""
-    at = next((at for at, (a, b) in enumerate(zip(said, asked, strict=False)) if a != b), min(len(said), len(asked)))
-    return (
-        f"character {at} of the conversation: it was {said[at : at + MAX_SHOWN_CHARS]!r}, "
-        f"the request has {asked[at : at + MAX_SHOWN_CHARS]!r}"
-    )
+def _without_spaces(pieces: Iterable[str]) -> Iterator[str]:
+    return filter(None, ("".join(piece.split()) for piece in pieces))

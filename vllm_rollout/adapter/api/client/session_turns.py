@@ -44,11 +44,15 @@ def turn_of(
         _raise(error)
 
 
-def mended(prompt: Any, turn: OpenTurn) -> Any:
-    """The prompt in the tokens that the turns before had."""
-    if turn.continuation.history != "mended":
+async def compared(service: SessionService, turn: OpenTurn, prompt: Any) -> Any:
+    """The prompt, in the tokens that the turns before had. Raises: as vLLM answers with its status."""
+    try:
+        continuation = await service.compare(turn)
+    except RequestError as error:
+        _raise(error)
+    if continuation.history != "mended":
         return prompt
-    return {**prompt, "prompt_token_ids": list(turn.continuation.token_ids)}
+    return {**prompt, "prompt_token_ids": list(continuation.token_ids)}
 
 
 def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
