@@ -6,11 +6,13 @@ import os
 import tempfile
 from pathlib import Path
 
-MODE = 0o644
-"""A temporary file is its owner's only; what is left behind may be read by all, unless its writer says otherwise."""
+from vllm_rollout.private_file import FILE
+
+PUBLIC = 0o644
+"""For what a command leaves for its user, such as a profile."""
 
 
-def write_whole(path: Path, data: bytes, mode: int = MODE) -> None:
+def write_whole(path: Path, data: bytes, mode: int = FILE) -> None:
     """Replace the file's content at once, whatever happens meanwhile. Raises: OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -22,6 +22,7 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.engine import state_file
 from vllm_rollout.adapter.api.engine.learning import EngineLearning
 from vllm_rollout.adapter.api.engine.state_file import MAX_HEADS, StateFile
+from vllm_rollout.adapter.call_table import PUT_HEAD
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.rounds.rounds import Run, RunTerms
@@ -181,6 +182,58 @@ async def test_a_head_that_was_put_is_there_after_a_kill(tmp_path: Path, kills) 
     found = [await restarted(folder) for folder in list(kills)]
     assert found[0] == before
     assert all(each in (before, after) for each in found)
+
+
+async def test_a_kill_while_all_is_saved_never_brings_an_older_head_back(tmp_path: Path, kills) -> None:
+    server = Server(tmp_path / "live", a_rank())
+    await server.file.save()
+    for _ in range(2):
+        await server.engine.set_quality_head(HEAD)
+    before = server.has()
+    await server.engine.restore_state(OTHER_STATE)  # as if it had gone on learning
+    after = server.has()
+    del kills[:]
+    await server.file.save()
+    found = [await restarted(folder) for folder in list(kills)]
+    changed = found.index(after)
+    assert found == [before] * changed + [after] * (len(found) - changed)
+    assert 0 < changed < len(found) - 2, "it was killed before it removed the heads, too"
+
+
+async def test_a_state_that_could_not_take_its_place_never_comes_over_a_newer_one(tmp_path: Path, kills) -> None:
+    server = Server(tmp_path / "live", a_rank())
+
+    def full(staged: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    server.file._finish = full
+    await server.put_state(STATE)
+    assert await restarted(tmp_path / "live") == server.has(), "the start has finished it"
+    await server.put_state(STATE)
+    put = server.has()
+    await server.engine.restore_state(OTHER_STATE)
+    newer = server.has()
+    del kills[:]
+    await server.file.save()
+    found = [await restarted(folder) for folder in list(kills)]
+    changed = found.index(newer)
+    assert found == [put] * changed + [newer] * (len(found) - changed)
+    assert await restarted(tmp_path / "live") == newer
+
+
+async def test_what_a_version_without_numbers_has_written_is_read(tmp_path: Path) -> None:
+    server = Server(tmp_path, a_rank())
+    await server.engine.set_quality_head(HEAD)
+    with_head = server.has()
+    await server.engine.restore_state(OTHER_STATE)
+    (tmp_path / LEARNED).write_bytes(OTHER_STATE)
+    await server.engine.restore_head(PUT_HEAD.decode_argument((tmp_path / f"{LEARNED}.head-000000").read_bytes()))
+    assert await restarted(tmp_path) == server.has() != with_head
+    staged = f"{LEARNED}.put-{'a0' * 16}"
+    (tmp_path / staged).write_bytes(STATE)
+    server.store.replace(RUNS_PUT, staged)
+    (tmp_path / f"{LEARNED}.head-000000").unlink()
+    assert await restarted(tmp_path) == (heads_and_lengths(SAVED), ["put"])
 
 
 async def test_heads_that_are_put_again_and_again_do_not_fill_the_disk(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from vllm_rollout.demo.phases import Phase, Way, compare_kept, run_race, run_sto
 from vllm_rollout.demo.picture import draw
 from vllm_rollout.demo.server import show
 from vllm_rollout.process import runs_on_cpu
-from vllm_rollout.whole_file import write_whole
+from vllm_rollout.whole_file import PUBLIC, write_whole
 
 STOCK_TOKENS, RACE_TOKENS = 285, 110
 """What a candidate of the demo generates on average: 36,478 and 13,937 tokens of 128."""
@@ -46,7 +46,7 @@ def run(options: Options) -> None:
     def write(stock: Phase, race: Phase) -> None:
         draw(stock, race, options, options.output)
         found = json.dumps(record(options, stock, race), indent=2) + "\n"
-        write_whole(options.output.with_suffix(".json"), found.encode())
+        write_whole(options.output.with_suffix(".json"), found.encode(), PUBLIC)
 
     show(
         options,

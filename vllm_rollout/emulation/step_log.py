@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_rollout.private_file import open_private, private_folder
+
 LINE_INTERVAL_S = 10.0
 PATTERN = "steps-*.jsonl"
 
@@ -125,11 +127,11 @@ class StepLog:
         self._file: int | None = None
         self._summary, self._before, self._since = Summary(), None, None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            private_folder(folder)
             if num_ranks is not None and not goes_on:
                 _remove_others(folder, num_ranks)
             path = folder / f"steps-{rank}.jsonl"
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o644)
+            self._file = open_private(path, os.O_RDWR | (os.O_APPEND if goes_on else os.O_TRUNC))
             if goes_on:  # after a last row that was cut off
                 os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)
             self._write({"rank": rank, "speed": speed, "pid": os.getpid(), "fields": LoggedStep._fields})

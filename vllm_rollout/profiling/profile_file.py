@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.whole_file import write_whole
+from vllm_rollout.whole_file import PUBLIC, write_whole
 
 FORMAT = 1
 MAX_PROBLEMS = 3
@@ -141,7 +141,7 @@ class Profile(_Model):
     def write(self, path: Path | str) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (self.model_dump_json(indent=1) + "\n").encode())
+        write_whole(path, (self.model_dump_json(indent=1) + "\n").encode(), PUBLIC)
 
     @property
     def tensor_parallel_sizes(self) -> list[int]:

@@ -15,7 +15,7 @@ from vllm_rollout.simulator.machine import FleetRun
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.settings import Setting
 from vllm_rollout.trace.rows import MAX_ROW_NAME_CHARS, RolloutPrompt, RolloutRow, Trace, TracedRollout, end_of
-from vllm_rollout.whole_file import write_whole
+from vllm_rollout.whole_file import PUBLIC, write_whole
 
 SECONDS_DIGITS = 6
 
@@ -53,7 +53,7 @@ class Recording:
     def write(self, path: Path) -> None:
         """In the place of what was there. Raises: OSError."""
         rows = (row for place in sorted(self._rows) for row in self._rows[place])
-        write_whole(path, "".join(f"{row}\n" for row in rows).encode(errors="surrogateescape"))
+        write_whole(path, "".join(f"{row}\n" for row in rows).encode(errors="surrogateescape"), PUBLIC)
 
     def _row(self, ran: Ran) -> RolloutRow:
         rank_of = {race: rank for rank, own in enumerate(ran.ranks) for race in own}

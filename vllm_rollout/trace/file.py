@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from vllm_rollout.group.checks import shown
+from vllm_rollout.private_file import open_private
 from vllm_rollout.trace.rows import (
     End,
     LengthsRow,
@@ -139,7 +140,7 @@ class TraceFile:
     def _locked(self) -> FileIO:
         """The file that has the name now, after its last whole row. Nobody else writes to it until it is closed."""
         while True:
-            file = self._path.open("a+b", buffering=0)
+            file = FileIO(self._path, "a+", opener=open_private)
             fcntl.flock(file, fcntl.LOCK_EX)
             if self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                 _mend(file)

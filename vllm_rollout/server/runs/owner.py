@@ -14,6 +14,8 @@ import re
 import uuid
 from pathlib import Path
 
+from vllm_rollout.private_file import open_private, private_folder
+
 _NAME = re.compile("[0-9a-f]{32}")
 
 
@@ -26,7 +28,7 @@ class Owner:
         self._folder = folder
         self._file: int | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            private_folder(folder)
             _sweep(folder)
             self._file = _locked(folder / self.name)
 
@@ -79,7 +81,7 @@ def _sweep(folder: Path) -> None:
 def _locked(path: Path) -> int:
     """A new file, locked. One that starts at the same moment may take it for left over: then it is made again."""
     while True:
-        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        file = open_private(path, os.O_RDWR)
         fcntl.flock(file, fcntl.LOCK_EX)
         if _is_at(path, file):
             return file

@@ -8,11 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from vllm_rollout.group.rounds.rounds import EntryOutcome, OpenRound, Run, RunTerms
 from vllm_rollout.group.rounds.rounds_state import run_to_state
+from vllm_rollout.private_file import narrow, open_private
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner
@@ -76,6 +78,14 @@ TABLES = ("runs", "prompts", "keys", "answers", "ended")
 # staged has the file of what was learned that belongs to the runs that were put last.
 
 
+def _make_private(path: Path) -> None:
+    """Before SQLite opens it, which gives its other files the mode of the first. Raises: OSError."""
+    os.close(open_private(path, os.O_RDWR))
+    for beside in (f"{path.name}-wal", f"{path.name}-shm"):
+        with suppress(FileNotFoundError):
+            narrow(path.with_name(beside))
+
+
 def _write_ahead(database: sqlite3.Connection) -> None:
     """SQLite itself does not wait for other processes that change a new database's mode."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
@@ -102,6 +112,8 @@ class RunStore:
         self._let_go: set[str] = set()
         """Owners that do not run their round any more, which could not be written yet."""
         with translated(path):
+            if path is not None:
+                _make_private(path)
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path,
                 timeout=BUSY_TIMEOUT_S,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vllm_rollout.adapter.options import EmulationOptions
 from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.private_file import private_folder
 
 EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
 WORKER_CLS = "vllm_rollout.adapter.worker.emulated.EmulatedWorker"
@@ -72,7 +73,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         Settings.read(args.emulate).at(args.tensor_parallel_size)
         if args.emulate_log is not None:
-            Path(args.emulate_log).mkdir(parents=True, exist_ok=True)
+            private_folder(Path(args.emulate_log))
     except ValueError as error:
         parser.error(f"--emulate: {error}")
     except OSError as error:

@@ -1,9 +1,12 @@
 """What was learned, in a file that survives the server.
 
-    learned.state               all of it, as of some moment
-    learned.state.head-NUMBER   heads that were put since, in this order
-    learned.state.put-NAME      a state that is being put: it takes the first one's place when the runs that belong to
-                                it are in their database, together with its name
+    learned.state                    {"next": N} in a line, then all of it, as of some moment
+    learned.state.head-NUMBER        a head that was put
+    learned.state.put-NUMBER-NAME    a state that is being put, as the first one is written: it takes the first one's
+                                     place when the runs that belong to it are in their database, with its file's name
+
+Heads and states that are put share one count. The state contains all that have a number below N, so that one of them
+which a kill has left beside it is known to be older.
 
 Invariant: a restart finds all that an answered PUT has put, and of one that was not answered all or nothing. Every file
 is whole at every moment; a crash while one is written leaves what was there before.
@@ -19,6 +22,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from vllm.logger import init_logger
@@ -27,6 +31,7 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine.learning import EngineLearning, Unkept
 from vllm_rollout.adapter.call_table import PUT_HEAD, HeadToPut
+from vllm_rollout.private_file import open_private, private_folder
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.whole_file import write_whole
 
@@ -37,6 +42,14 @@ SAVE_TIMEOUT_S = 10.0
 
 MAX_HEADS = 32
 """Files of heads that were put since all was saved; with as many, all is saved before the next one."""
+MAX_FIRST_LINE_BYTES = 64
+
+
+class _Contents(msgspec.Struct, forbid_unknown_fields=True):
+    """The first line of a state on disk."""
+
+    next: int
+    """The number of what is put next."""
 
 
 class StateFile(Unkept):
@@ -72,7 +85,7 @@ class StateFile(Unkept):
                 path.unlink()
             if self._path.exists():
                 try:
-                    await self._learning.restore_state(self._path.read_bytes())
+                    await self._learning.restore_state(await asyncio.to_thread(self._state))
                 except RequestError as error:
                     raise RuntimeError(
                         f"--rollout-state {self._path}: {error} Name another file, or remove this one to start anew."
@@ -89,8 +102,9 @@ class StateFile(Unkept):
     @asynccontextmanager
     async def putting_state(self, state: bytes) -> AsyncIterator[str]:
         async with self._alone():
-            name = f"{self._path.name}.put-{uuid.uuid4().hex}"
-            await self._write(name, state)
+            number = self._next_number()
+            name = f"{self._path.name}.put-{number:06d}-{uuid.uuid4().hex}"
+            await self._write_state(name, number + 1, state)
             try:
                 yield name
             finally:
@@ -107,12 +121,9 @@ class StateFile(Unkept):
     @asynccontextmanager
     async def putting_head(self, put: HeadToPut) -> AsyncIterator[None]:
         async with self._alone():
-            files = self._files("head")
-            if len(files) >= MAX_HEADS:
+            if len(self._files("head")) >= MAX_HEADS:
                 await self._save()
-                files = []
-            number = int(files[-1].name.rpartition("-")[2]) + 1 if files else 0
-            name = f"{self._path.name}.head-{number:06d}"
+            name = f"{self._path.name}.head-{self._next_number():06d}"
             await self._write(name, PUT_HEAD.encode_argument(put))
             try:
                 yield
@@ -126,35 +137,69 @@ class StateFile(Unkept):
             await self._save()
 
     async def _save(self) -> None:
-        heads = self._files("head")
         state = await self._learning.learning_state()
-        await self._write(self._path.name, state)
-        for path in heads:
-            path.unlink()
+        await self._write_state(self._path.name, self._next_number(), state)
+        self._remove_contained()
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         """Nobody else reads or writes these files meanwhile: no other task, and no other API process."""
         async with self._lock:
             with self._translated():
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                file = os.open(self._path.with_name(f"{self._path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+                private_folder(self._path.parent)
+                file = open_private(self._path.with_name(f"{self._path.name}.lock"), os.O_RDWR)
             try:
                 await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
                 yield
             finally:
                 os.close(file)
 
-    def _files(self, kind: str) -> list[Path]:
+    def _files(self, kind: Literal["head", "put"]) -> list[Path]:
         """The files of heads, or of states that are being put, in their order."""
-        return sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"))
+        return sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"), key=self._number)
+
+    def _number(self, path: Path) -> int:
+        """0 for a state that a version without numbers was putting."""
+        digits = path.name.removeprefix(f"{self._path.name}.").split("-")[1]
+        return int(digits) if digits.isdecimal() else 0
+
+    def _next_number(self) -> int:
+        return max(
+            [self._contents(), *(self._number(path) + 1 for path in [*self._files("head"), *self._files("put")])]
+        )
+
+    def _contents(self) -> int:
+        """Everything that was put with a lower number is in the state."""
+        try:
+            with self._path.open("rb") as file:
+                return _next_in(file.readline(MAX_FIRST_LINE_BYTES)) or 0
+        except FileNotFoundError:
+            return 0
+
+    def _state(self) -> bytes:
+        with self._path.open("rb") as file:
+            if _next_in(file.readline(MAX_FIRST_LINE_BYTES)) is None:
+                file.seek(0)
+            return file.read()
+
+    def _remove_contained(self) -> None:
+        contents = self._contents()
+        for path in [*self._files("head"), *self._files("put")]:
+            if self._number(path) < contents:
+                path.unlink()
 
     def _finish(self, staged: str) -> None:
-        """Let a state that was put take its place, if it has not; heads that were put before it go. Raises: OSError."""
-        if staged and (path := self._path.with_name(staged)).exists():
-            for head in self._files("head"):
-                head.unlink()
+        """Let a state that was put take its place, unless the state there is newer; what was put before it goes.
+
+        Raises: OSError.
+        """
+        if staged and (path := self._path.with_name(staged)).exists() and self._number(path) >= self._contents():
             os.replace(path, self._path)
+        self._remove_contained()
+
+    async def _write_state(self, name: str, next: int, state: bytes) -> None:
+        first = msgspec.json.encode(_Contents(next)) + b"\n"
+        await self._write(name, await asyncio.to_thread(first.__add__, state))
 
     async def _write(self, name: str, data: bytes) -> None:
         """Raises: RequestError (507)."""
@@ -204,3 +249,11 @@ class StateFile(Unkept):
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
         except Exception as error:  # the server is going, with or without us
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)
+
+
+def _next_in(line: bytes) -> int | None:
+    """None: it is no first line, since a version without numbers wrote the state."""
+    try:
+        return msgspec.json.decode(line, type=_Contents).next
+    except msgspec.MsgspecError:
+        return None

@@ -28,6 +28,7 @@ from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_mi
 from vllm_rollout.adapter.api.client import emulate
 from vllm_rollout.adapter.api.engine import parallelism
 from vllm_rollout.adapter.api.start import front_ends, judge, on_cpu, rewards
+from vllm_rollout.adapter.api.start.state_folder import FolderLock, FolderTaken
 from vllm_rollout.adapter.api.trainers import trainers
 from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
@@ -40,6 +41,7 @@ from vllm_rollout.config import (
     TRAIN_BUDGET_S,
 )
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.private_file import private_folder
 from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.learning.body import ADMIN_HEADER
@@ -247,7 +249,11 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(f"--rollout-record {args.rollout_record}: {error.strerror}. Name a file that can be written.")
     try:
         if args.rollout_state is not None:
-            Path(args.rollout_state).mkdir(parents=True, exist_ok=True)
+            private_folder(Path(args.rollout_state))
+            if not args.headless:
+                FolderLock(Path(args.rollout_state)).release()  # the API process takes it when its engine has started
+    except FolderTaken as error:
+        parser.error(str(error))
     except OSError as error:
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
     if args.rollout_move_kv == "nixl" and not is_nixl_available():
