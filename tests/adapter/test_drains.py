@@ -10,6 +10,7 @@ from ranked_llm import Cluster
 from vllm import SamplingParams
 
 from vllm_rollout.adapter.api.engine import moving
+from vllm_rollout.group.ranks.load import EngineLoad
 from vllm_rollout.server.engine import Drained, RequestError
 
 pytestmark = pytest.mark.anyio
@@ -126,6 +127,28 @@ async def test_processes_follow_holds_of_others(new_cluster):
     await cluster.until(lambda: first.routes.held == second.routes.held == frozenset())
     first.errored = second.errored = True
     await cluster.done(*cluster.readers.values())
+
+
+@pytest.mark.parametrize("error", [RequestError("a rank has died"), ZeroDivisionError()])
+async def test_a_process_follows_holds_on_after_a_look_that_failed(new_cluster, monkeypatch, error):
+    monkeypatch.setattr(moving, "FOLLOW_S", 0.02)
+    cluster = new_cluster(num_api_processes=2)
+    moves, second = cluster.engines[1].moves, cluster.llms[1]
+    loads, num_looks = moves.engine_loads, 0
+
+    async def fails_at_first() -> list[EngineLoad]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            raise error
+        return await loads()
+
+    monkeypatch.setattr(moves, "engine_loads", fails_at_first)
+    moves.follow_holds()
+    await cluster.until(lambda: num_looks == 1)
+    await cluster.done(drain(cluster, 0))
+    await cluster.until(lambda: second.routes.held == {0})
+    second.errored = True
 
 
 async def test_a_drain_is_answered_when_the_other_processes_send_nothing_there_any_more(new_cluster, monkeypatch):

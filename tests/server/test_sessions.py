@@ -262,6 +262,44 @@ async def test_stops_of_many_groups_go_in_one_call_while_another_is_on_its_way(s
     assert sent[1] == turns
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RequestError("the engine is dead")])
+async def test_turns_are_stopped_on_after_a_stop_that_failed(service, http, monkeypatch, error):
+    monkeypatch.setattr(module, "STOP_AGAIN_S", 0.01)
+    sent = []
+
+    async def stop(indices: dict[str, list[int]]) -> None:
+        sent.append(indices)
+        if len(sent) == 1:
+            raise error
+
+    service._stop_turns = stop
+    winner, loser = (await declared(http, redundancy=1))["to_begin"]
+    turn = begin(service, loser)
+    play(service, winner)
+    await http.post(f"/v1/sessions/{winner}/finish", json={})
+    await eventually(lambda: len(sent) > 1)
+    assert sent[1] == {turn.engine_id: [turn.index]}
+    service.end(turn, PROMPT, [110], finish_reason="abort")
+    await eventually(lambda: service._stopper is None)
+
+
+async def test_silent_sessions_end_though_another_group_fails(service, http, clock):
+    class Failing:
+        def heard_s(self, now_s: float) -> float:
+            raise ZeroDivisionError
+
+    first, second = [await declared(http, idle_timeout_s=1) for _ in range(2)]
+    for group in (first, second):
+        play(service, group["to_begin"][0])
+    failing = service._groups["", first["id"]]
+    failing.watcher = Failing()
+    clock.now += 10
+    await eventually(lambda: service.read_group(second["id"]).sessions[0].ended_by == "idle")
+    assert service.read_group(first["id"]).sessions[0].ended_by is None
+    failing.watcher = None
+    await eventually(lambda: service._ticker is None)
+
+
 async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):
     from vllm_rollout.server.sessions import groups
 

@@ -136,7 +136,23 @@ async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monke
         async with watching(url) as viewer:
             for _ in range(2):
                 assert (await viewer.until(lambda name, _: name == "ranks"))["ranks"] == []
-    assert "did not say what runs" in caplog.text
+    assert "the page failed" in caplog.text
+
+
+async def test_viewers_are_told_on_after_a_tick_that_failed(engine, monkeypatch):
+    sessions, num_failed = viewers._sessions, 0
+
+    def fails_at_first(seen: Any) -> list[bytes]:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed < 3:
+            raise ZeroDivisionError
+        return sessions(seen)
+
+    monkeypatch.setattr(viewers, "_sessions", fails_at_first)
+    with serving(make_app(engine)) as url:
+        async with watching(url) as viewer:
+            await viewer.until(lambda name, _: name == "ranks" and num_failed > 3)
 
 
 async def test_a_client_that_leaves_and_a_rank_that_dies_are_seen(engine: FakeEngine):

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
+from vllm_rollout.background import begin
 from vllm_rollout.client.agent_session import (
     UNWANTED,
     AgentSession,
@@ -181,10 +182,7 @@ class RunningGroup:
         for id in ids:
             if id not in self._sessions:
                 session = AgentSession(self._client, id, self._prompt, len(self._sessions), self._its.calls)
-                call = asyncio.create_task(self._call(session))
-                self._sessions[id], self._calls[id] = session, call
-                self._its.calls.add(call)
-                call.add_done_callback(self._its.calls.discard)
+                self._sessions[id], self._calls[id] = session, begin(self._call(session), self._its.calls)
 
     async def _call(self, session: AgentSession) -> None:
         """The user's function, and what follows from how it ends."""

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
+from vllm_rollout.background import begin, heard
 from vllm_rollout.client.calls import Call, typed
 from vllm_rollout.client.connection import RolloutError
 from vllm_rollout.client.sender import Sender
@@ -109,12 +110,11 @@ class AgentSession:
                 "stream: a turn's answer is whole here. Stream with a client at `base_url`, with `headers`."
             )
         call = Call("POST", f"/v1/{path}", typed(dict[str, Any]), body, headers=self.headers)
-        turn = asyncio.create_task(self._client.send(call))
-        for known in (self.turns, self._on_their_way):
-            known.add(turn)
-            turn.add_done_callback(known.discard)
+        turn = begin(self._client.send(call), self._on_their_way)
+        self.turns.add(turn)
+        turn.add_done_callback(self.turns.discard)
         try:
-            answer = await asyncio.shield(turn)
+            answer: dict[str, Any] = await heard(turn, "a turn", refusals=(RolloutError,))
         except asyncio.CancelledError:
             if not self.has_lost:  # else the server ends the turn, and counts its tokens
                 await cancelled([turn])

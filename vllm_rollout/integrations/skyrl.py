@@ -24,6 +24,7 @@ from typing import Any
 
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
+from vllm_rollout.background import begin
 from vllm_rollout.client.agent_session import AgentSession, SessionLost
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.integrations.whole import whole
@@ -76,7 +77,7 @@ class RacingGymGenerator(SkyRLGymGenerator):
             race.outputs[session.id] = output
             return reward_of(output)
 
-        race.winners = race.winners or asyncio.create_task(self._race(race, run))
+        race.winners = race.winners or begin(self._race(race, run))
         return next(await race.winners)
 
     async def _race(self, race: Race, run: Any) -> Iterator[Any]:

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from vllm_rollout.background import begin
+
 Answer = TypeVar("Answer")
 End = Literal["finished", "truncated", "stopped"]
 """How a candidate ended: by itself, at a limit of its length, or given up."""
@@ -80,8 +82,7 @@ class Spares(Generic[Answer]):
         }
 
     def _start(self, group: _Group[Answer], launch: Launch[Answer], number: int) -> None:
-        task = asyncio.ensure_future(launch(group.extra_args, number))
-        group.running.add(task)
+        task = begin(launch(group.extra_args, number), group.running)
         task.add_done_callback(lambda task: self._ended(group, task))
 
     def _ended(self, group: _Group[Answer], task: asyncio.Task[Answer]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import httpx
 import msgspec
 
+from vllm_rollout.background import begin
 from vllm_rollout.group.checks import shown
 from vllm_rollout.rewards.http import NoAnswer, Question, host_of
 from vllm_rollout.rewards.templates import Template
@@ -176,7 +177,7 @@ class Judge:
     async def _answered(self, key: bytes, question: Question, limit_s: float) -> Grade:
         asking = self._asking.get(key)
         if asking is None:
-            asking = _Asking(question, asyncio.ensure_future(self._verdict(key, question)))
+            asking = _Asking(question, begin(self._verdict(key, question)))
             self._asking[key] = asking
         asking.num_waiting += 1
         try:

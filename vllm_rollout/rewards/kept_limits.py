@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_rollout.background import spawn
 from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.whole_file import write_whole
 
@@ -34,7 +35,7 @@ class KeptLimits:
     def changed(self) -> None:
         """Something was learned: the file has it within `SAVE_INTERVAL_S`."""
         if self._saving is None:
-            self._saving = asyncio.create_task(self._save())
+            self._saving = spawn(self._save(), "time limits on disk")
 
     async def _save(self) -> None:
         await asyncio.sleep(SAVE_INTERVAL_S)

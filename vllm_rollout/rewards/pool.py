@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_rollout.background import spawn
 from vllm_rollout.rewards.clock import MAX_STRETCH, WorkClock
 from vllm_rollout.rewards.family import descendants, end_descendants, resident_bytes
 from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, read
@@ -47,7 +48,7 @@ class GradingProcesses:
         self._bounds = bounds
         self._idle: list[GradingProcess] = []
         self._in_use: set[GradingProcess] = set()
-        self._ending: set[asyncio.Task[int]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     @cached_property
@@ -86,9 +87,7 @@ class GradingProcesses:
 
     def _end(self, process: GradingProcess) -> None:
         process.kill()
-        end = asyncio.create_task(process.wait())
-        self._ending.add(end)
-        end.add_done_callback(self._ending.discard)
+        spawn(process.wait(), "end of a grading process", self._ending)
 
 
 class GradingProcess:

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from vllm_rollout.server.slices import spawn
+from vllm_rollout.background import begin
 
 Item = TypeVar("Item")
 
@@ -42,7 +42,7 @@ class FanIn(Generic[Item]):
     def add(self, source: AsyncGenerator[Item, None]) -> asyncio.Task[None]:
         """Read this source, too, also when others have begun; returns the task that does, which may be cancelled."""
         self._num_unread += 1
-        return spawn(self._run(source), self._running)
+        return begin(self._run(source), self._running)
 
     async def put(self, item: Item) -> None:
         """An item of no source, for which nobody waits at the end."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_rollout.background import spawn
 from vllm_rollout.server.paths import path_of
 
 PATIENCE_S = 1.0
@@ -27,6 +28,6 @@ class FreshGauges:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and path_of(scope) == "/metrics":
             if self._refreshing is None or self._refreshing.done():
-                self._refreshing = asyncio.create_task(scope["app"].state.rollout_service.refresh_gauges())
+                self._refreshing = spawn(scope["app"].state.rollout_service.refresh_gauges(), "gauges")
             await asyncio.wait({self._refreshing}, timeout=PATIENCE_S)
         await self._app(scope, receive, send)

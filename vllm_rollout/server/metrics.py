@@ -161,6 +161,9 @@ class Metrics:
             "Exceptions in our own code in a rank, since it started: they failed candidates or groups.",
             "rank",
         )
+        self._task_errors = counter(
+            "background_task_errors", "Exceptions in tasks that nobody awaits, by task: they are in the log.", task=()
+        )
         self._rounds = counter("rounds", "Rounds of runs that are over.", kind=ROUND_KINDS)
         self._round_prompts = counter(
             "round_prompts",
@@ -217,6 +220,9 @@ class Metrics:
                 (self._internal_errors, load.num_internal_errors),
             ):
                 gauge.labels(str(rank)).set(value)
+
+    def task_failed(self, task: str) -> None:
+        self._task_errors.labels(task).inc()
 
     def engine_sized(self, size: int) -> None:
         self._size.set(size)

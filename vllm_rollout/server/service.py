@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 
+from vllm_rollout.background import to_its_end
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
@@ -38,7 +39,6 @@ from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.serialised import GroupsInJson
 from vllm_rollout.server.shaping import ShapingService
-from vllm_rollout.server.slices import spawn
 from vllm_rollout.server.started_group import StartedGroup
 from vllm_rollout.server.watch.viewers import Viewers
 
@@ -157,8 +157,8 @@ class RolloutService:
             yield DoneEvent(**rollout.envelope())
         finally:
             launching.cancel()
-            ending = spawn(self._end(rollout, launching, groups, events, left=left))
-            await asyncio.shield(ending)  # a client that leaves now does not interrupt it
+            ending = self._end(rollout, launching, groups, events, left=left)
+            await to_its_end(ending, "end of a rollout")  # a client that leaves now does not interrupt it
 
     async def _end(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
+from vllm_rollout.background import spawn
 from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.group.lengths.history import ObservedLength, observed_lengths
 from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
@@ -22,7 +23,6 @@ from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
 from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.slices import spawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class ShapingService:
         lengths = observed_lengths(endings)
         if not lengths:
             return None
-        return spawn(self._tell(key, lengths, adapter))
+        return spawn(self._tell(key, lengths, adapter), "telling lengths")
 
     async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
         """Wait until the engine has heard of these groups; refreshes the gauges."""

@@ -1,4 +1,4 @@
-"""Work in the event loop: long work in slices, tasks beside, and what is given up when something else comes first.
+"""Work in the event loop: long work in slices, and what is given up when something else comes first.
 
 Invariant: whoever works through a list lets others have a turn.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ Made = TypeVar("Made")
 
 SLICE_S = 0.005
 """Work between two turns of the others."""
-_HELD: set[asyncio.Task[Any]] = set()
 
 
 class Slices:
@@ -40,14 +39,6 @@ async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made
     return made
 
 
-def spawn(work: Coroutine[Any, Any, Made], among: set[asyncio.Task[Made]] = _HELD) -> asyncio.Task[Made]:
-    """A task that is held until it ends, for the event loop holds it weakly. `among`: where its owner finds it."""
-    task = asyncio.create_task(work)
-    among.add(task)
-    task.add_done_callback(among.discard)
-    return task
-
-
 async def chained(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
     """What was asked for already, then the rest."""
     async with aclosing(rest):
@@ -58,8 +49,8 @@ async def chained(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerat
 
 async def unless(work: Awaitable[Made], *ends: Awaitable[object]) -> Made | None:
     """Await `work`; when one of `ends` comes first, cancel it and return None."""
-    working = asyncio.ensure_future(work)
-    tasks = [working, *map(asyncio.ensure_future, ends)]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in (work, *ends)]
+    working: asyncio.Future[Made] = tasks[0]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None

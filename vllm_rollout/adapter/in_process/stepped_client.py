@@ -22,6 +22,7 @@ from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.lost_weights import LostWeights
+from vllm_rollout.background import begin
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
@@ -76,7 +77,7 @@ class EngineRequests:
         )
         queue = self._waiting[request_id] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.create_task(self._step_on())
+            self._stepping = begin(self._step_on())
         finished = False
         try:
             while not finished:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from vllm_rollout.background import spawn
 from vllm_rollout.group.ranks.scaling import Progress, not_now
 from vllm_rollout.server.answers import RanksFreeEvent
 from vllm_rollout.server.engine import MovesPart, RequestError
@@ -42,7 +43,7 @@ class ScaleDownWatch:
 
     def begin(self, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:
         """`tell` is called when ranks are free."""
-        self._task = asyncio.create_task(self._run(self._clock(), tell))
+        self._task = spawn(self._run(self._clock(), tell), "scale-down")
 
     async def end(self) -> None:
         """The rollout is over, and its ranks are taken back. Whoever waits for that does so to its end."""
@@ -61,7 +62,9 @@ class ScaleDownWatch:
                     await tell(freed)
         except RequestError as error:  # a rank that was drained meanwhile, or a dead engine, which says so elsewhere
             logger.warning("no ranks are freed: %s", error)
-            await self._give_back()
+        finally:
+            if not self._progress.is_scaled_down:
+                await self._give_back()
 
     async def _give_back(self) -> None:
         """What this rollout keeps empty, and nobody else."""

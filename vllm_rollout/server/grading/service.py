@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from vllm_rollout.background import begin
 from vllm_rollout.group.checks import shown
 from vllm_rollout.group.judging.success import SuccessHistory
 from vllm_rollout.group.plans.fields import Until
@@ -23,7 +24,6 @@ from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
 from vllm_rollout.server.engine import CandidateEnd, RequestError
 from vllm_rollout.server.grading.body import RewardOptions
 from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.slices import spawn
 
 MAX_PROMISED = 16_384
 """Trajectories of all rollouts on their way that one reward may have to grade, beyond those of one rollout."""
@@ -96,7 +96,7 @@ class Grading:
         """Grade an answer to the prompt at that position. It may be cancelled."""
         question = self.questions[position]
         trajectory = Trajectory(question.prompt, end.text or "", question.data, end.token_ids)
-        return spawn(self.service.grade(self.options, trajectory, urgency), self._tasks)
+        return begin(self.service.grade(self.options, trajectory, urgency), self._tasks)
 
 
 class GradingService:

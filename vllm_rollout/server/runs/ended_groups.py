@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.server.answers import CandidateEvent, Event, GroupAnswer, GroupEvent, GroupSummary, TrajectoryEvent
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.stored import EndedGroup, PlannedRound
@@ -37,7 +38,7 @@ class EndedGroups:
     def add(self, number: int, json: bytes) -> None:
         self._waiting[number] = json
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_all())
+            self._writing = spawn(self._write_all(), "groups of a round")
 
     async def written(self) -> None:
         """What was added so far is on disk, or could not be written."""
@@ -47,11 +48,12 @@ class EndedGroups:
     async def _write_all(self) -> None:
         while self._waiting:
             waiting, self._waiting = self._waiting, {}
-            rows = await asyncio.to_thread(self._rows, waiting)
-            try:
-                await self._write(rows)
-            except RequestError as error:  # the round goes on; after a kill these run anew
-                logger.warning("%d groups of a round are not on disk before its end: %s", len(rows), error)
+            with survived("groups of a round"):  # it goes on; after a kill these run anew
+                rows = await asyncio.to_thread(self._rows, waiting)
+                try:
+                    await self._write(rows)
+                except RequestError as error:
+                    logger.warning("%d groups of a round are not on disk before its end: %s", len(rows), error)
 
     def _rows(self, groups: Mapping[int, bytes]) -> dict[int, EndedGroup]:
         return {number: EndedGroup(self.version, zlib.compress(json, 1)) for number, json in groups.items()}

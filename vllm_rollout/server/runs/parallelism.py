@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Protocol
 
+from vllm_rollout.background import to_its_end
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.ranks.forecast import (
     EngineSize,
@@ -23,11 +24,11 @@ from vllm_rollout.group.ranks.forecast import (
 )
 from vllm_rollout.group.ranks.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
 from vllm_rollout.server.answers import RebuildAnswer
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.runs.answers import ForecastAnswer, ParallelismAnswer
 from vllm_rollout.server.runs.body import RunRequest
 from vllm_rollout.server.runs.rollout_round import RolloutRound
-from vllm_rollout.server.slices import spawn
 
 HISTORY_ROUNDS = 4096
 """Rounds that the planner remembers."""
@@ -174,7 +175,7 @@ class Parallelism:
 
     async def _acted(self, patience_s: float) -> None:
         """Act, to the end even if whoever waits goes away: half of a rebuild would be a dead engine."""
-        await asyncio.shield(spawn(self._act(patience_s)))
+        await to_its_end(self._act(patience_s), "a rebuild of the engine", refusals=(RequestError,))
 
     async def _act(self, patience_s: float) -> None:
         async with self._turn:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from vllm_rollout.background import begin, heard, spawn
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.learning.service import not_empty
@@ -49,7 +50,7 @@ from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, St
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
-from vllm_rollout.server.slices import chained, spawn
+from vllm_rollout.server.slices import chained
 
 T = TypeVar("T")
 
@@ -347,8 +348,8 @@ class RunService:
         """
         if live.keeping is None:
             self._unkept[live.run_id] = live
-            live.keeping = asyncio.create_task(self._write(live))
-        return await asyncio.shield(live.keeping)
+            live.keeping = begin(self._write(live))
+        return await heard(live.keeping, "keeping a round", refusals=(RequestError,))
 
     async def _write(self, live: LiveRound) -> LastEvent:
         outcomes, spent = live.progress.outcomes(), live.spent()
@@ -383,7 +384,7 @@ class RunService:
             with suppress(RequestError):  # the engine is dead, and says so elsewhere
                 await self._engine.forget_race(race_id)
 
-        spawn(forget())
+        spawn(forget(), "forgetting a race")
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
         parallelism = None if self._parallelism is None else self._parallelism.answer()
@@ -421,7 +422,7 @@ class RunService:
 
     async def _stored(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """A transaction, which is carried out even if nobody waits for it any more."""
-        return await asyncio.shield(self._submitted(call, *args, **kwargs))
+        return await heard(self._submitted(call, *args, **kwargs), "a run on disk", refusals=(RequestError,))
 
     def _submitted(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))

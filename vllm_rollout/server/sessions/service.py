@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSION_HISTORY, REWARD_THRESHOLD
 from vllm_rollout.group.plans.xargs import NAMES, TurnSaid
 from vllm_rollout.group.racing.sessions import Session, SessionRace, SessionRefused
@@ -44,7 +45,6 @@ from vllm_rollout.server.sessions.body import (
 from vllm_rollout.server.sessions.groups import Event, Key, OpenGroup, OpenTurn, Terms, Watcher
 from vllm_rollout.server.sessions.seen import SeenSessions
 from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, Decode, Turn
-from vllm_rollout.server.slices import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -382,22 +382,22 @@ class SessionService:
             self._stopping += turns
             self._more_to_stop.set()
             if self._stopper is None:
-                self._stopper = spawn(self._stop(), self._tasks)
+                self._stopper = spawn(self._stop(), "stopping turns", self._tasks)
 
     async def _stop(self) -> None:
         """Those of all groups at once, since the engine answers a call in its next step; and again and again: a stop
         may overtake a turn that is on its way to the engine."""
-        with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
-                self._stopping = turns
-                self._more_to_stop.clear()
+        while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
+            self._stopping = turns
+            self._more_to_stop.clear()
+            with survived("stopping turns"), suppress(RequestError):  # the engine is dead, and says so elsewhere
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)
                 await self._stop_turns(indices)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(STOP_AGAIN_S):
-                        await self._more_to_stop.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_AGAIN_S):
+                    await self._more_to_stop.wait()
         self._stopping, self._stopper = [], None
 
     def _over(self, group: OpenGroup) -> None:
@@ -458,8 +458,9 @@ class SessionService:
             await asyncio.sleep(TICK_S)
             now_s = self._clock()
             for group in open_groups:
-                if group.race.expire(now_s, -inf if group.watcher is None else group.watcher.heard_s(now_s)):
-                    self._settle(group)
+                with survived("silent sessions"):
+                    if group.race.expire(now_s, -inf if group.watcher is None else group.watcher.heard_s(now_s)):
+                        self._settle(group)
         self._ticker = None
 
     async def _learn(self, group: OpenGroup, session: Session) -> None:
@@ -527,7 +528,7 @@ class SessionService:
         self.seen.begun(group)
         self._num_open_sessions += most
         if self._ticker is None:
-            self._ticker = spawn(self._tick(), self._tasks)
+            self._ticker = spawn(self._tick(), "silent sessions", self._tasks)
         return group
 
     def _enter(self, group: OpenGroup, session_id: str, now_s: float) -> Session:

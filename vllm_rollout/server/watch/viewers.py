@@ -12,9 +12,11 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 
 import vllm_rollout
+from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.ranks.load import EngineLoad
 from vllm_rollout.server.answers import RoundSummary
@@ -173,9 +175,9 @@ class Viewers:
             return await asyncio.to_thread(self._texts, rollout.prompts[position], group, [])
         key, loop = (rollout_id, position), asyncio.get_running_loop()
         if key not in self._read:
-            self._read[key] = reading = asyncio.create_task(self._running_texts(rollout, position, group))
+            self._read[key] = reading = begin(self._running_texts(rollout, position, group))
             reading.add_done_callback(lambda _: loop.call_later(TICK_S, self._read.pop, key))
-        return await asyncio.shield(self._read[key])  # a reader who leaves does not take it from the others
+        return await heard(self._read[key], "texts of a group")  # a reader who leaves does not take it from the others
 
     async def _running_texts(self, rollout: Rollout, position: int, group: SeenGroup) -> GroupTexts:
         running = await self._last_tokens(rollout.group_id(position))
@@ -225,7 +227,7 @@ class Viewers:
     def _tick_if_needed(self) -> None:
         records = self._records and self._engine.moves.num_ranks > 1 and self._running
         if (self._viewers or records) and self._ticking is None:
-            self._ticking = asyncio.create_task(self._tick())
+            self._ticking = spawn(self._tick(), "the page")
         elif not (self._viewers or records) and self._ticking is not None:
             self._ticking.cancel()
             self._ticking = None
@@ -252,24 +254,25 @@ class Viewers:
 
     async def _tick(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 may lose the cancellation that ends this
-                    loads = await self._engine.moves.engine_loads()
+            with survived("the page"):
+                loads: Sequence[EngineLoad] = ()
+                with survived("the page"), suppress(RequestError, TimeoutError):  # it is dead, or has more to do
+                    async with asyncio.timeout(LOOK_S):
+                        loads = await self._engine.moves.engine_loads()
                 self._look(loads)
-            except Exception as error:  # who looks must be told, and nobody else may suffer
-                if not isinstance(error, RequestError | TimeoutError):  # it is dead, or has more to do
-                    logger.exception("vllm_rollout: the ranks did not say what runs")
-                self._look([])
-            events, self._unsent = self._unsent, []
-            for rollout in self._running.values():
-                events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
-                rollout.seen.changed.clear()
-            if self._viewers and self.sessions is not None:
-                events += _sessions(self.sessions)
-            tick = b"".join([*events, self._ranks])
-            for viewer in self._viewers:
-                viewer.tell(tick)
+                self._tell_viewers()
             await asyncio.sleep(TICK_S)
+
+    def _tell_viewers(self) -> None:
+        events, self._unsent = self._unsent, []
+        for rollout in self._running.values():
+            events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
+            rollout.seen.changed.clear()
+        if self._viewers and self.sessions is not None:
+            events += _sessions(self.sessions)
+        tick = b"".join([*events, self._ranks])
+        for viewer in self._viewers:
+            viewer.tell(tick)
 
     def _look(self, loads: Sequence[EngineLoad]) -> None:
         """What runs on each rank, and how far it is."""

@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.calls.rank_client import RankDied, answers_of_the_living
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
+from vllm_rollout.background import begin, heard
 from vllm_rollout.server.engine import RequestError
 
 Value = TypeVar("Value")
@@ -187,10 +188,7 @@ class EngineCalls:
 
     async def to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Await work that goes on when the one who waits for it goes away: half of it would leave ranks different."""
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        return await heard(begin(work, self._running), "a call of several ranks", refusals=(RequestError,))
 
 
 def engine_stopped() -> RequestError:

@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_rollout.adapter.api.calls.deaths import Death, Deaths
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
+from vllm_rollout.background import spawn, survived
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -48,7 +49,6 @@ class Life:
         self._client = client
         self._deaths = Deaths.of_this_server()
         self._watching: asyncio.Task[None] | None = None
-        self._telling: set[asyncio.Task[None]] = set()
         self.dead: dict[int, Death] = {}
         """Ranks that have died."""
 
@@ -59,13 +59,14 @@ class Life:
     def watch(self) -> None:
         """From now on, until the engine dies."""
         if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = spawn(self._watch(), "watching ranks")
 
     async def _watch(self) -> None:
         while not self._client.errored:
-            for death in self._deaths.read() if self._deaths is not None else ():
-                if death.rank not in self.dead:
-                    self._bury(death)
+            with survived("watching ranks"):
+                for death in self._deaths.read() if self._deaths is not None else ():
+                    if death.rank not in self.dead:
+                        self._bury(death)
             await asyncio.sleep(LOOK_S)
         # vLLM tells whoever waits when it reads from a dead engine, but its client may be closed before it does.
         self._client.output_processor.propagate_error(EngineDeadError())
@@ -75,9 +76,7 @@ class Life:
         self.dead[death.rank] = death
         self._client.engine_core.bury(death.rank)
         self._client.routes.bury(death.rank)
-        telling = asyncio.create_task(self._tell(death.rank))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+        spawn(self._tell(death.rank), "telling of a dead rank")
 
     async def _tell(self, rank: int) -> None:
         """A move between two dead ranks ends when both are buried, so that this must not keep the watch from it."""

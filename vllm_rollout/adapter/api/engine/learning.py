@@ -42,6 +42,7 @@ from vllm_rollout.adapter.call_table import (
     StateToPut,
 )
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.background import spawn
 from vllm_rollout.group.judging.advice import advise
 from vllm_rollout.group.judging.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.group.judging.ledger import NamedReward, Reward
@@ -119,7 +120,7 @@ class EngineLearning:
             num_training = sum(found.num_training for found in posted)
             versions = {head.key: head.version for head in await self._heads()}
             if num_training and not self.is_training:
-                self._training = asyncio.create_task(self._train())
+                self._training = spawn(self._train(), "training of the quality head")
             heads = sorted(set().union(*(found.heads for found in posted)))
             return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
 
@@ -248,7 +249,8 @@ class EngineLearning:
             _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=False)))
 
     async def _train(self) -> None:
-        """Ask for one slice after the other; the engine makes its steps in between."""
+        """Ask for one slice after the other; the engine makes its steps in between. If it fails, rewards were taken and
+        calibration has learned, published heads are as they were, and the next rewards begin it again."""
         try:
             while await self._calls.call_first(TRAIN, self._budget_s):
                 pass
@@ -257,9 +259,6 @@ class EngineLearning:
             self._calls.after_change()
         except RequestError:  # the engine is dead, and says so everywhere else
             logger.warning("training of the quality head ended with the engine")
-        except Exception:
-            # Rewards were taken and calibration has learned; published heads are as they were.
-            logger.exception("training of the quality head failed; it goes on with the next rewards")
 
     async def settled(self) -> None:
         """Wait until the training that is on its way is done."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from vllm.logger import init_logger
 
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.server.engine import RequestError
 
@@ -34,7 +36,7 @@ class MigrationWatch:
     def let_migrate(self) -> None:
         """Groups begin that may move: plan moves as long as there are some."""
         if self._planning is None or self._planning.done():
-            self._planning = asyncio.create_task(self._plan_on())
+            self._planning = spawn(self._plan_on(), "planning moves")
 
     async def _plan_on(self) -> None:
         routes = self._client.routes
@@ -49,14 +51,10 @@ class MigrationWatch:
             if not is_look_due(num_left, num_left_at_look):
                 continue
             num_left_at_look = num_left
-            try:
+            with survived("planning moves"), suppress(RequestError):  # a dead engine, or rank, which says so elsewhere
                 moves, delay = await self._next_moves(delay)
                 for move in moves:
                     await self._moves.move_group(move.group_id, move.target)
-            except RequestError:  # a dead engine: whoever waits for its answers hears of it
-                return
-            except Exception:
-                logger.exception("groups stay where they are: planning moves failed")
 
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
         """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""

@@ -20,6 +20,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
 from typing import NamedTuple
@@ -46,6 +47,7 @@ from vllm_rollout.adapter.call_table import (
     Released,
 )
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.group.lengths.moments import LengthMoments
 from vllm_rollout.group.ranks.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
 from vllm_rollout.group.ranks.migration import plan_drain
@@ -202,7 +204,7 @@ class EngineMoves:
     def follow_holds(self) -> None:
         """From now on leave ranks that other API processes put on hold."""
         if self.num_ranks > 1 and self._client.num_api_processes > 1:
-            self._following = asyncio.create_task(self._follow())
+            self._following = spawn(self._follow(), "following holds")
 
     async def move_group(self, group_id: str, target: int) -> Move:
         """Move a group to another rank; also to its end when the one who waits for it goes away."""
@@ -222,9 +224,9 @@ class EngineMoves:
 
     async def _follow(self) -> None:
         before: frozenset[int] = frozenset()
-        try:
-            while not self._client.errored:
-                await asyncio.sleep(FOLLOW_S)
+        while not self._client.errored:
+            await asyncio.sleep(FOLLOW_S)
+            with survived("following holds"), suppress(RequestError):  # a dead rank, or engine, which says so elsewhere
                 async with self._one_move:
                     held = self._held(await self.engine_loads())
                     if len(held) < self.num_ranks or held == before:  # else drains that meet, and give back
@@ -233,8 +235,6 @@ class EngineMoves:
                 for rank in self._client.routes.held:
                     if self._client.routes.on_rank(rank):
                         await self._leave(rank)
-        except RequestError:  # a dead engine: whoever waits for its answers hears of it
-            return
 
     async def _leave(self, rank: int) -> list[Move]:
         """Move all groups of this API process away from a rank."""

@@ -31,6 +31,7 @@ from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.engine.learning import EngineLearning, Unkept
 from vllm_rollout.adapter.call_table import PUT_HEAD, HeadToPut
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.private_file import open_private, private_folder
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.whole_file import write_whole
@@ -220,7 +221,7 @@ class StateFile(Unkept):
     def _save_soon(self) -> None:
         """Save now, and what comes within the interval after that at its end."""
         if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._save_and_rest())
+            self._saving = spawn(self._save_and_rest(), "learned state on disk")
         else:
             self._saved_all = False
 
@@ -228,10 +229,11 @@ class StateFile(Unkept):
         self._saved_all = False
         while not self._saved_all:
             self._saved_all = True
-            try:
-                await self.save()
-            except (RequestError, OSError) as error:
-                logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
+            with survived("learned state on disk"):
+                try:
+                    await self.save()
+                except (RequestError, OSError) as error:
+                    logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
             await asyncio.sleep(SAVE_INTERVAL_S)
 
     async def _save_with_drafts(self) -> None:

@@ -13,7 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from vllm_rollout.adapter.api.calls import server_folder
+from vllm_rollout.background import spawn, survived
 from vllm_rollout.server.first import IDLE_S, FirstProcess
+
+AGAIN_S = 1.0
 
 
 class Listener:
@@ -35,7 +38,15 @@ class Listener:
         config = uvicorn.Config(
             app, uds=str(self.socket), lifespan="off", log_config=None, timeout_keep_alive=int(2 * IDLE_S)
         )
-        self._serving = asyncio.create_task(_Beside(config).serve())
+        self._serving = spawn(self._serve(config), "the first process's socket")
+
+    @staticmethod
+    async def _serve(config: uvicorn.Config) -> None:
+        """Again if it fails: without it the other processes have no sessions and runs."""
+        while True:
+            with survived("the first process's socket"):
+                await _Beside(config).serve()
+            await asyncio.sleep(AGAIN_S)
 
     def from_another(self) -> FirstProcess:
         """In another one."""

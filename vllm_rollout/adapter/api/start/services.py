@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
+from vllm_rollout import background
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.graded_answers import AnswerGrader
 from vllm_rollout.adapter.api.client.open_paths import lacks_key
@@ -69,6 +70,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         except ValueError as error:
             raise RuntimeError(f"--rollout-state: {error}") from error
     metrics = client.rollout_metrics
+    background.count_with(metrics.task_failed)
     service = RolloutService(
         engine,
         metrics,
