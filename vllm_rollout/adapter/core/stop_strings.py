@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from vllm.config import ModelConfig
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.request import Request
+
+from vllm_rollout.adapter.output_text import detokenizer_of
 
 
 class StopStrings:
@@ -20,8 +21,9 @@ class StopStrings:
 
     def __init__(self, model_config: ModelConfig, request: Request) -> None:
         tokenizer = cached_tokenizer_from_config(model_config)
-        # The detokenizer reads `sampling_params`, `prompt_token_ids` and `request_id`, which a Request has as well.
-        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)  # type: ignore[arg-type]
+        self._detokenizer = detokenizer_of(
+            tokenizer, request.request_id, request.prompt_token_ids, request.sampling_params
+        )
 
     def found_at(self, new_token_ids: list[int]) -> int | None:
         """How many of the new tokens there are up to the one that completes a stop string; None when none does."""

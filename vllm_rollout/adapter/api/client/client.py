@@ -26,6 +26,7 @@ from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.api.client.lost_weights import LostWeights
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
@@ -46,6 +47,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self.lost_weights = LostWeights()
         fork_engines(kwargs["vllm_config"])
         super().__init__(*args, **kwargs)
+        keep_to_output_text(self.output_processor)
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
         """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
         other requests too."""

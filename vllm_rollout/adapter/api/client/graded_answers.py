@@ -16,6 +16,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.adapter.joining import answer_name
+from vllm_rollout.adapter.output_text import MARK_KEY
 from vllm_rollout.group.judging.ledger import NamedReward, Reward
 from vllm_rollout.group.plans.xargs import NAMES
 from vllm_rollout.rewards.slots import Urgency
@@ -99,7 +100,8 @@ class AnswerGrader:
 def without_reward(params: SamplingParams) -> SamplingParams:
     """The same parameters, for whoever runs the request."""
     plain = params.clone()
-    plain.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (REWARD, DATA)}
+    extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (REWARD, DATA)}
+    plain.extra_args = {**extra_args, MARK_KEY: True}
     return plain
 
 

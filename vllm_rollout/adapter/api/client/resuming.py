@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from vllm_rollout.adapter.output_text import detokenizer_of
 from vllm_rollout.server.engine import RequestError
 
 READS_OUTPUT_TOKENS = {
@@ -66,16 +65,6 @@ def resumed_params(params: SamplingParams, num_before: int) -> SamplingParams:
     return left
 
 
-@dataclass(frozen=True, slots=True)
-class _Detokenized:
-    """What vLLM's detokenizers read of a request."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    sampling_params: SamplingParams
-    prompt_embeds: None = None
-
-
 def text_of(
     model_config: ModelConfig,
     prompt_token_ids: Sequence[int],
@@ -85,9 +74,7 @@ def text_of(
     stopped: bool,
 ) -> str:
     """The text of output tokens as vLLM would have made it; `stopped`: a stop token is the last one."""
-    tokenizer = cached_tokenizer_from_config(model_config)
-    request = _Detokenized("text", list(prompt_token_ids), params)
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)  # type: ignore[arg-type]
+    detokenizer = detokenizer_of(cached_tokenizer_from_config(model_config), "text", prompt_token_ids, params)
     detokenizer.update(list(token_ids), stop_terminated=stopped)
     return detokenizer.get_next_output_text(finished=True, delta=False)
 
