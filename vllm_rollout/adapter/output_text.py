@@ -1,7 +1,7 @@
 """The text of output tokens, as vLLM's own incremental detokenizers make it.
 
-Invariant: the text has nothing of the prompt. By itself, vLLM's detokenizer for fast tokenizers repeats the whole prompt
-if the prompt ends inside a UTF-8 character, and finds stop strings there.
+Invariant: the text has nothing of the prompt. By itself, vLLM's detokenizer for fast tokenizers repeats the whole
+prompt if it ends inside a UTF-8 character, and finds stop strings there.
 """
 
 from __future__ import annotations

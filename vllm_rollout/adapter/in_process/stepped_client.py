@@ -22,6 +22,7 @@ from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.lost_weights import LostWeights
+from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.background import begin
 from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
@@ -143,6 +144,7 @@ class SteppedClient(GroupClient, EngineRequests):
         self.vllm_config, self.model_config = engine.vllm_config, engine.model_config
         self.renderer, self.input_processor = engine.renderer, engine.input_processor
         self.engine_core = SteppedCore(engine.engine_core)
+        keep_to_output_text(engine.output_processor)
         self.begin_groups(GroupRoutes(Placement(1)), Metrics(CollectorRegistry()))
         self.door, self.lost_weights = Door(), LostWeights()  # no engine is rebuilt here
         self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
