@@ -25,7 +25,7 @@ class ClientNamespaces:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             headers = Headers(scope=scope)
-            _namespace.set(_made_of(headers.get("authorization")))
+            _namespace.set(namespace_of(headers.get("authorization")))
             _session.set(headers.get("x-session-id"))
         await self._app(scope, receive, send)
 
@@ -36,10 +36,21 @@ def client_namespace() -> str:
     return _namespace.get()
 
 
+def owned_name(namespace: str, id: str) -> str:
+    """The name of what a client has, among those of all clients. An id of ours has no slash."""
+    return f"{namespace}/{id}" if namespace else id
+
+
+def id_of(name: str) -> str:
+    """What the client itself calls it."""
+    return name.rpartition("/")[2]
+
+
 def client_session() -> str | None:
     """The session that the header X-Session-ID names, of the request that is being answered."""
     return _session.get()
 
 
-def _made_of(authorization: str | None) -> str:
+def namespace_of(authorization: str | None) -> str:
+    """That of a client with this header."""
     return "" if authorization is None else blake2b(authorization.encode(), digest_size=8).hexdigest()

@@ -20,6 +20,7 @@ from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.group.plans.prompt_key import digest_of
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.rewards.until import UntilTerms
+from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
@@ -106,6 +107,7 @@ class Preparation:
         rollout = Rollout(
             id=f"rollout-{uuid.uuid4().hex}",
             created=int(time.time()),
+            namespace=client_namespace(),
             model=model,
             adapter=adapter,
             plans=plans,

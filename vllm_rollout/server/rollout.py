@@ -112,6 +112,8 @@ class Rollout:
 
     id: str
     created: int
+    namespace: str
+    """Of the client that asked for it."""
     model: str
     adapter: str
     """The LoRA adapter's name: what comes of it is learned of that."""

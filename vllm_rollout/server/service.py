@@ -22,6 +22,7 @@ from vllm_rollout.server import tracing
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.server.attempts import Attempt, attempts
+from vllm_rollout.server.clients import owned_name
 from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.grading.candidates import LaunchedCandidates
@@ -295,7 +296,7 @@ class RolloutService:
             return
         with suppress(RequestError):  # the engine is dead, and says so elsewhere
             request = RewardsRequest(rewards=rewards, threshold=threshold)
-            await self.learning.post_rewards(rollout.id, request, by_server=True)
+            await self.learning.post_rewards(rollout.id, request, rollout.namespace, by_server=True)
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
         if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
@@ -327,7 +328,7 @@ class RolloutService:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
         return GroupOrder(
             group_id=rollout.group_id(position),
-            rollout_id=rollout.id,
+            rollout_id=owned_name(rollout.namespace, rollout.id),
             plan=plan.group,
             prompt=prompt,
             seed_name=rollout.seed_names[position],

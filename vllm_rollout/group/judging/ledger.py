@@ -40,7 +40,7 @@ NamedBy = Literal["rollout", "group", "request"]
 """What the id in a candidate's name is of.
 
 rollout  a rollout's id; beside the index stands the prompt's id
-group    the id of one group of a rollout
+group    the id of one group of a rollout; with OWNER/ before it where the rollout's id has that
 request  the id of a request that was a group, or one candidate of one; the index is that of the choice in its answer
 """
 
@@ -264,8 +264,11 @@ class Ledger:
             if (entry := choices.get(index)) is None:
                 return None
             id, index = entry.group_id, entry.index
-        group = self._groups.get(id)
-        return None if group is None else EntryKey(group.rollout_id, group.prompt_id, index)
+        owner, _, plain = id.rpartition("/") if named.by == "group" else ("", "", id)
+        group = self._groups.get(plain)
+        if group is None or (named.by == "group" and group.rollout_id.rpartition("/")[0] != owner):
+            return None
+        return EntryKey(group.rollout_id, group.prompt_id, index)
 
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
         """Let go of a candidate that goes on in another engine; None when it has been forgotten."""

@@ -13,6 +13,7 @@ from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus,
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL
 from vllm_rollout.server.body import MAX_INT, Body
+from vllm_rollout.server.clients import owned_name
 
 MAX_REWARDS = 100_000
 """Rewards in one request."""
@@ -80,10 +81,10 @@ class NamedRewardEntry(Body):
         return self
 
     def named(self, threshold: float, client: str, namespace: str) -> NamedReward:
-        """`client`: whose requests nobody else names; `namespace`: that they came with."""
+        """`client`: whose requests and groups nobody else names; `namespace`: that they came with."""
         reward = Reward("", self.index, self.reward, positive=self.reward > threshold)
         if self.group_id is not None:
-            return NamedReward("group", self.group_id, reward)
+            return NamedReward("group", owned_name(client, self.group_id), reward)
         assert self.request_id is not None  # it has one of the two
         return NamedReward("request", request_name(client, self.request_id, namespace), reward)
 

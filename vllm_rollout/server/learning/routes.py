@@ -90,7 +90,7 @@ repeat: a (prompt_id, index) learns from its first reward; the same one again is
     responses=CONFLICTS,
 )
 async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
-    answer = await request.app.state.run_service.rewards.post(rollout_id, body)
+    answer = await request.app.state.run_service.rewards.post(rollout_id, body, client_namespace())
     return await _in_parts(answer)
 
 

@@ -12,6 +12,7 @@ from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.judging.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
+from vllm_rollout.server.clients import owned_name
 from vllm_rollout.server.engine import (
     LearningPart,
     LearningReport,
@@ -58,15 +59,17 @@ class LearningService:
         """Why candidates cannot be scored here."""
         return self._learning.pruning_refusal
 
-    async def post_rewards(self, rollout_id: str, request: RewardsRequest, *, by_server: bool = False) -> RewardsAnswer:
-        """Raises: RequestError, 404 when the rollout is not known."""
+    async def post_rewards(
+        self, rollout_id: str, request: RewardsRequest, namespace: str = "", *, by_server: bool = False
+    ) -> RewardsAnswer:
+        """`namespace`: of the client that has the rollout. Raises: RequestError, 404 when it has no such rollout."""
         rewards = await each(request.rewards, lambda entry: entry.judged(request.threshold))
-        receipt = await self._learning.post_rewards(rollout_id, rewards)
+        receipt = await self._learning.post_rewards(owned_name(namespace, rollout_id), rewards)
         if receipt is None:
             raise RequestError(
-                f"no rollout {rollout_id!r} is known here that was asked for with pruning. This server remembers the "
-                f"newest rollouts with pruning, up to {MAX_REMEMBERED_CANDIDATES} candidates, until it ends. Take the "
-                "id from the rollout's answer, and post rewards before the next restart.",
+                f"no rollout {rollout_id!r} of yours is known here that was asked for with pruning. This server "
+                f"remembers the newest rollouts with pruning, up to {MAX_REMEMBERED_CANDIDATES} candidates, until it "
+                "ends. Take the id from the rollout's answer, and post rewards before the next restart.",
                 status=HTTPStatus.NOT_FOUND,
                 param="rollout_id",
             )

@@ -12,6 +12,7 @@ from vllm_rollout.group.lengths.receipt import Receipt
 from vllm_rollout.group.rounds.round_progress import RoundProgress
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.server.answers import Event, RebuildAnswer, RoundDoneEvent, RoundEvent, RoundSummary
+from vllm_rollout.server.clients import id_of
 from vllm_rollout.server.runs.answers import OpenGroupAnswer
 from vllm_rollout.server.runs.ended_groups import EndedGroups
 from vllm_rollout.server.runs.session_answers import SessionRoundDoneEvent, SessionRoundEvent
@@ -40,7 +41,8 @@ class LiveRound(ABC):
 
     id: str
     """The id of its rollout, or of its sessions together."""
-    run_id: str
+    run_name: str
+    """Among the runs of all clients."""
     progress: RoundProgress
     owner: str = ""
     """What the store calls this process's hold on it, once it has been taken."""
@@ -54,6 +56,11 @@ class LiveRound(ABC):
     """None: what has ended of it before its end is kept nowhere."""
     keeping: asyncio.Task[LastEvent] | None = field(default=None)
     """Writes it, whoever waits for it."""
+
+    @property
+    def run_id(self) -> str:
+        """As its client calls it."""
+        return id_of(self.run_name)
 
     @property
     def opened(self) -> OpenRound:

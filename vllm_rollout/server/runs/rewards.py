@@ -34,12 +34,12 @@ class RunRewards:
         self._live = live
         self._learning = learning
 
-    async def post(self, rollout_id: str, request: RewardsRequest) -> RewardsAnswer:
-        """Rewards of any rollout.
+    async def post(self, rollout_id: str, request: RewardsRequest, namespace: str) -> RewardsAnswer:
+        """Rewards of any rollout of one client.
 
         Raises: RequestError, 404 when the rollout is not known, 409 for a filter that it does not have.
         """
-        live = self._filtering(rollout_id)
+        live = self._filtering(rollout_id, namespace)
         if live is None:
             if request.filter is not None:
                 raise RequestError(
@@ -48,11 +48,11 @@ class RunRewards:
                     status=HTTPStatus.CONFLICT,
                     param="filter",
                 )
-            return await self._learning.post_rewards(rollout_id, request)
+            return await self._learning.post_rewards(rollout_id, request, namespace)
         rewards = [(entry.prompt_id, entry.index, entry.reward) for entry in request.rewards]
         statuses, filtered = await _told(live, rewards)
         if live.rollout.scoring is not None:
-            answer = await self._learning.post_rewards(rollout_id, request)
+            answer = await self._learning.post_rewards(rollout_id, request, namespace)
             return answer.model_copy(update={"filtered": filtered})
         return RewardsAnswer(
             id=rollout_id,
@@ -66,7 +66,7 @@ class RunRewards:
 
     async def post_named(self, request: NamedRewardsRequest, namespace: str) -> NamedRewardsAnswer:
         """Rewards by the names of groups and requests."""
-        told = await self._tell_rounds(request.rewards)
+        told = await self._tell_rounds(request.rewards, namespace)
         answer = await self._learning.post_named_rewards(request, namespace)
         if not told:
             return answer
@@ -77,18 +77,20 @@ class RunRewards:
         counts = RewardCounts.of(result.status for result in results)
         return answer.model_copy(update={"results": results, "counts": counts})
 
-    def _filtering(self, rollout_id: str) -> RolloutRound | None:
-        """The round on its way that has this rollout, and filters. Sessions bring their rewards with their finish."""
+    def _filtering(self, rollout_id: str, namespace: str) -> RolloutRound | None:
+        """This client's round on its way that has this rollout, and filters. Sessions are rewarded as they finish."""
         live = self._live.get(rollout_id)
-        return live if isinstance(live, RolloutRound) and live.progress.filters else None
+        if not isinstance(live, RolloutRound) or live.rollout.namespace != namespace:
+            return None
+        return live if live.progress.filters else None
 
-    async def _tell_rounds(self, entries: Sequence[NamedRewardEntry]) -> dict[int, RewardStatus]:
+    async def _tell_rounds(self, entries: Sequence[NamedRewardEntry], namespace: str) -> dict[int, RewardStatus]:
         """Rewards of groups of rounds that filter; the statuses, by position, of those that nothing else learns of."""
         by_rollout: dict[str, dict[int, tuple[str, int, float]]] = defaultdict(dict)
         for position, entry in enumerate(entries):
             group_id = entry.group_id or ""
             rollout_id = group_id.rpartition("-")[0]
-            live = self._filtering(rollout_id)
+            live = self._filtering(rollout_id, namespace)
             if live is None:
                 continue
             if (prompt := live.rollout.prompt_of(group_id)) is not None:

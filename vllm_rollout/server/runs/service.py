@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from vllm_rollout.background import begin, heard, spawn
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
+from vllm_rollout.server.clients import client_namespace, id_of, owned_name
 from vllm_rollout.server.engine import Engine, RequestError
 from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
@@ -46,7 +47,14 @@ from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.rollout_round import RolloutRound
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
+from vllm_rollout.server.runs.stored import (
+    EndedGroup,
+    Looked,
+    PlannedRound,
+    StoredRun,
+    UnreadableRun,
+    run_answer,
+)
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
@@ -91,14 +99,14 @@ class RunService:
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
-        id = request.id or f"run-{uuid.uuid4().hex[:12]}"
+        name = _name(request.id or f"run-{uuid.uuid4().hex[:12]}")
         terms = request.terms
         try:
             terms.check(request.num_candidates(self._engine.max_num_seqs))
         except RoundError as error:
             raise RequestError(str(error), param=error.field) from error
         checked = await self._checked(request)
-        stored, is_new = await self._stored(self._store.create, id, checked.model, request.settings, terms)
+        stored, is_new = await self._stored(self._store.create, name, checked.model, request.settings, terms)
         await self._choose_start(stored)
         return self._answer_of(stored), is_new
 
@@ -118,12 +126,12 @@ class RunService:
 
     async def read(self, id: str) -> RunAnswer:
         """Raises: RequestError (404)."""
-        return self._answer_of(await self._stored(self._store.read, id))
+        return self._answer_of(await self._stored(self._store.read, _name(id)))
 
     async def list(self) -> RunsAnswer:
-        """All runs, those that cannot be read beside the others."""
+        """All runs of this client, those that cannot be read beside the others."""
         answer = RunsAnswer(data=[])
-        for found in await self._stored(self._store.list):
+        for found in await self._stored(self._store.list, client_namespace()):
             if isinstance(found, UnreadableRun):
                 answer.unreadable.append(UnreadableRunAnswer(id=found.id, message=str(found)))
             else:
@@ -132,25 +140,26 @@ class RunService:
 
     async def delete(self, id: str) -> None:
         """Raises: RequestError (404; 409 while a round of it runs)."""
-        await self._stored(self._store.delete, id)
+        await self._stored(self._store.delete, _name(id))
 
     async def give_up(self, id: str, number: int) -> RunAnswer:
         """Put the prompts of an interrupted round back. Raises: RequestError (404; 409 while it runs)."""
-        return self._answer_of(await self._stored(self._store.give_up, id, number))
+        return self._answer_of(await self._stored(self._store.give_up, _name(id), number))
 
     async def begin(self, id: str, request: RoundRequest) -> Begun | bytes:
         """A round on its way, or the answer that it had. Raises: RequestError; nothing was taken then."""
         key = request.idempotency_key or f"round-{uuid.uuid4().hex}"
-        looked = await self._looked(id, key)
+        name = _name(id)
+        looked = await self._looked(name, key)
         if self._parallelism is not None and looked.answer is None:
             await self._choose_start(looked.stored)
             await self._parallelism.before_round()
-            looked = await self._looked(id, key)  # it may have waited
+            looked = await self._looked(name, key)  # it may have waited
         if looked.answer is not None:
             check_same(key, request, looked.answer.memo)
             return looked.answer.body
         if (opened := looked.stored.run.open) is not None and opened.key == key:
-            live = await self._take_again(id, request, key)
+            live = await self._take_again(name, request, key)
         else:
             live = await self._take(looked.stored, request, key)
         self._live[live.id] = live
@@ -160,19 +169,19 @@ class RunService:
         first = await anext(events)
         return Begun(live, chained(first, events))
 
-    async def _looked(self, id: str, key: str) -> Looked:
+    async def _looked(self, name: str, key: str) -> Looked:
         """The run, and what became of the key: what is on its way to the disk is waited for.
 
         Raises: RequestError, 409 while another round of the run cannot be written, 410 for a key of long ago.
         """
         while True:
-            over = self._unkept.get(id)
+            over = self._unkept.get(name)
             if over is not None and over.opened.key == key:
                 await self._keep(over)
             elif over is not None and over.keeping is not None:  # another trainer's
                 await asyncio.wait([over.keeping])
-            looked = await self._stored(self._store.look, id, key)
-            over = self._unkept.get(id)
+            looked = await self._stored(self._store.look, name, key)
+            over = self._unkept.get(name)
             if over is None or looked.answer is not None:
                 break
             if over.keeping is None and over.opened.key != key:
@@ -196,13 +205,13 @@ class RunService:
         return begun.live.answer
 
     async def state(self) -> bytes:
-        """All that was learned, and all runs."""
+        """All that was learned, and all runs of this client."""
         learned = await self._engine.learning.learning_state()
-        runs = await self._stored(self._store.dump)
+        runs = await self._stored(self._store.dump, client_namespace())
         return await asyncio.to_thread(with_runs, runs, learned)
 
     async def set_state(self, state: bytes) -> None:
-        """In place of what was learned since, and of all runs.
+        """In place of what was learned since, and of all runs of this client.
 
         Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs, 503 and 507
         when the database does not take it. Nothing has changed then.
@@ -212,19 +221,20 @@ class RunService:
             saved = await asyncio.to_thread(parse_saved, state)
         except ValueError as error:
             raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
-        await self._stored(self._store.check_all_idle)
-        keep = partial(self._stored, self._store.replace, saved.runs)
+        await self._stored(self._store.check_all_idle, client_namespace())
+        keep = partial(self._stored, self._store.replace, saved.runs, namespace=client_namespace())
         await self._engine.learning.set_learning_state(saved.learned, keep)
 
-    async def _take_again(self, id: str, request: RoundRequest, key: str) -> LiveRound:
+    async def _take_again(self, name: str, request: RoundRequest, key: str) -> LiveRound:
         """A round that was interrupted."""
-        planned = await self._stored(self._store.planned, id, partial(reopened, id, key))
+        planned = await self._stored(self._store.planned, name, partial(reopened, id_of(name), key))
         check_same(key, request, planned.stored.memo)
         assert planned.stored.memo is not None  # a round is open
-        live = await self._prepare(planned, as_before(id, planned.opened, request, planned.stored.memo), {})
+        live = await self._prepare(planned, as_before(id_of(name), planned.opened, request, planned.stored.memo), {})
         if live.ended is not None:
             await asyncio.to_thread(live.take_up, planned)
-        live.owner = await self._owned(id, self._store.claim, id, planned.opened)  # last: nobody else would give it up
+        # Last: nobody else would give it up.
+        live.owner = await self._owned(name, self._store.claim, name, planned.opened)
         return live
 
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
@@ -234,10 +244,10 @@ class RunService:
         predicted = await self._predicted(stored)
         plan = partial(Run.plan, key=key, fresh=fresh, reserve=reserve, kind=request.kind, predicted=predicted)
         bodies = {prompt.id: prompt.model_dump_json() for prompt in (*request.prompts, *request.reserve)}
-        planned = await self._stored(self._store.planned, stored.id, plan)
+        planned = await self._stored(self._store.planned, stored.name, plan)
         live = await self._prepare(planned, request, bodies)
         memo, opened = request.memo(), planned.opened
-        live.owner = await self._owned(stored.id, self._store.begin, stored.id, memo, plan, bodies, opened)
+        live.owner = await self._owned(stored.name, self._store.begin, stored.name, memo, plan, bodies, opened)
         return live
 
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
@@ -307,7 +317,7 @@ class RunService:
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
         live = RolloutRound(
             id=rollout.id,
-            run_id=stored.id,
+            run_name=stored.name,
             progress=course.progress,
             rollout=rollout,
             course=course,
@@ -321,7 +331,7 @@ class RunService:
         """Groups that end before the round does are put on disk. version: of the weights now."""
 
         async def write(groups: Mapping[int, EndedGroup]) -> None:
-            await self._stored(self._store.keep_ended, live.run_id, live.owner, groups)
+            await self._stored(self._store.keep_ended, live.run_name, live.owner, groups)
 
         live.ended = EndedGroups(write, version)
 
@@ -336,8 +346,8 @@ class RunService:
             del self._live[live.id]
             if self._parallelism is not None:
                 self._parallelism.round_left()
-            if not live.is_kept and self._unkept.get(live.run_id) is not live:
-                self._release(live.run_id, live.owner)
+            if not live.is_kept and self._unkept.get(live.run_name) is not live:
+                self._release(live.run_name, live.owner)
             if isinstance(live, RolloutRound):
                 self._forget(live.course.race_id)
 
@@ -347,7 +357,7 @@ class RunService:
         Raises: RequestError; then the round can be asked for again.
         """
         if live.keeping is None:
-            self._unkept[live.run_id] = live
+            self._unkept[live.run_name] = live
             live.keeping = begin(self._write(live))
         return await heard(live.keeping, "keeping a round", refusals=(RequestError,))
 
@@ -356,7 +366,7 @@ class RunService:
         try:
             run = await self._stored(
                 self._store.close,
-                live.run_id,
+                live.run_name,
                 live.owner,
                 outcomes,
                 partial(made_answer, live),
@@ -366,10 +376,10 @@ class RunService:
             live.keeping = None
             if not (isinstance(error, RequestError) and error.status in PASSING):
                 # It would not go better next time: the round is let go, and runs anew under its key.
-                del self._unkept[live.run_id]
-                self._release(live.run_id, live.owner)
+                del self._unkept[live.run_name]
+                self._release(live.run_name, live.owner)
             raise
-        del self._unkept[live.run_id]
+        del self._unkept[live.run_name]
         live.is_kept = True
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, spent.latency_s)
@@ -388,7 +398,7 @@ class RunService:
 
     def _answer_of(self, stored: StoredRun) -> RunAnswer:
         parallelism = None if self._parallelism is None else self._parallelism.answer()
-        groups = [group for live in self._live.values() if live.run_id == stored.id for group in live.groups_to_run]
+        groups = [group for live in self._live.values() if live.run_name == stored.name for group in live.groups_to_run]
         return run_answer(
             stored,
             is_live=self._store.is_live(stored),
@@ -397,28 +407,28 @@ class RunService:
             groups=groups,
         )
 
-    async def _owned(self, id: str, call: Callable[..., str], *args: Any) -> str:
+    async def _owned(self, name: str, call: Callable[..., str], *args: Any) -> str:
         """A transaction that returns the new owner of a round; who is cancelled meanwhile owns nothing."""
         work = self._submitted(call, *args)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            work.add_done_callback(partial(self._release_unless_failed, id))
+            work.add_done_callback(partial(self._release_unless_failed, name))
             raise
 
-    def _release_unless_failed(self, id: str, work: asyncio.Future[str]) -> None:
+    def _release_unless_failed(self, name: str, work: asyncio.Future[str]) -> None:
         if work.exception() is None:
-            self._release(id, work.result())
+            self._release(name, work.result())
 
-    def _release(self, id: str, owner: str) -> None:
+    def _release(self, name: str, owner: str) -> None:
         """Let a round go that does not run any more. Until that is on disk other processes take it for running."""
 
         def again(work: asyncio.Future[None]) -> None:
             error = work.exception()
             if isinstance(error, RequestError) and error.status in PASSING:
-                work.get_loop().call_later(RELEASE_AGAIN_S, self._release, id, owner)
+                work.get_loop().call_later(RELEASE_AGAIN_S, self._release, name, owner)
 
-        self._submitted(self._store.release, id, owner).add_done_callback(again)
+        self._submitted(self._store.release, name, owner).add_done_callback(again)
 
     async def _stored(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """A transaction, which is carried out even if nobody waits for it any more."""
@@ -426,6 +436,11 @@ class RunService:
 
     def _submitted(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
+
+
+def _name(id: str) -> str:
+    """Of a run, as the client calls it whose request is being answered."""
+    return owned_name(client_namespace(), id)
 
 
 def _fresh(prompt: Any, epoch: int | None) -> FreshPrompt:

@@ -47,7 +47,7 @@ def prepared(
     bodies: list[dict[str, Any]] = [read_json(prompt.encode()) for prompt in prompts]
     return SessionRound(
         id=f"round-{uuid.uuid4().hex}",
-        run_id=stored.id,
+        run_name=stored.name,
         progress=RoundProgress(opened, filters),
         created=int(time.time()),
         model=stored.model,

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from vllm_rollout.group.rounds.rounds import EntryOutcome, OpenRound, Run, RunTerms
 from vllm_rollout.group.rounds.rounds_state import run_to_state
 from vllm_rollout.private_file import narrow, open_private
+from vllm_rollout.server.clients import id_of, owned_name
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.faults import is_damage, translated
 from vllm_rollout.server.runs.owner import Owner
@@ -71,11 +72,19 @@ CREATE TABLE IF NOT EXISTS answers (
 );
 """
 TABLES = ("runs", "prompts", "keys", "answers", "ended")
+_IS_OF = "(typeof({0}) <> 'text' OR substr({0}, 1, instr({0}, '/')) = ?)"
+"""Whether a run is of the namespace that begins its name."""
+# runs.id, and `run` of the others, are as of `owned_name`.
 # runs.owner and runs.memo belong to the open round: who runs it, and what its request asked for
 # (`RoundRequest.memo`). An owner is a process and a number, "NAME.7": whoever takes the round up again, the same
 # process too, is another owner, so that what is late of an earlier one finds that the round is not its own any more.
 # keys are all that rounds were ever begun under: a key that comes again after years is no new round.
 # staged has the file of what was learned that belongs to the runs that were put last.
+
+
+def _column(table: str) -> str:
+    """Where it has a run's name."""
+    return "id" if table == "runs" else "run"
 
 
 def _make_private(path: Path) -> None:
@@ -102,8 +111,10 @@ def _write_ahead(database: sqlite3.Connection) -> None:
 class RunStore:
     """All runs of one server."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Raises: ValueError for a database of another version; RequestError for what is none, or is locked, or cannot
+    def __init__(self, path: Path | None = None, *, keyless: str = "") -> None:
+        """`keyless`: the namespace of those that get runs which were made without a key; empty: nobody else does.
+
+        Raises: ValueError for a database of another version; RequestError for what is none, or is locked, or cannot
         be written; OSError."""
         self.path = path
         self.owner = Owner(None if path is None else path.with_name(f"{path.name}.owners"))
@@ -133,7 +144,19 @@ class RunStore:
             with self._transaction():
                 for statement in SCHEMA.split(";"):
                     self._db.execute(statement)
+                if keyless:
+                    self._give(keyless)
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def _give(self, namespace: str) -> None:
+        """Runs that were made without a key are of that namespace from now on, unless it has one of the same id."""
+        for table in reversed(TABLES):  # `runs` last: by it the others tell which ones they are
+            column = _column(table)
+            self._db.execute(
+                f"UPDATE {table} SET {column} = :their || '/' || {column} WHERE instr({column}, '/') = 0 "
+                f"AND NOT EXISTS (SELECT 1 FROM runs AS r WHERE r.id = :their || '/' || {table}.{column})",
+                {"their": namespace},
+            )
 
     @property
     def is_durable(self) -> bool:
@@ -148,7 +171,7 @@ class RunStore:
         with self._transaction():
             found = self._find(id)
             if found is None:
-                if len(self._ids()) >= MAX_RUNS:
+                if self._db.execute("SELECT COUNT(*) FROM runs").fetchone()[0] >= MAX_RUNS:
                     raise RequestError(
                         f"this server keeps {MAX_RUNS} runs, and has as many. DELETE one that is over.",
                         status=HTTPStatus.CONFLICT,
@@ -171,17 +194,18 @@ class RunStore:
             raise found
         return found
 
-    def list(self) -> list[StoredRun | UnreadableRun]:
-        """The oldest first."""
+    def list(self, namespace: str = "") -> list[StoredRun | UnreadableRun]:
+        """Those of one namespace, the oldest first. One whose name cannot be read is everybody's."""
         with self._transaction("DEFERRED"):
-            return [self._listed(id) for id in self._ids()]
+            wanted = f"SELECT id FROM runs WHERE {_IS_OF.format('id')} ORDER BY created, id"
+            return [self._listed(id) for (id,) in self._db.execute(wanted, (owned_name(namespace, ""),)).fetchall()]
 
     def delete(self, id: str) -> None:
         """Also one that cannot be read. Raises: RequestError (404; 409 while a round of it runs)."""
         with self._transaction():
             self._check_idle(self._known(id))
             for table in TABLES:
-                self._db.execute(f"DELETE FROM {table} WHERE {'id' if table == 'runs' else 'run'} = ?", (id,))
+                self._db.execute(f"DELETE FROM {table} WHERE {_column(table)} = ?", (id,))
 
     def look(self, id: str, key: str) -> Looked:
         """A run, and whether a round of that key is known. Raises: RequestError (404), UnreadableRun."""
@@ -223,13 +247,13 @@ class RunStore:
             stored = self.read(id)
             self._check_idle(stored)
             if self._used(id, planned.key) is not None:
-                raise over_just_now(id, planned.key)
+                raise over_just_now(id_of(id), planned.key)
             run = stored.run
             opened = plan(run)
             if opened != planned:
                 raise RequestError(
-                    f"run {id!r} has changed while this round was checked: another round of it was over. Look at its "
-                    "num_fresh_prompts, and send the round again.",
+                    f"run {id_of(id)!r} has changed while this round was checked: another round of it was over. Look "
+                    "at its num_fresh_prompts, and send the round again.",
                     status=HTTPStatus.CONFLICT,
                 )
             num_known = run.num_handed_in
@@ -265,7 +289,7 @@ class RunStore:
         with self._transaction():
             stored = self.read(id)
             if stored.run.open != opened:
-                raise over_just_now(id, opened.key)
+                raise over_just_now(id_of(id), opened.key)
             self._check_idle(stored)
             owner = self._new_owner()
             self._save(id, stored.run, owner, stored.memo)
@@ -304,8 +328,8 @@ class RunStore:
             opened, run = stored.run.open, stored.run
             if stored.owner != owner or opened is None:
                 raise RequestError(
-                    f"the round of run {id!r} that ran here is not this process's any more: another one has taken it, "
-                    "and what came of it here counts for nothing. Repeat its key for its answer.",
+                    f"the round of run {id_of(id)!r} that ran here is not this process's any more: another one has "
+                    "taken it, and what came of it here counts for nothing. Repeat its key for its answer.",
                     status=HTTPStatus.CONFLICT,
                     retry_after_s=1,
                 )
@@ -343,7 +367,8 @@ class RunStore:
             if opened is None or opened.number != number:
                 is_open = "none" if opened is None else str(opened.number)
                 raise RequestError(
-                    f"round {number} of run {id!r} is not open; open: {is_open}. Only an open round can be given up.",
+                    f"round {number} of run {id_of(id)!r} is not open; open: {is_open}. Only an open round can be "
+                    "given up.",
                     status=HTTPStatus.NOT_FOUND,
                 )
             self._check_idle(stored)
@@ -353,15 +378,15 @@ class RunStore:
             self._save(id, stored.run, None, None)
             return self.read(id)
 
-    def dump(self) -> Sequence[dict[str, Any]]:
-        """All runs that can be read as JSON, without their answers: an open round is one that was interrupted."""
+    def dump(self, namespace: str = "") -> Sequence[dict[str, Any]]:
+        """All runs of one namespace that can be read as JSON, without their answers: an open round was interrupted."""
         with self._transaction("DEFERRED"):
             runs = []
-            for stored in self.list():
+            for stored in self.list(namespace):
                 if isinstance(stored, UnreadableRun):
                     logger.error("a saved state goes without it: %s", stored)
                     continue
-                of_run = (stored.id,)
+                of_run = (stored.name,)
                 rows = self._db.execute("SELECT number, body, kept FROM prompts WHERE run = ? ORDER BY number", of_run)
                 keys = self._db.execute("SELECT key, round, given_up FROM keys WHERE run = ? ORDER BY round", of_run)
                 runs.append(
@@ -384,23 +409,30 @@ class RunStore:
             row = self._db.execute("SELECT name FROM staged").fetchone()
         return "" if row is None else row[0]
 
-    def replace(self, runs: Sequence[Mapping[str, Any]], staged: str = "") -> None:
-        """Put dumped runs, which were checked, in place of all there are; with them comes a file.
+    def replace(self, runs: Sequence[Mapping[str, Any]], staged: str = "", namespace: str = "") -> None:
+        """Put dumped runs, which were checked, in place of all that a namespace has; with them comes a file.
 
         Raises: RequestError (409).
         """
         with self._transaction():
             self._db.execute("DELETE FROM staged")
             self._db.execute("INSERT INTO staged VALUES (?)", (staged,))
-            self.check_all_idle()
+            self.check_all_idle(namespace)
             for table in TABLES:
-                self._db.execute(f"DELETE FROM {table}")
+                self._db.execute(
+                    f"DELETE FROM {table} WHERE {_IS_OF.format(_column(table))}", (owned_name(namespace, ""),)
+                )
             for dumped in runs:
-                id = dumped["id"]
+                id = owned_name(namespace, dumped["id"])
                 self._db.execute(
                     "INSERT INTO runs (id, created, model, settings, state, memo) "
                     "VALUES (:id, :created, :model, :settings, :state, :memo)",
-                    {**dumped, "settings": json.dumps(dumped["settings"]), "state": json.dumps(dumped["state"])},
+                    {
+                        **dumped,
+                        "id": id,
+                        "settings": json.dumps(dumped["settings"]),
+                        "state": json.dumps(dumped["state"]),
+                    },
                 )
                 self._db.executemany("INSERT INTO keys VALUES (?, ?, ?, ?)", [(id, *row) for row in dumped["keys"]])
                 self._db.executemany(
@@ -411,9 +443,9 @@ class RunStore:
                     ],
                 )
 
-    def check_all_idle(self) -> None:
-        """Raises: RequestError (409) while a round of any run is running."""
-        for found in self.list():
+    def check_all_idle(self, namespace: str = "") -> None:
+        """Raises: RequestError (409) while a round of any run of that namespace is running."""
+        for found in self.list(namespace):
             self._check_idle(found)
 
     def is_live(self, found: StoredRun | UnreadableRun) -> bool:
@@ -438,10 +470,6 @@ class RunStore:
     def _new_owner(self) -> str:
         return f"{self.owner.name}.{next(self._turns)}"
 
-    def _ids(self) -> Sequence[str]:
-        """The oldest first."""
-        return [id for (id,) in self._db.execute("SELECT id FROM runs ORDER BY created, id")]
-
     def _listed(self, id: str) -> StoredRun | UnreadableRun:
         try:
             return self._known(id)
@@ -455,7 +483,8 @@ class RunStore:
         found = self._find(id)
         if found is None:
             raise RequestError(
-                f"run {id!r} is not known here. GET /v1/runs lists those that are; POST /v1/runs makes one.",
+                f"run {id_of(id)!r} is not known here as one of yours. GET /v1/runs lists those of your API key; "
+                "POST /v1/runs makes one.",
                 status=HTTPStatus.NOT_FOUND,
             )
         return found

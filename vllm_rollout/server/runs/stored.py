@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.group.checks import MAX_SHOWN, integer, is_writable, text
 from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.group.rounds.rounds_state import run_from_state
+from vllm_rollout.server.clients import id_of
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.runs.answers import (
     OpenGroupAnswer,
@@ -32,7 +33,8 @@ MAX_MODEL_CHARS = 4096
 class UnreadableRun(RequestError):
     """What stands where a run was. The list and the state go on without it, and it can be deleted."""
 
-    def __init__(self, id: Any, error: Exception, owner: str | None = None) -> None:
+    def __init__(self, name: Any, error: Exception, owner: str | None = None) -> None:
+        id = id_of(name) if isinstance(name, str) else name
         reason, *_ = f"{error}\n".encode(errors="backslashreplace").decode().splitlines()
         super().__init__(
             f"run {id!r} cannot be read from disk ({reason:.{MAX_SHOWN}}). The prompts that wait in it are lost, "
@@ -48,7 +50,8 @@ class UnreadableRun(RequestError):
 class StoredRun:
     """A run that can be read."""
 
-    id: str
+    name: str
+    """As of `owned_name`."""
     created: int
     model: str
     settings: Mapping[str, Any]
@@ -60,6 +63,11 @@ class StoredRun:
     """Who runs the open round: a process, and which of its rounds."""
     memo: str | None
     """The memo of the open round's request."""
+
+    @property
+    def id(self) -> str:
+        """As its client calls it."""
+        return id_of(self.name)
 
 
 class StoredAnswer(NamedTuple):
@@ -107,7 +115,7 @@ class PlannedRound(NamedTuple):
 
 def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
     """A row of `runs`, all of its columns."""
-    id, created, model, settings, state, owner, memo = row
+    name, created, model, settings, state, owner, memo = row
     owner = owner if isinstance(owner, str) else None
     try:
         settings, run = json.loads(settings), run_from_state(json.loads(state))
@@ -119,9 +127,9 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
         text(model, "model of a run", MAX_MODEL_CHARS)
         integer(created, "created of a run")
     except (ValueError, TypeError, RecursionError) as error:
-        return UnreadableRun(id, error, owner)
+        return UnreadableRun(name, error, owner)
     # An earlier version wrote none of the fields that came since: of those a run has the defaults.
-    return StoredRun(id, created, model, request.settings, request, run, owner, memo)
+    return StoredRun(name, created, model, request.settings, request, run, owner, memo)
 
 
 def run_answer(

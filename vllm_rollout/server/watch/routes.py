@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Request, Response
 
 from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.errors import ERRORS, errors_of
 from vllm_rollout.server.serialised import EventStream, json_response
 from vllm_rollout.server.slices import chained
@@ -52,5 +53,6 @@ async def read_texts(
     rollout_id: Annotated[str, Path(max_length=256)],
     position: Annotated[int, Path(ge=0, le=MAX_POSITION)],
 ) -> Response:
-    """What each of its candidates said, and why it ended; of those that run the last 512 tokens."""
-    return json_response(await _viewers(request).texts(rollout_id, position))
+    """What each of its candidates said, and why it ended; of those that run the last 512 tokens.
+    404 for a rollout of another API key."""
+    return json_response(await _viewers(request).texts(rollout_id, position, client_namespace()))

@@ -160,15 +160,15 @@ class Viewers:
                 self._unsent.clear()  # who comes next is told everything
             self._tick_if_needed()
 
-    async def texts(self, rollout_id: str, position: int) -> GroupTexts:
-        """Raises: RequestError (404) for a group whose tokens are not there any more."""
+    async def texts(self, rollout_id: str, position: int, namespace: str) -> GroupTexts:
+        """Raises: RequestError (404) for a group of another client, and one whose tokens are not there any more."""
         rollout = self._running.get(rollout_id) or self._with_text.get(rollout_id)
         group = None if rollout is None else rollout.seen.groups.get(position)
-        if rollout is None or group is None:
+        if rollout is None or group is None or rollout.namespace != namespace:
             raise RequestError(
-                f"the tokens of group {position} of {rollout_id!r} are not here: they are kept of rollouts that run, "
-                f"and of the last {MAX_WITH_TEXT} at whose end somebody looked, of {MAX_TOKENS_WITH_TEXT:,} tokens "
-                "together.",
+                f"the tokens of group {position} of {rollout_id!r} are not here: they are kept of your rollouts "
+                f"that run, and of the last {MAX_WITH_TEXT} at whose end somebody looked, of "
+                f"{MAX_TOKENS_WITH_TEXT:,} tokens together.",
                 status=HTTPStatus.NOT_FOUND,
             )
         if group.over_s is not None:

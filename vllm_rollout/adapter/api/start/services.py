@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from vllm import envs
 
 from vllm_rollout import background
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
@@ -25,6 +26,7 @@ from vllm_rollout.adapter.api.start.state_folder import FolderLock
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.rewards.grader import default_num_processes
 from vllm_rollout.rewards.kept_limits import KeptLimits
+from vllm_rollout.server.clients import namespace_of
 from vllm_rollout.server.first import HandOn
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.runs.service import RunService
@@ -34,6 +36,15 @@ from vllm_rollout.server.sessions.service import SessionService
 
 LIMITS = "time_limits.json"
 """In the folder of --rollout-state: how long grading each test case may take."""
+
+
+def _keys(settings: Namespace) -> list[str]:
+    """Those of --api-key, by vLLM's rule."""
+    return [key for key in (settings.api_key or [envs.VLLM_API_KEY]) if key]
+
+
+def _namespace_of_the_first(keys: list[str]) -> str:
+    return namespace_of(f"Bearer {keys[0]}") if keys else ""
 
 
 async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namespace) -> VLLMEngine:
@@ -54,7 +65,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         state_file = StateFile(folder / LEARNED, engine.learning, engine.calls, client)
         if is_first:
             state.rollout_folder = FolderLock(folder)
-            store = RunStore(folder / RUNS)
+            store = RunStore(folder / RUNS, keyless=_namespace_of_the_first(_keys(settings)))
             await state_file.load(store.staged)
     client.life.watch()
     engine.moves.follow_holds()
