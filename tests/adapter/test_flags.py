@@ -353,3 +353,9 @@ def test_groups_are_not_moved_by_a_plan_that_cannot_see_all_of_them():
         client = SimpleNamespace(num_api_processes=1, vllm_config=config)
         moves = EngineMoves(client, EngineCalls(client), None)
         assert ("Rust front end" in (moves.refusal(priced=False) or "")) is beside_rust
+
+
+def test_pages_of_any_origin_are_allowed_only_where_the_user_says_so(parsed: Callable[..., Any]) -> None:
+    assert (parsed().allowed_origins, parsed().rollout_allowed_hosts) == ([], [])
+    assert parsed("--allowed-origins", '["*"]').allowed_origins == ["*"]
+    assert parsed("--rollout-allowed-hosts", "a.example", "b").rollout_allowed_hosts == ["a.example", "b"]

@@ -25,6 +25,7 @@ from vllm_rollout.adapter.api.trainers.trainers import COMPAT
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.learning.body import ADMIN_HEADER
+from vllm_rollout.server.origins import AllowedHosts
 
 pytestmark = pytest.mark.anyio
 API_KEY, ADMIN_KEY = "api", "admin"
@@ -77,13 +78,14 @@ def app_of(monkeypatch, tiny_model):
             monkeypatch.setenv("VLLM_PLUGINS", "")
         app = build_app(args, ("generate",))
         app.state.rollout_service = SimpleNamespace(admin_key=AdminKey(ADMIN_KEY))
+        app.state.allowed_hosts = AllowedHosts(has_key=True)
         return app
 
     return app_of
 
 
-async def let_in(app: FastAPI, **headers: str) -> set[tuple[str, str]]:
-    """Method and path of every route that does not answer 401."""
+async def let_in(app: FastAPI, refusal: int = 401, **headers: str) -> set[tuple[str, str]]:
+    """Method and path of every route that does not answer so."""
     found = set()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # nothing is behind what lets us in
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
@@ -92,7 +94,7 @@ async def let_in(app: FastAPI, **headers: str) -> set[tuple[str, str]]:
                 asked = method, route.path
                 path = re.sub(r"\{.*?\}", "0", route.path)
                 answer = await http.request(method, path, json=BODIES.get(asked, {}))
-                if answer.status_code != 401:
+                if answer.status_code != refusal:
                     found.add(asked)
     return found
 
@@ -120,3 +122,8 @@ async def test_the_admin_key_opens_in_the_header_of_ours_and_as_a_bearer_token(a
     everything = routes_of(app)
     assert await let_in(app, authorization=f"Bearer {API_KEY}", **{ADMIN_HEADER: ADMIN_KEY}) == everything
     assert await let_in(app, authorization=f"Bearer {ADMIN_KEY}") == everything
+
+
+async def test_a_page_of_another_site_gets_in_nowhere_also_with_the_keys(app_of):
+    keys = {"authorization": f"Bearer {ADMIN_KEY}", ADMIN_HEADER: ADMIN_KEY}
+    assert await let_in(app_of(*COMPAT), 403, origin="https://evil.example", **keys) == set()

@@ -31,6 +31,7 @@ def watch(
     import uvicorn
     from fastapi import FastAPI
 
+    from vllm_rollout.server.origins import AllowedHosts, OwnPages
     from vllm_rollout.server.watch.page import page_router
     from vllm_rollout.watching.replay import Replay
 
@@ -40,6 +41,7 @@ def watch(
         sys.exit(f"vllm-rollout watch: {error.filename}: {error.strerror}. Name files that `--rollout-record` wrote.")
     app = FastAPI(openapi_url=None)
     app.include_router(replay.router())
+    app.add_middleware(OwnPages, allowed=AllowedHosts(bound=host, has_key=False))
     app.include_router(page_router())
 
     class Server(uvicorn.Server):

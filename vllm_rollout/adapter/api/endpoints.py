@@ -23,23 +23,31 @@ class RolloutEndpoints:
         from vllm_rollout.adapter.api.trainers.trainers import attach_compat
         from vllm_rollout.server.clients import ClientNamespaces
         from vllm_rollout.server.gauges import FreshGauges
+        from vllm_rollout.server.misplaced import MisplacedFields
+        from vllm_rollout.server.origins import OwnPages
         from vllm_rollout.server.routes import router
 
         refuse_our_fields_in_beam_search()
         app.include_router(router)
+        app.add_middleware(MisplacedFields)
         app.add_middleware(OpenPaths)
         app.add_middleware(FreshGauges)
         attach_compat(app)
         app.add_middleware(ClientNamespaces)
+        app.add_middleware(OwnPages)
         self._app = app
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-        from vllm_rollout.adapter.api.start.services import build_services
+        from vllm_rollout.adapter.api.start.services import build_services, keys_of
+        from vllm_rollout.server.origins import AllowedHosts
 
         if not isinstance(engine_client, RolloutAsyncLLM):
             raise RuntimeError(
                 f"the rollout endpoints need vllm_rollout's engine client, found {type(engine_client).__name__}. "
                 "Start the server with `vllm-rollout serve` instead of `vllm serve`."
             )
+        state.allowed_hosts = AllowedHosts(
+            args.rollout_allowed_hosts, args.allowed_origins, bound=args.host or "", has_key=bool(keys_of(args))
+        )
         await build_services(engine_client, self._app, args)

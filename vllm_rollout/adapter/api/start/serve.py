@@ -81,6 +81,11 @@ def main(arguments: list[str]) -> None:
     )
     if missing := lacking():
         logger.info("vllm_rollout: vLLM %s lacks %s", vllm_version, "; ".join(missing))
+    if args.enable_lora and current_platform.is_cpu():
+        logger.warning(
+            "vllm_rollout: LoRA on a CPU is for trying only: while adapters run, the base model gets wrong tokens from "
+            "vLLM's operators, and prompt_logprobs are refused. Where tokens count, use a GPU or a server per policy."
+        )
     with judge.beside(args), server_folder.of_a_server(), front_ends.both(args):
         command.cmd(args)
 
@@ -166,6 +171,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_admin_key,
         help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by --compat) "
         f"needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may call the server may.",
+    )
+    group.add_argument(
+        "--rollout-allowed-hosts",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="Host names under which web pages may use this server, and clients may call it where it has no --api-key; "
+        "'*': any. Default: IP addresses, names without a dot or that nobody can register (.local, .internal), the "
+        "name of --host, and this host's own. To read answers, pages need vLLM's --allowed-origins, too.",
     )
     group.add_argument(
         "--rollout-audit-ratio",
@@ -322,6 +336,8 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
     )
     if args.rollout_drafts == "on":
         args.speculative_config = dict(DRAFTS_CONFIG)
+    if args.allowed_origins == ["*"] and not _says(arguments, "--allowed-origins"):
+        args.allowed_origins = []  # as vLLM has it from 0.32 on: no page may, unless the user says so
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
@@ -329,6 +345,10 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
         emulate.switch_on(args)
     parallelism.switch_on(args)
     on_cpu.switch_on(args, arguments, parser, is_embedded)
+
+
+def _says(arguments: Sequence[str], flag: str) -> bool:
+    return any(word.partition("=")[0].replace("_", "-") == flag for word in arguments)
 
 
 def allowed_plugins(chosen: str | None) -> list[str]:

@@ -38,7 +38,7 @@ LIMITS = "time_limits.json"
 """In the folder of --rollout-state: how long grading each test case may take."""
 
 
-def _keys(settings: Namespace) -> list[str]:
+def keys_of(settings: Namespace) -> list[str]:
     """Those of --api-key, by vLLM's rule."""
     return [key for key in (settings.api_key or [envs.VLLM_API_KEY]) if key]
 
@@ -65,7 +65,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         state_file = StateFile(folder / LEARNED, engine.learning, engine.calls, client)
         if is_first:
             state.rollout_folder = FolderLock(folder)
-            store = RunStore(folder / RUNS, keyless=_namespace_of_the_first(_keys(settings)))
+            store = RunStore(folder / RUNS, keyless=_namespace_of_the_first(keys_of(settings)))
             await state_file.load(store.staged)
     client.life.watch()
     engine.moves.follow_holds()

@@ -1,0 +1,107 @@
+"""Which web pages may use this server. A browser sends requests for any page that its user looks at, from inside the
+user's network: they need no key where a server has none, and they say so in `Origin`, or only in `Host`.
+
+A page of another site names its own origin. A page whose name is made to point at this server afterwards (DNS
+rebinding) is of the same origin as the server is for the browser, and is told by the name in `Host`.
+
+Invariant: what sends no Origin (curl, trainers, OpenAI's clients) is refused only where the server has no key, and
+only under a name that a stranger can register.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Collection
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.errors import error_response
+
+ANY = "*"
+PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa")
+"""Names that nobody can register, among them Kubernetes' `svc.cluster.local`."""
+
+
+class AllowedHosts:
+    """The names and origins under which pages may call this server."""
+
+    def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = (), *, bound: str = "", has_key: bool):
+        """`hosts`: of --rollout-allowed-hosts. `origins`: vLLM's --allowed-origins. `bound`: of --host."""
+        self._hosts = {host.lower() for host in hosts}
+        self._origins = set(origins)
+        self._own = {name.lower() for name in (bound, socket.gethostname(), socket.getfqdn())}
+        self._has_key = has_key
+
+    def refusal(self, host: str | None, origin: str | None) -> RequestError | None:
+        """Why a request with these headers is not taken; None: it is."""
+        if origin is not None and not self._is_ours(origin, host or ""):
+            return RequestError(
+                f"origin: a page of {origin!r:.100} may not use this server. Start it with --rollout-allowed-hosts and "
+                "the page's host name, or name the origin in vLLM's --allowed-origins.",
+                status=HTTPStatus.FORBIDDEN,
+                param="origin",
+            )
+        if host is not None and not self._has_key and not self._is_known(_name_of(f"//{host}")):
+            return RequestError(
+                f"host: this server has no --api-key, and does not know itself as {host!r:.100}. Call it by its IP "
+                "address, or start it with --rollout-allowed-hosts and this name, or with --api-key.",
+                status=HTTPStatus.FORBIDDEN,
+                param="host",
+            )
+        return None
+
+    def _is_ours(self, origin: str, host: str) -> bool:
+        if ANY in self._origins or ANY in self._hosts or origin in self._origins:
+            return True
+        return _authority(origin) == host.lower() or _name_of(origin) in self._hosts
+
+    def _is_known(self, name: str) -> bool:
+        if ANY in self._hosts or name in self._hosts or name in self._own:
+            return True
+        # A page at an IP address came from there. A name without a dot is one of the user's own network.
+        return _is_address(name) or "." not in name or name.endswith(PRIVATE_ENDS)
+
+
+class OwnPages:
+    """ASGI middleware that refuses what other pages send."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts | None = None) -> None:
+        """`allowed`: by default what the app's state has as `allowed_hosts`; nothing there: nobody calls over HTTP."""
+        self._app, self._allowed = app, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            allowed = self._allowed or getattr(scope["app"].state, "allowed_hosts", None)
+            headers = Headers(scope=scope)
+            if allowed is not None:
+                refusal = allowed.refusal(headers.get("host"), headers.get("origin"))
+                if refusal is not None:
+                    await error_response(refusal)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _authority(origin: str) -> str:
+    """Host and port; empty for `null` and for what is no origin."""
+    return origin.partition("://")[2].lower()
+
+
+def _name_of(url: str) -> str:
+    """The host without its port; empty for what is none."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
