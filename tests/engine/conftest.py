@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,6 +98,8 @@ class Server:
     """The trace of its rollouts, where it keeps one."""
     blank: bytes
     """Its state when nothing had been learned."""
+    adapters: Sequence[str] = ()
+    """Folders of LoRA adapters for it."""
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self._process = ServerProcess(command, free_port(), {**ENVIRONMENT, **environment}, log)

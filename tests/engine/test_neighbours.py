@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.engine.conftest import HERE, TIMEOUT_S, Server, python_path, serve_command
+from tests.engine.conftest import HERE, TIMEOUT_S, Server, mild_adapter, python_path, serve_command
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 
 SEEDS = [int(os.environ["NIGHTLY_SEED"])] if "NIGHTLY_SEED" in os.environ else [1, 2]
@@ -30,13 +30,21 @@ FLAGS = [
 Body = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["off", "on"])
+@pytest.fixture(scope="module", params=["plain", "drafts", "lora"])
 def crowd(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server with drafts from memory, and one without."""
-    log = tmp_path_factory.mktemp("crowd") / "log"
-    with Server(serve_command(tiny_model, *FLAGS, "--rollout-drafts", request.param), log) as server:
+    """A server without anything else, one with drafts from memory, and one with LoRA adapters."""
+    folder = tmp_path_factory.mktemp("crowd")
+    flags = {
+        "plain": [],
+        "drafts": ["--rollout-drafts", "on"],
+        "lora": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
+    }[request.param]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with Server(serve_command(tiny_model, *FLAGS, *flags), folder / "log", **environment) as server:
+        if request.param == "lora":
+            server.adapters = [str(mild_adapter(tiny_model, folder / name, seed)) for seed, name in enumerate("abc")]
         yield server
 
 
@@ -96,6 +104,19 @@ def ours(chance: random.Random) -> Body:
     return body
 
 
+def beside_adapters(
+    server: Server, pool: ThreadPoolExecutor, chance: random.Random, number: int
+) -> list[Future[tuple[str, Body, int]]]:
+    """Requests for an adapter; the one of that name before still runs."""
+    if not server.adapters:
+        return []
+    if number:
+        unload(server, "x")
+    load(server, "x", server.adapters[number])
+    requests = [foreign(chance) for _ in range(6)]
+    return [pool.submit(send, server, path, {**body, "model": "x"}, leaves=False) for path, body in requests]
+
+
 def send(server: Server, path: str, body: Body, leaves: bool) -> tuple[str, Body, int]:
     """What the server says; `leaves`: its client goes away instead."""
     try:
@@ -105,15 +126,27 @@ def send(server: Server, path: str, body: Body, leaves: bool) -> tuple[str, Body
     return path, body, answer.status_code
 
 
+def load(server: Server, name: str, path: str) -> None:
+    body = {"lora_name": name, "lora_path": path}
+    server.http.post("/v1/load_lora_adapter", json=body).raise_for_status()
+
+
+def unload(server: Server, name: str) -> None:
+    server.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: Server, seed: int) -> None:
     chance = random.Random(seed)
     with ThreadPoolExecutor(24) as pool:
         groups = [pool.submit(crowd.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(6)]
         others = [pool.submit(send, crowd, *foreign(chance), chance.random() < 0.15) for _ in range(NUM_REQUESTS)]
+        others += [future for number in range(3) for future in beside_adapters(crowd, pool, chance, number)]
         groups += [pool.submit(crowd.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(4)]
         assert [said for future in others if (said := future.result())[2] >= 500] == []
         answers = [future.result() for future in groups]
+    if crowd.adapters:
+        unload(crowd, "x")
     assert crowd.http.get("/health").status_code == 200
     for answer in answers:
         assert answer.status_code == 200, answer.text
@@ -173,4 +206,37 @@ def test_wide_log_probabilities_come_and_go_beside_a_group(crowd: Server) -> Non
         answer = crowd.http.post("/inference/v1/generate", json={"token_ids": [3, 4], "sampling_params": named})
         assert answer.status_code == 200, answer.text
         assert group.result().status_code == 200
+    assert crowd.http.get("/health").status_code == 200
+
+
+def test_an_adapter_is_loaded_again_under_its_name_while_the_old_one_runs(crowd: Server) -> None:
+    """Each request stays with the adapter that it began with. vLLM tells them apart by name, and ends."""
+    if not crowd.adapters:
+        pytest.skip("of the server with adapters")
+
+    def ask(name: str, num_tokens: int) -> list[int]:
+        body = {"model": name, "prompt": [5, 6, 7], "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        answer = crowd.http.post("/v1/completions", json={**body, "return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["token_ids"]
+
+    alone = []
+    for path in crowd.adapters[:2]:
+        load(crowd, "alone", path)
+        alone.append(ask("alone", 200))
+        unload(crowd, "alone")
+    load(crowd, "x", crowd.adapters[0])
+    with ThreadPoolExecutor(4) as pool:
+        old = pool.submit(ask, "x", 1500)
+        crowd.wait_until(lambda: crowd.num_in_engine >= 1)
+        unload(crowd, "x")
+        load(crowd, "x", crowd.adapters[1])
+        new = pool.submit(ask, "x", 200)
+        crowd.wait_until(lambda: crowd.num_in_engine >= 2 or new.done())
+        load(crowd, "y", crowd.adapters[2])
+        ask("y", 10)
+        assert new.result() == alone[1] != alone[0]
+        assert old.result()[:200] == alone[0]
+    unload(crowd, "x")
+    unload(crowd, "y")
     assert crowd.http.get("/health").status_code == 200

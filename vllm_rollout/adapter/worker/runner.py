@@ -28,7 +28,9 @@ from vllm_rollout.tracker.tracker import CandidateTracker
 from vllm_rollout.tracker.verified import VerifiedDrafts
 from vllm_rollout.tracker.warm_up import warm_up
 
-NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype's range."
+NOT_FINITE = (
+    "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype's range."
+)
 """Why a candidate fails whose tokens would be chance."""
 
 if TYPE_CHECKING:

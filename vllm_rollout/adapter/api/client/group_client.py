@@ -38,10 +38,11 @@ from vllm_rollout.adapter.api.client.outputs import (
     mend_weight_versions,
 )
 from vllm_rollout.adapter.api.client.prompts import digest_of_prompt
-from vllm_rollout.adapter.api.client.refusals import pruning_refusal
+from vllm_rollout.adapter.api.client.refusals import NO_PROMPT_LOGPROBS, pruning_refusal, refuses_prompt_logprobs
 from vllm_rollout.adapter.api.client.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
+from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
@@ -94,6 +95,8 @@ class GroupClient:
         self.routes, self.rollout_metrics = routes, metrics
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
+        self._adapters = AdapterNames()
+        self._refuses_prompt_logprobs = refuses_prompt_logprobs(self.vllm_config)
 
     @property
     def max_candidates(self) -> int:
@@ -102,6 +105,10 @@ class GroupClient:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        if self._refuses_prompt_logprobs and sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError(NO_PROMPT_LOGPROBS, parameter="prompt_logprobs")
+        if kwargs.get("lora_request") is not None:
+            kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
         extra_args = sampling_params.extra_args
         if self.sessions is not None and self.sessions.names_session(extra_args or {}):
             return self._turn(prompt, sampling_params, request_id, **kwargs)
@@ -258,6 +265,8 @@ class GroupClient:
         as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
         which vLLM merges the deltas that nobody has taken.
         """
+        if kwargs.get("lora_request") is not None:
+            kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
         before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
         begun = {index: len(before) for index, before in before_each.items()}
         route = self.routes.open(group_id, begun, data_parallel_rank, outlook)

@@ -13,10 +13,22 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams
 
 from vllm_rollout.adapter.options import observing_refusal
 from vllm_rollout.group.plans.xargs import rollout_xargs
+
+NO_PROMPT_LOGPROBS = (
+    "prompt_logprobs (echo with logprobs): with --enable-lora on a CPU they would end the engine. Leave them out, or "
+    "start the server without --enable-lora."
+)
+
+
+def refuses_prompt_logprobs(vllm_config: VllmConfig) -> bool:
+    """Whether log probabilities of a prompt would end the engine: vLLM's LoRA operators for CPUs take every row for a
+    sampled one."""
+    return vllm_config.lora_config is not None and current_platform.is_cpu()
 
 
 def pruning_refusal(vllm_config: VllmConfig) -> str | None:
