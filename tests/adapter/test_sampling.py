@@ -1,10 +1,12 @@
 """What `sampling` of a rollout may say, on each vLLM."""
 
 import pytest
+from pydantic import ValidationError
 
 from vllm_rollout.adapter.api.client.sampling import ALLOWED, FIELDS, OURS, sampling_params
 from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.protocol import RolloutRequest
 
 LATER = ("prompt_logprob_start", "prompt_logprob_token_ids", "watermarking")
 """Fields that some supported versions lack."""
@@ -32,6 +34,27 @@ def test_a_field_that_the_server_sets_is_refused_with_what_to_use(field):
 
 def test_what_a_rollout_does_not_take_is_a_field_of_some_supported_vllm():
     assert set(OURS) - FIELDS <= set(LATER)
+
+
+@pytest.mark.parametrize("logprobs", [1, 5, -1, True, "all"])
+def test_log_probabilities_that_a_rollout_does_not_return_are_refused(logprobs):
+    error = refusal({"logprobs": logprobs})
+    assert error.param == "sampling.logprobs"
+    assert "/inference/v1/generate" in str(error)
+
+
+@pytest.mark.parametrize("logprobs", [0, None])
+def test_those_of_sampled_tokens_may_be_asked_for_as_vllm_calls_them(logprobs):
+    params = sampling_params({"logprobs": logprobs}, {}, want_logprobs=True, want_text=False)
+    assert params.logprobs == 0
+
+
+@pytest.mark.parametrize("field", ALLOWED)
+def test_a_field_that_stands_beside_sampling_is_told_where_it_belongs(field):
+    with pytest.raises(ValidationError) as error:
+        RolloutRequest.model_validate({"prompts": [{"prompt": "a"}], field: 1})
+    place = "return.logprobs" if field == "logprobs" else f"sampling.{field}"
+    assert f"Write {place} instead" in str(error.value)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": -1}, {"max_tokens": 0}, {"temperature": "hot"}, {"top_k": []}])

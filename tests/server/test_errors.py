@@ -87,6 +87,10 @@ BAD = {
         prompts({"prompt": "p"}, {"id": "0", "prompt": "p"}), 422, "prompts.1.id", ["'0'", "takes its position"]
     ),
     "unknown_field": (body(groupsize=4), 422, "groupsize", ["not a field", "group_size"]),
+    "field_of_openai_n": (body(n=4), 422, "n", ["not a field", "group_size instead"]),
+    "field_of_openai_max_tokens": (body(max_tokens=9), 422, "max_tokens", ["Write sampling.max_tokens instead"]),
+    "field_of_openai_temperature": (body(temperature=0), 422, "temperature", ["Write sampling.temperature instead"]),
+    "field_of_xargs": (body(rollout_redundancy=1), 422, "rollout_redundancy", ["Write redundancy instead"]),
     "unknown_field_of_a_prompt": (prompts({"text": "p"}), 422, "prompts.0.text", ["not a field", "prompt_token_ids"]),
     "unknown_field_of_return": (body(**{"return": {"tokens": True}}), 422, "return.tokens", ["allowed", "unselected"]),
     "python_name_of_an_alias": (body(return_={"text": True}), 422, "return_", ["allowed", "return,"]),

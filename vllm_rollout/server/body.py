@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from vllm_rollout.group.plans.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
+from vllm_rollout.group.plans.xargs import PREFIX
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can travel to the engine: 64 bit, signed."""
@@ -33,6 +34,23 @@ MAX_DEPTH = 32
 """Levels of nesting inside messages and sampling."""
 MOST_NAME = 100
 """Characters of a name in an error."""
+SAMPLING = frozenset({
+    "allowed_token_ids", "bad_words", "extra_args", "frequency_penalty", "ignore_eos",
+    "include_stop_str_in_output", "logit_bias", "logprobs", "max_tokens", "min_p", "min_tokens",
+    "presence_penalty", "repetition_detection", "repetition_penalty", "routed_experts_prompt_start", "seed",
+    "skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
+    "structured_outputs", "temperature", "thinking_token_budget", "top_k", "top_p", "trace_decode_token_ids",
+    "watermarking",
+})  # fmt: skip
+"""Fields of vLLM's SamplingParams, which OpenAI requests have beside the prompt and our bodies in `sampling`."""
+ELSEWHERE = {
+    "n": "group_size",
+    "num_generations": "group_size",
+    "max_completion_tokens": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "logprobs": "return.logprobs",
+}
+"""What others call it, or write beside the prompt: where our bodies have it."""
 UNION_TAGS = frozenset({"<flag>", "<list>", "<name>", "<number>", "<object>"})
 """Parts that pydantic puts into an error's location and that are no part of the body."""
 
@@ -48,12 +66,24 @@ class Body(BaseModel):
             known = _names_of(cls)
             for name in value:
                 if name not in known:
+                    place = _place_of(name, known)
+                    remedy = "Leave it out" if place is None else f"Write {place} instead"
                     raise PydanticCustomError(
                         "unknown_field",
-                        "is not a field of this version; allowed here: {allowed}. Leave it out",
-                        {"field": name.encode(errors="backslashreplace").decode(), "allowed": ", ".join(known)},
+                        "is not a field of this version; allowed here: {allowed}. {remedy}",
+                        {
+                            "field": name.encode(errors="backslashreplace").decode(),
+                            "allowed": ", ".join(known),
+                            "remedy": remedy,
+                        },
                     )
         return value
+
+
+def _place_of(name: str, known: Sequence[str]) -> str | None:
+    """Where a body with these fields has what a request to another endpoint has under this name."""
+    place = ELSEWHERE.get(name, f"sampling.{name}" if name in SAMPLING else name.removeprefix(PREFIX))
+    return place if place.partition(".")[0] in known else None
 
 
 _BODIES: dict[type, type[Body]] = {}

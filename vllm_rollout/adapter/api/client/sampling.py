@@ -61,6 +61,9 @@ def sampling_params(
     if isinstance(seed, int) and seed not in SEEDS:
         raise _refused("seed", f"must be an integer from {SEEDS.start} to {SEEDS.stop - 1}, got {seed}.")
     defaults = {key: value for key, value in defaults.items() if key in ALLOWED}
+    if logprobs := sampling.get("logprobs"):
+        problem = f"only the sampled token's is returned here, got {logprobs!r:.80}"
+        raise _refused("logprobs", f"{problem}. Leave it out, or use /inference/v1/generate for those of other tokens.")
     try:
         params: SamplingParams = SAMPLING.validate_python({**defaults, "max_tokens": None, **sampling})
     except ValidationError as error:
