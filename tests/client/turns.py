@@ -78,6 +78,8 @@ class Turns:
         turn = self.service.turn(
             turn_from_xargs(body.get("vllm_xargs", {}), client_session(), n=1), body.get("model"), tokens
         )
+        if turn is not None:
+            await self.service.compare(turn)
         if turn is None or not self.service.begin(turn):
             return "", {"finish_reason": "abort", "stop_reason": "surplus"}
         try:

@@ -59,8 +59,7 @@ class SessionEngine:
         turn = service.turn(said, None, prompt)
         if turn is None:
             return None
-        if isinstance(turn.continuation, Comparison):
-            turn.continuation = turn.continuation.continuation(str)
+        compare_now(turn)
         self.asked.append(EngineTurn(turn, list(turn.continuation.token_ids)))
         return self.asked[-1]
 
@@ -91,6 +90,12 @@ class SessionEngine:
         """It dies, or its client leaves."""
         self.turns.remove(each)
         service.leave(each.turn)
+
+
+def compare_now(turn: OpenTurn) -> None:
+    """As the service does beside the event loop. All tokens are other texts."""
+    if isinstance(turn.continuation, Comparison):
+        turn.continuation = turn.continuation.continuation(str)
 
 
 def followed(conversation: Conversation, prompt: Sequence[int], decode: Decode) -> Continuation:

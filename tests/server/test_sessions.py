@@ -21,7 +21,7 @@ from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.sessions.trajectory import Conversation, Turn
 
-from .session_engine import followed
+from .session_engine import compare_now, followed
 
 PROMPT = [100, 101]
 
@@ -29,6 +29,7 @@ PROMPT = [100, 101]
 def begin(service: SessionService, session: str, prompt: Sequence[int] = PROMPT, **xargs: Any) -> OpenTurn | None:
     turn = service.turn(turn_from_xargs(xargs, session, n=1), None, prompt)
     if turn is not None:
+        compare_now(turn)
         assert service.begin(turn)
     return turn
 

@@ -30,7 +30,7 @@ from vllm_rollout.server.clients import client_namespace, client_session
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.grading.body import RewardOptions, options_of
 from vllm_rollout.server.grading.service import GradingService
-from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
+from vllm_rollout.server.learning.body import RewardEntry
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
@@ -222,7 +222,7 @@ class SessionService:
         return found
 
     def begin(self, turn: OpenTurn) -> bool:
-        """The turn is sent to the engine. False: its session has ended meanwhile.
+        """The turn, which was compared, is sent to the engine. False: its session has ended meanwhile.
 
         Raises: RequestError where another turn was faster.
         """
@@ -233,6 +233,7 @@ class SessionService:
                 f"session {turn.session.id!r} has had another turn since this one was asked for, which does not go on "
                 "from it. One may run at a time: wait for its answer."
             )
+        assert isinstance(turn.continuation, Continuation), "a turn that was not compared"
         try:
             turn.group.race.begin_turn(turn.session)
         except SessionRefused as refusal:
@@ -273,7 +274,7 @@ class SessionService:
         self._metrics.turn_over()
         conversation = group.conversations[session.id]
         before = conversation.num_held_tokens
-        assert isinstance(turn.continuation, Continuation), "it was compared"
+        assert isinstance(turn.continuation, Continuation)
         told = Turn(
             history=turn.continuation.history,
             segment=len(conversation.segments) - (turn.continuation.history in ("extended", "mended")),
@@ -470,9 +471,7 @@ class SessionService:
             return
         threshold = REWARD_THRESHOLD if group.reward is None else group.reward.threshold
         rewards = [RewardEntry(prompt_id=SCORED, index=index, reward=reward)]
-        with suppress(RequestError):  # forgotten, or the engine is dead, which says so elsewhere
-            request = RewardsRequest(rewards=rewards, threshold=threshold)
-            await self._learning.post_rewards(group.engine_id, request, by_server=True)
+        await self._learning.teach(group.engine_id, rewards, threshold)
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
         """Raises: RequestError."""
