@@ -75,6 +75,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(
             additional_config=NO_AUDITS.into({}),
+            lora_config=None,
             speculative_config=flags.get("speculative_config"),
             scheduler_config=SimpleNamespace(async_scheduling=True),
             parallel_config=SimpleNamespace(

@@ -36,6 +36,7 @@ from vllm_rollout.adapter.api.client.outputs import (
     ending_of,
     let_stream,
     mend_weight_versions,
+    pad_prompt_logprobs,
 )
 from vllm_rollout.adapter.api.client.prompts import digest_of_prompt
 from vllm_rollout.adapter.api.client.refusals import NO_PROMPT_LOGPROBS, pruning_refusal, refuses_prompt_logprobs
@@ -233,6 +234,7 @@ class GroupClient:
                     mend_weight_versions(completion, note.pauses)
                     if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
                         completion.finish_reason, completion.stop_reason = "abort", note.state
+                pad_prompt_logprobs(output)
                 yield output, note
 
     async def run_candidates(
@@ -354,7 +356,7 @@ class GroupClient:
         if plan.pruning is not None:
             name = answer_name(request_id, client_namespace(), plan.group_size)
             await self._name_choices(name, group_id, indices)
-        answer = next(iter(finals.values()))
+        answer = finals[indices[0]]  # its prompt was computed, if that of any candidate was
         answer.request_id = request_id
         answer.outputs = choices_of(plan, indices, finals)
         answer.finished = True

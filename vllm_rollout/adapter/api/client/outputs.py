@@ -61,6 +61,13 @@ def mend_weight_versions(completion: CompletionOutput, pauses: Sequence[int]) ->
     move_weight_spans(completion, starts)
 
 
+def pad_prompt_logprobs(output: RequestOutput) -> None:
+    """One place per token of the prompt, also for a request that was stopped before its prompt was computed."""
+    given = output.prompt_logprobs
+    if given and (num_missing := len(output.prompt_token_ids or ()) - len(given)) > 0:
+        output.prompt_logprobs = [*given, *[None] * num_missing]
+
+
 def chosen(plan: GroupPlan, result: GroupResult, finals: Collection[int]) -> list[int]:
     """Which candidates are the choices, `group_size` at most: the selected ones, and in an incomplete group what the
     others left, most first. `finals`: those that left anything."""

@@ -111,9 +111,10 @@ class Heard:
 async def ended_at_once(request_id: str, prompt: Any, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
     """The answer to a turn of a session that has ended."""
     tokens = list(_tokens_of(prompt) or ())
-    logprobs: list[Any] | None = None if params.logprobs is None else []
+    logprobs: list[Any] | None = None if params.logprobs is None and not params.logprob_token_ids else []
+    prompt_logprobs: list[Any] | None = None if params.prompt_logprobs is None else [None] * len(tokens)
     choice = CompletionOutput(0, "", [], None, logprobs, finish_reason="abort", stop_reason="surplus")
-    output = RequestOutput(request_id, None, tokens, None, [choice], finished=True)
+    output = RequestOutput(request_id, None, tokens, prompt_logprobs, [choice], finished=True)
     if params.output_kind == RequestOutputKind.DELTA:
         let_stream(output)
     yield output
