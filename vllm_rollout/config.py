@@ -112,6 +112,9 @@ MAX_STATE_BYTES = 1024 * 1024 * 1024
 """Largest learning state that can be sent back, in bytes: a head of hidden size 8192 with its optimizer and the
 labelled states that are saved with it takes 25 MB, so that there may be four for each of nine names."""
 
+MAX_REWARD = 1e100
+"""Largest reward, up or down: sums of squares over any number of them stay finite."""
+
 REPORT_INTERVAL_S = 5.0
 """Posted rewards refresh the gauges of calibration and head at most this often, in seconds."""
 

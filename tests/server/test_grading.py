@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,7 @@ from vllm_rollout.group.types import Assessment, Confidence
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory
 from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
+from vllm_rollout.server.engine import EngineStopped
 from vllm_rollout.server.grading import service
 from vllm_rollout.server.slices import SLICE_S
 
@@ -475,6 +477,30 @@ class ChanceGraders:
             status = self._chance.choice(["void", "error", "timeout"])
             return Grade(status, 0.0 if status == "timeout" else None, status)
         return Grade("ok", float(self._chance.random() < self._success))
+
+
+async def test_grades_of_candidates_that_were_forgotten_are_counted_and_told(http, engine, caplog, monkeypatch) -> None:
+    asked = {"pruning": {**PRUNING, "mode": "shadow"}, "redundancy": 0, "sampling": {"min_tokens": 20}}
+    posted: list[Any] = []
+
+    async def forgotten(self, rollout_id: str, rewards: list) -> None:
+        posted.extend(rewards)
+
+    monkeypatch.setattr(type(engine.learning), "post_rewards", forgotten)
+    answer = await roll(http, **asked)
+    assert posted
+    assert [f"{len(posted)} rewards teach nothing" in each for each in answer.warnings].count(True) == 1
+    assert "4 rewards of rollout-" in caplog.text
+    metrics = (await http.get("/metrics")).text
+    assert re.search(rf'rewards_total{{status="unknown"}} {len(posted)}\.0', metrics)
+    caplog.clear()
+
+    async def dead(self, rollout_id: str, rewards: list) -> None:
+        raise EngineStopped("it is dead", status=503)
+
+    monkeypatch.setattr(type(engine.learning), "post_rewards", dead)
+    assert not any("teach nothing" in each for each in (await roll(http, **asked)).warnings)
+    assert "teach nothing" not in caplog.text
 
 
 async def rolled(seed: int, success: float, trouble: float, losses: dict[str, int], body: dict[str, Any]) -> None:

@@ -344,6 +344,7 @@ async def test_files_of_the_page_are_guarded_and_nothing_else_is_served(app: Fas
     paths = [
         "/rollouts", "/rollouts/assets/main.js", "/rollouts/assets/../page.py", "/rollouts/assets/%2e%2e/page.py",
         "/rollouts/assets/", "/rollouts/assets/vendor", "/rollouts/assets//etc/passwd",
+        f"/rollouts/assets/{'a' * 5000}", "/rollouts/assets/a%00b",
     ]  # fmt: skip
     async with http_of(app) as http:
         page, script, *others = [await http.get(path) for path in paths]
@@ -353,7 +354,7 @@ async def test_files_of_the_page_are_guarded_and_nothing_else_is_served(app: Fas
     assert kinds == ["text/html; charset=utf-8", "text/javascript; charset=utf-8"]
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
-    assert [answer.status_code for answer in (*others, *off)] == [404] * 9
+    assert [answer.status_code for answer in (*others, *off)] == [404] * 11
     assert "--rollout-page on" in off[2].text
 
 

@@ -202,3 +202,25 @@ def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, mo
         status, said = run(tmp_path / path, "--to", "tensorboard", "--out", tmp_path / "out")
         assert (status, reason in said) == (1, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["tensorboard", "trackio"])
+def test_rewards_that_an_earlier_version_took_do_not_end_it(tmp_path: Path, target: str) -> None:
+    pytest.importorskip(target)
+    huge = [1.7e308, -1.7e308, 1e300, None, 0.0]
+    rows = [
+        row("a", {**RACED, "rewards": huge}, began=1.0, seconds=1.0),
+        row("b", {**RACED, "rewards": [1e100] * 5}, began=2.0, seconds=1.0),
+        row("c", GRADED, began=3.0, seconds=1.0),
+        posted("c", ("g", 1, -1e308)),
+        row("d", began=4.0, seconds=1.0),
+    ]
+    path = tmp_path / "it.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_rollout.cli", "export", str(path), "--to", target],
+        capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path,
+        env={**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "4 rollouts written" in run.stdout

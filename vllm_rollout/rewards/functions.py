@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, get_args
 
+from vllm_rollout.config import MAX_REWARD
 from vllm_rollout.group.checks import shown
 from vllm_rollout.rewards.values import Grade, RewardStatus, Trajectory, failed, written
 
 RewardFunction = Callable[..., Any]
-MAX_REWARD = 1e100
 """A larger one, either way, is nonsense, and its square, which a spread is made of, would not be finite."""
 _loop = asyncio.Runner()
 """One for all trajectories: a function may keep a client, whose connections belong to a loop."""

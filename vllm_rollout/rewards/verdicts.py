@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import regex
 
+from vllm_rollout.config import MAX_REWARD
 from vllm_rollout.group.checks import shown
-from vllm_rollout.rewards.functions import MAX_REWARD
 from vllm_rollout.rewards.values import Grade
 
 SEARCH_LENGTH = 4096

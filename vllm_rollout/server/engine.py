@@ -39,6 +39,10 @@ class RequestError(Exception):
         """When it is worth trying again; None: not said."""
 
 
+class EngineStopped(RequestError):
+    """The engine, or the rank that was asked, is dead, and says so everywhere else."""
+
+
 class GroupLost(Exception):
     """The part of the engine that a group ran on has died; other groups go on."""
 

@@ -45,6 +45,8 @@ class RolloutOutcome:
     """Why the first candidate that failed for a known reason did."""
     off_policy: bool = False
     """Whether any trajectory is."""
+    num_forgotten: int = 0
+    """Grades that taught nothing, since the engine did not know their candidates any more."""
     receipt: Receipt | None = None
     """None before its end. Its counts of tokens are those of `usage`, which knows groups of an interrupted round."""
     tellings: list[asyncio.Task[None]] = field(default_factory=list)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
 from vllm_rollout.background import to_its_end
+from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.plans.prompt_key import digest_of, seed_for
 from vllm_rollout.group.ranks.scaling import Progress
@@ -29,7 +30,7 @@ from vllm_rollout.server.grading.candidates import LaunchedCandidates
 from vllm_rollout.server.grading.group import GradedGroup, TeachingGroup, WholeGroup
 from vllm_rollout.server.grading.service import Graders, GradingService
 from vllm_rollout.server.launch import Launcher, Places
-from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
+from vllm_rollout.server.learning.body import RewardEntry
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.preparation import Preparation
@@ -237,6 +238,11 @@ class RolloutService:
                 f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
                 f"trajectories have no reward; of the first one: {rollout.outcome.reward_error}"
             )
+        if rollout.outcome.num_forgotten:
+            rollout.warnings.append(
+                f"{rollout.outcome.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
+                f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
+            )
         if rollout.scoring is None:
             return
         report = None
@@ -292,11 +298,9 @@ class RolloutService:
             for index, grade in group.grades.items()
             if grade.reward is not None
         ]
-        if not rewards:
-            return
-        with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            request = RewardsRequest(rewards=rewards, threshold=threshold)
-            await self.learning.post_rewards(rollout.id, request, rollout.namespace, by_server=True)
+        if rewards:
+            num_unknown = await self.learning.teach(rollout.id, rewards, threshold, rollout.namespace)
+            rollout.outcome.num_forgotten += num_unknown
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
         if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come

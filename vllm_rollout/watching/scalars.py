@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median, pstdev
 from typing import get_args
 
-from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.config import MAX_REWARD, REWARD_THRESHOLD
 from vllm_rollout.group.rewards.estimates import summarize
 from vllm_rollout.trace.rows import End, RewardRow, RolloutRow
 from vllm_rollout.trace.session_rows import STOPPED_STATES, SessionGroupRow
@@ -81,7 +81,9 @@ def _of_lengths(known: Iterable[int]) -> Iterator[tuple[str, float]]:
 
 
 def _of_rewards(by_group: Sequence[Sequence[float | None]], threshold: float) -> Iterator[tuple[str, float]]:
-    groups = [[reward for reward in group if reward is not None] for group in by_group]
+    # A recording of an earlier version may have larger ones, whose squares no float holds.
+    bounded = [[r and max(-MAX_REWARD, min(MAX_REWARD, r)) for r in group] for group in by_group]
+    groups = [[reward for reward in group if reward is not None] for group in bounded]
     if rewards := [reward for group in groups for reward in group]:
         yield "rewards/mean", math.fsum(rewards) / len(rewards)
         yield "rewards/std", pstdev(rewards)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.config import MAX_REWARD, REWARD_THRESHOLD
 from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus, request_name
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL
@@ -30,6 +30,17 @@ Filter = Literal["zero_variance"]
 MAX_NAME_CHARS = 512
 """The longest id of a request, which may be made of one that the client chose."""
 
+FINITE = f"A finite number, from -{MAX_REWARD:g} to {MAX_REWARD:g}."
+
+
+def _bounded(reward: float) -> float:
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(f"must be a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}, got {reward:g}")
+    return reward
+
+
+RewardValue = Annotated[StrictFloat, Field(allow_inf_nan=False), AfterValidator(_bounded)]
+
 PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
@@ -38,7 +49,7 @@ class RewardEntry(Body):
 
     prompt_id: PromptId = Field(description="As in the rollout's answer.")
     index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(description="Of the trajectory in its group, from 0.")
-    reward: StrictFloat = Field(description="A finite number.")
+    reward: RewardValue = Field(description=FINITE)
 
     def judged(self, threshold: float) -> Reward:
         return Reward(self.prompt_id, self.index, self.reward, positive=self.reward > threshold)
@@ -72,7 +83,7 @@ class NamedRewardEntry(Body):
         default=None, description="The `group_id` of a rollout's answer; the index is that of the trajectory in it."
     )
     index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(default=0, description="From 0.")
-    reward: StrictFloat = Field(description="A finite number.")
+    reward: RewardValue = Field(description=FINITE)
 
     @model_validator(mode="after")
     def _has_one_id(self) -> NamedRewardEntry:

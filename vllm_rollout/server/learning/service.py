@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
 from vllm_rollout.group.judging.known_prompts import PromptOrder
-from vllm_rollout.group.judging.ledger import Reward
+from vllm_rollout.group.judging.ledger import NamedReward, Reward
 from vllm_rollout.group.judging.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import BASE_MODEL, HeadKey
 from vllm_rollout.server.clients import owned_name
 from vllm_rollout.server.engine import (
+    EngineStopped,
     LearningPart,
     LearningReport,
     RequestError,
@@ -24,6 +26,7 @@ from vllm_rollout.server.learning.body import (
     NamedRewardsAnswer,
     NamedRewardsRequest,
     RewardCounts,
+    RewardEntry,
     RewardResult,
     RewardsAnswer,
     RewardsRequest,
@@ -31,6 +34,8 @@ from vllm_rollout.server.learning.body import (
 from vllm_rollout.server.learning.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.slices import each
+
+logger = logging.getLogger("vllm.vllm_rollout")
 
 
 class LearningService:
@@ -86,6 +91,31 @@ class LearningService:
             num_training=receipt.num_training,
             head_version=next(iter(receipt.head_versions.values())),
         )
+
+    async def teach(self, rollout_id: str, rewards: list[RewardEntry], threshold: float, namespace: str = "") -> int:
+        """Post rewards that the server knows by itself. Returns how many name a candidate that is not known any more:
+        no answer tells it, so that they are logged and counted. Nothing is said for a dead engine."""
+        try:
+            request = RewardsRequest(rewards=rewards, threshold=threshold)
+            answer = await self.post_rewards(rollout_id, request, namespace, by_server=True)
+            num_unknown = answer.counts.unknown
+        except EngineStopped:
+            return 0
+        except RequestError as error:
+            self._metrics.rewards_posted(["unknown"] * len(rewards), [entry.judged(threshold) for entry in rewards])
+            num_unknown = len(rewards)
+            logger.warning("vllm_rollout: rewards of %s: %s", rollout_id, error)
+        _warn_of_unknown(num_unknown, rollout_id)
+        return num_unknown
+
+    async def teach_named(self, rewards: Sequence[NamedReward]) -> None:
+        """The same for candidates behind the OpenAI endpoints."""
+        try:
+            receipt = await self._learning.post_named_rewards(rewards)
+        except EngineStopped:
+            return
+        await self._posted(receipt, [named.reward for named in rewards])
+        _warn_of_unknown(receipt.statuses.count("unknown"), "an OpenAI answer")
 
     async def post_named_rewards(self, request: NamedRewardsRequest, client: str) -> NamedRewardsAnswer:
         """Rewards of candidates that any answers have shown; a client names its own requests only."""
@@ -154,6 +184,13 @@ class LearningService:
         report = await self.report_if_any(head)
         if report is not None:
             self._metrics.learning_reported(report)
+
+
+def _warn_of_unknown(num_unknown: int, whose: str) -> None:
+    if num_unknown:
+        logger.warning(
+            "vllm_rollout: %d rewards of %s teach nothing: their candidates were forgotten", num_unknown, whose
+        )
 
 
 def _versions(receipt: RewardsReceipt, adapter: str) -> dict[int, int]:

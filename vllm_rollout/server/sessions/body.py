@@ -12,6 +12,7 @@ from vllm_rollout.group.racing.sessions import EndedBy, SessionState
 from vllm_rollout.group.types import GroupStatus
 from vllm_rollout.server.body import Body, check_json, of_table
 from vllm_rollout.server.grading.body import RewardField
+from vllm_rollout.server.learning.body import RewardValue
 from vllm_rollout.server.protocol import Pruning
 from vllm_rollout.server.sessions.trajectory import History
 
@@ -75,7 +76,7 @@ class SessionGroupRequest(SessionOptions):
 class FinishRequest(Body):
     """A session is over."""
 
-    reward: Annotated[StrictFloat, Field(allow_inf_nan=False)] | None = Field(
+    reward: RewardValue | None = Field(
         default=None, description="Of the whole session. Default: the group's reward function grades it, if it has one."
     )
     void: StrictBool = Field(

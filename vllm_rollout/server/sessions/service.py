@@ -30,7 +30,7 @@ from vllm_rollout.server.clients import client_namespace, client_session
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.grading.body import RewardOptions, options_of
 from vllm_rollout.server.grading.service import GradingService
-from vllm_rollout.server.learning.body import RewardEntry, RewardsRequest
+from vllm_rollout.server.learning.body import RewardEntry
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
@@ -471,9 +471,7 @@ class SessionService:
             return
         threshold = REWARD_THRESHOLD if group.reward is None else group.reward.threshold
         rewards = [RewardEntry(prompt_id=SCORED, index=index, reward=reward)]
-        with suppress(RequestError):  # forgotten, or the engine is dead, which says so elsewhere
-            request = RewardsRequest(rewards=rewards, threshold=threshold)
-            await self._learning.post_rewards(group.engine_id, request, by_server=True)
+        await self._learning.teach(group.engine_id, rewards, threshold)
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
         """Raises: RequestError."""

@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_rollout.adapter.api.calls.rank_client import RankDied, answers_of_the_living
 from vllm_rollout.adapter.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.background import begin, heard
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.engine import EngineStopped, RequestError
 
 Value = TypeVar("Value")
 
@@ -100,7 +100,7 @@ class EngineCalls:
                     core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
                 )
         except RankDied as error:
-            raise RequestError(str(error), status=error.http_status) from error
+            raise EngineStopped(str(error), status=error.http_status) from error
         except EngineDeadError as error:
             raise engine_stopped() from error
         return operation.decode_result(answer)
@@ -191,9 +191,9 @@ class EngineCalls:
         return await heard(begin(work, self._running), "a call of several ranks", refusals=(RequestError,))
 
 
-def engine_stopped() -> RequestError:
+def engine_stopped() -> EngineStopped:
     """What a client is told of a dead engine."""
-    return RequestError(
+    return EngineStopped(
         "the engine has stopped; restart the server and see its log for the reason.",
         status=HTTPStatus.SERVICE_UNAVAILABLE,
     )

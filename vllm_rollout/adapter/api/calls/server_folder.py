@@ -16,12 +16,17 @@ from vllm import envs
 VARIABLE = "ROLLOUT_SERVER_FOLDER"
 """Environment variable with its path. (Of one that begins with VLLM_ vLLM would say that it knows no such.)"""
 
+MAX_SOCKET_PATH, NAME_BYTES = 107, 37
+"""Bytes of a socket's path, and of the name that vLLM gives one."""
+
 
 @contextmanager
 def of_a_server() -> Iterator[None]:
     """Around the first process of a server, before it starts others."""
     with TemporaryDirectory(prefix="vllm-rollout-", dir=envs.VLLM_RPC_BASE_PATH, ignore_cleanup_errors=True) as folder:
         os.environ[VARIABLE] = folder
+        if len(os.fsencode(folder)) + NAME_BYTES <= MAX_SOCKET_PATH:
+            os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM's sockets, too, are where nobody else comes in
         yield
 
 

@@ -23,9 +23,10 @@ from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Trajectory
 from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.ended import reward_of
-from vllm_rollout.server.engine import LearningPart, RequestError
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.grading.body import RewardOptions
 from vllm_rollout.server.grading.service import GradingService
+from vllm_rollout.server.learning.service import LearningService
 
 REWARD, DATA = "rollout_reward", "rollout_data"
 ANSWER_KEY = "rollout_rewards"
@@ -35,7 +36,7 @@ LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
 class AnswerGrader:
     """Grades the choices of answers."""
 
-    def __init__(self, grading: GradingService, learning: LearningPart) -> None:
+    def __init__(self, grading: GradingService, learning: LearningService) -> None:
         self._grading = grading
         self._learning = learning
 
@@ -93,8 +94,7 @@ class AnswerGrader:
             for at, grade in enumerate(grades)
             if grade is not None and (reward := grade["reward"]) is not None
         ]
-        with suppress(RequestError):  # the engine is dead, and says so elsewhere
-            await self._learning.post_named_rewards(rewards)
+        await self._learning.teach_named(rewards)
 
 
 def without_reward(params: SamplingParams) -> SamplingParams:

@@ -39,7 +39,12 @@ from vllm_rollout.adapter.api.client.outputs import (
     pad_prompt_logprobs,
 )
 from vllm_rollout.adapter.api.client.prompts import digest_of_prompt
-from vllm_rollout.adapter.api.client.refusals import NO_PROMPT_LOGPROBS, pruning_refusal, refuses_prompt_logprobs
+from vllm_rollout.adapter.api.client.refusals import (
+    NO_PROMPT_LOGPROBS,
+    pruning_refusal,
+    refuse_unwritable,
+    refuses_prompt_logprobs,
+)
 from vllm_rollout.adapter.api.client.resuming import resumed_params, resumed_prompt
 from vllm_rollout.adapter.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
@@ -111,6 +116,7 @@ class GroupClient:
         if kwargs.get("lora_request") is not None:
             kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
         extra_args = sampling_params.extra_args
+        refuse_unwritable(extra_args)
         if self.sessions is not None and self.sessions.names_session(extra_args or {}):
             return self._turn(prompt, sampling_params, request_id, **kwargs)
         if not extra_args:

@@ -5,7 +5,8 @@ Invariant: what is refused on one endpoint is refused on all of them, before any
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -29,6 +30,18 @@ def refuses_prompt_logprobs(vllm_config: VllmConfig) -> bool:
     """Whether log probabilities of a prompt would end the engine: vLLM's LoRA operators for CPUs take every row for a
     sampled one."""
     return vllm_config.lora_config is not None and current_platform.is_cpu()
+
+
+def refuse_unwritable(extra_args: Mapping[str, Any] | None) -> None:
+    """Raises: VLLMValidationError (400) for half a surrogate pair, which JSON admits and no message to the engine."""
+    try:
+        json.dumps(extra_args, ensure_ascii=False, default=repr).encode()
+    except UnicodeEncodeError as error:
+        found = ascii(error.object[error.start : error.end])
+        raise VLLMValidationError(
+            f"vllm_xargs: names and values must be valid Unicode text, got an unpaired surrogate, {found}. Drop it.",
+            parameter="vllm_xargs",
+        ) from error
 
 
 def pruning_refusal(vllm_config: VllmConfig) -> str | None:

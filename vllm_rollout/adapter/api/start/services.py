@@ -92,7 +92,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         kept_limits=kept_limits,
     )
     state.rollout_service, state.rollout_page = service, settings.rollout_page
-    client.answer_grader = AnswerGrader(service.grading, engine.learning)
+    client.answer_grader = AnswerGrader(service.grading, service.learning)
     listener = Listener() if client.num_api_processes > 1 else None
     if listener is not None and not is_first:
         # Around all middleware: what is answered elsewhere passes that of the process that answers.
