@@ -20,6 +20,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import MAX_IDLE_S
@@ -113,7 +114,7 @@ async def test_siblings_that_share_a_prompt_race(llm: SteppedLLM) -> None:
     [
         {"xargs": {**JOIN, "rollout_namespace": "run-2"}},
         {"token_ids": [5, 6, 8]},
-        {"lora_request": SimpleNamespace(lora_name="sql")},
+        {"lora_request": SimpleNamespace(lora_name="sql", lora_int_id=1)},
     ],
     ids=["another run", "another prompt", "another adapter"],
 )
@@ -533,3 +534,39 @@ async def test_a_joined_group_is_audited_by_the_engine_s_share(llm: SteppedLLM) 
     siblings = [Sibling(llm, f"r{i}", length, {**JOIN, **PRUNE}) for i, length in enumerate((9, 8, 5, 6))]
     plain = [Sibling(llm, f"p{i}", length, {**JOIN, "rollout_group_id": "p"}) for i, length in enumerate((9, 8, 5, 6))]
     assert await race(llm, *siblings, *plain) == [WON, WON, LOST, LOST, LOST, LOST, WON, WON]
+
+
+async def raced(llm: SteppedLLM, request_id: str, lengths: list[int]) -> list[str | None]:
+    params = SamplingParams(
+        n=2, max_tokens=2000, output_kind=RequestOutputKind.FINAL_ONLY, extra_args={"rollout_redundancy": 1}
+    )
+    outputs = [output async for output in llm.generate(lengths, params, request_id)]
+    return [choice.finish_reason for choice in outputs[-1].outputs]
+
+
+@pytest.mark.parametrize("name", ["cmpl-a-0", "cmpl-a"])
+async def test_the_id_of_a_request_stops_its_whole_group_and_the_count_is_what_stopped(llm: SteppedLLM, name: str):
+    mine, other = (asyncio.create_task(raced(llm, id, [500, 600, 700])) for id in ("cmpl-a-0", "cmpl-ab-0"))
+    await let_everybody_run()
+    for _ in range(3):
+        await llm.step()
+    ids = [name, "unknown"]
+    await llm.abort(ids)
+    assert len(ids) == 3
+    await llm.step_to_the_end()
+    assert await mine == ["abort", "abort"]
+    assert await other == ["stop", "stop"]
+
+
+async def test_another_process_s_group_is_stopped_too(llm: SteppedLLM):
+    """Which has its requests in an output processor of its own."""
+    running = asyncio.create_task(raced(llm, "chatcmpl-a", [500, 600, 700]))
+    await let_everybody_run()
+    await llm.step()
+    processor, llm.output_processor = llm.output_processor, OutputProcessor(None, log_stats=False)
+    ids = ["chatcmpl-a"]
+    await llm.abort(ids)
+    llm.output_processor = processor
+    assert len(ids) == 3
+    await llm.step_to_the_end()
+    assert await running == ["abort", "abort"]

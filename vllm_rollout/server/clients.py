@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _namespace: ContextVar[str] = ContextVar("namespace", default="")
+_request: ContextVar[str | None] = ContextVar("request", default=None)
 _session: ContextVar[str | None] = ContextVar("session", default=None)
 
 
@@ -27,6 +28,7 @@ class ClientNamespaces:
             headers = Headers(scope=scope)
             _namespace.set(namespace_of(headers.get("authorization")))
             _session.set(headers.get("x-session-id"))
+            _request.set(headers.get("x-request-id"))
         await self._app(scope, receive, send)
 
 
@@ -49,6 +51,11 @@ def id_of(name: str) -> str:
 def client_session() -> str | None:
     """The session that the header X-Session-ID names, of the request that is being answered."""
     return _session.get()
+
+
+def client_request() -> str | None:
+    """What the header X-Request-ID calls the request that is being answered."""
+    return _request.get()
 
 
 def namespace_of(authorization: str | None) -> str:

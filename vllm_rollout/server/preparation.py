@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,9 +17,10 @@ from vllm_rollout.group.plans.allocation import upper_bound
 from vllm_rollout.group.plans.fields import PLAN_FIELDS
 from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.group.plans.prompt_key import digest_of
+from vllm_rollout.group.plans.request_names import rollout_id
 from vllm_rollout.group.plans.rows import PlanError
 from vllm_rollout.group.rewards.until import UntilTerms
-from vllm_rollout.server.clients import client_namespace
+from vllm_rollout.server.clients import client_namespace, client_request
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
@@ -105,7 +105,7 @@ class Preparation:
         pruning_seed = seed if isinstance(seed, int) and seed != -1 else secrets.randbits(62)
         plans = self._audited(request, adapter, shaped.plans, prompts, pruning_seed)
         rollout = Rollout(
-            id=f"rollout-{uuid.uuid4().hex}",
+            id=rollout_id(client_request()),
             created=int(time.time()),
             namespace=client_namespace(),
             model=model,

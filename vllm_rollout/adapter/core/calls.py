@@ -89,6 +89,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "open_prompts": lambda core, wanted: _learning(core).open_prompts(wanted),
     "read": lambda core, reader: core.scheduler.readings.read(reader),
     "put_state": lambda core, put: _learning(core).put_state(put),
+    "abort_requests": lambda core, names: core.scheduler.abort_named(frozenset(names)),
     "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     "give_up": lambda core, candidates: core.scheduler.give_up(candidates),
     "cut_race": lambda core, race_id: core.scheduler.group_steps.cut(race_id),

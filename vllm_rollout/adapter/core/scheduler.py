@@ -39,6 +39,7 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judging.judge import Judge
+from vllm_rollout.group.plans.request_names import names_of_group
 from vllm_rollout.group.plans.xargs import as_written
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.ranks.load import EngineLoad, RunningGroup
@@ -127,6 +128,17 @@ class GroupSchedulerMixin:
         """
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
+
+    def abort_named(self, names: frozenset[str]) -> list[str]:
+        """Abort the candidates whose request or group has one of these names; returns the ids of those that ran."""
+        found = [
+            candidate.request.request_id
+            for id, candidate in self._by_id.items()
+            if candidate.end_reason is None
+            and not names.isdisjoint(names_of_group(id.group_id) | names_of_group(candidate.request.request_id))
+        ]
+        self.finish_requests(found, RequestStatus.FINISHED_ABORTED)
+        return found
 
     def give_up(self, candidates: Mapping[str, Iterable[int]]) -> None:
         """Nobody needs these, by group: who runs is surplus in the next step. Unknown ones are passed over."""

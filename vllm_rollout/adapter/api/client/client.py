@@ -6,7 +6,7 @@ Invariant: a request without our fields takes the base class's path untouched.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.api.client.door import Door
 from vllm_rollout.adapter.api.client.forking import fork_engines
@@ -25,11 +26,19 @@ from vllm_rollout.adapter.api.client.group_client import GroupClient
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
 from vllm_rollout.adapter.api.client.life import Life
 from vllm_rollout.adapter.api.client.lost_weights import LostWeights
+from vllm_rollout.adapter.call_table import ABORT_REQUESTS
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.background import spawn
+from vllm_rollout.group.plans.request_names import may_name_rollout, names_of_request
 from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.metrics import Metrics
+
+ABORT_AGAIN_S = 0.1
+NUM_ABORTS = 3
+"""A rollout is aborted again and again, until so many times nothing of it was found."""
 
 
 class RolloutAsyncLLM(GroupClient, AsyncLLM):
@@ -102,15 +111,41 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         known = self.output_processor.external_req_ids
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
         candidates = [id for id in named if self._group_of(id) is not None]
-        if not candidates:
+        if candidates:
+            for id in candidates:  # an abort that overtook its candidate would stop nothing
+                if (route := self.routes.find(self._group_of(id) or "")) is not None:
+                    await route.at_rest()
+            await self.engine_core.abort_requests_async(candidates)
+            if others := [id for id in named if id not in candidates]:
+                await super().abort(others, internal=True)
+        else:
             await super().abort(ids, internal)
-            return
-        for id in candidates:  # an abort that overtook its candidate would stop nothing
-            if (route := self.routes.find(self._group_of(id) or "")) is not None:
-                await route.at_rest()
-        await self.engine_core.abort_requests_async(candidates)
-        if others := [id for id in named if id not in candidates]:
-            await super().abort(others, internal=True)
+        if not internal and ids:
+            stopped = {*named, *await self._abort_named(ids)}
+            if isinstance(request_id, list):
+                request_id[:] = stopped  # vLLM's /abort_requests answers with its length
+
+    async def _abort_named(self, ids: Sequence[str]) -> list[str]:
+        """Abort candidates of requests and rollouts that clients call so, of whichever API process; their own ids."""
+        names = set().union(*map(names_of_request, ids))
+
+        async def found(names: set[str]) -> list[str]:
+            return [id for rank in await EngineCalls(self).call_all(ABORT_REQUESTS, sorted(names)) for id in rank]
+
+        async def stop_the_rest() -> None:
+            """Groups of rollouts that start in place of those that have ended."""
+            num_idle = 0
+            while num_idle < NUM_ABORTS:
+                await asyncio.sleep(ABORT_AGAIN_S)
+                num_idle = 0 if await found(set(filter(may_name_rollout, names))) else num_idle + 1
+
+        try:
+            stopped = await found(names)
+        except RequestError:  # the engine is dead, and says so elsewhere
+            return []
+        if stopped:
+            spawn(stop_the_rest(), "abort")
+        return stopped
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
