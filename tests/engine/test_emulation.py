@@ -41,7 +41,7 @@ class Emulated(Server):
         self.log_folder = folder / "steps"
         logged = [*emulating(folder, DEVICE), "--emulate-log", str(self.log_folder)]
         command = serve_command(model, "--max-model-len", "2048", "--max-num-seqs", "256", *logged, *flags)
-        super().__init__(command, folder / "server.log")
+        super().__init__(command, folder / "server.log", VLLM_SERVER_DEV_MODE="1")
 
     @property
     def steps(self) -> list[LoggedSteps]:
@@ -209,6 +209,30 @@ def test_openai_requests_are_answered_with_log_probabilities_and_stop_tokens_are
     assert len(choice["token_ids"]) == 300
     assert choice["token_ids"][-1] == unwanted[0]
     assert not set(choice["token_ids"][:-1]) & set(unwanted)
+
+
+@pytest.mark.parametrize("group", [{}, {"n": 2, "vllm_xargs": {"rollout_redundancy": 2}}], ids=["one", "group"])
+def test_log_probabilities_of_prompts_and_of_certain_tokens_have_the_form_of_a_real_device(emulated, group):
+    prompt = [40, *range(50, 60)]
+    body = {"prompt": prompt, "max_tokens": 6, "return_tokens_as_token_ids": True, **group}
+    for choice in emulated.http.post("/v1/completions", json={**body, "echo": True, "logprobs": 2}).json()["choices"]:
+        told = choice["logprobs"]["token_logprobs"]
+        assert len(told) == len(prompt) + 6
+        assert told[0] is None
+        assert all(logprob < 0 for logprob in told[1:])
+    asked = {"logprobs": 2, "logprob_token_ids": [7, 9]}
+    for choice in emulated.http.post("/v1/completions", json=body | asked).json()["choices"]:
+        assert all({"token_id:7", "token_id:9"} <= tops.keys() for tops in choice["logprobs"]["top_logprobs"])
+
+
+def test_there_are_no_weights_to_check(emulated):
+    for action, answer in (
+        ({"action": "checksum"}, {"checksums": {}}),
+        ({"action": "compare", "baseline": {"a": "1"}}, {"match": False, "mismatches": ["a"]}),
+        ({"action": "reset"}, {"status": "reset"}),
+    ):
+        response = emulated.http.post("/weight_checker", json=action)
+        assert (response.status_code, response.json()) == (200, answer)
 
 
 def test_a_client_that_leaves_ends_its_candidates(emulated):

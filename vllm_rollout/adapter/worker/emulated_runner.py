@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
@@ -72,8 +72,10 @@ class EmulatedRunner:
         self._ring = ring
         self._requests: dict[str, EmulatedRequest] = {}
         self._vocabularies: dict[frozenset[int], Vocabulary] = {}
-        self._logprobs: dict[str, int] = {}
-        """Alternatives that are asked for, by request."""
+        self._logprobs: dict[str, Sequence[int] | int] = {}
+        """Alternatives that are asked for, by request: these tokens, or so many."""
+        self._prompt_logprobs: dict[str, tuple[Sequence[int], int]] = {}
+        """Prompts whose own log probabilities are asked for, with the number of alternatives, until they are told."""
 
     def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
         """What is known here of candidates that leave."""
@@ -107,6 +109,7 @@ class EmulatedRunner:
             if ended is not None:
                 self._keep_last(request_id, ended)
             self._logprobs.pop(request_id, None)
+            self._prompt_logprobs.pop(request_id, None)
             if self.drafts is not None:
                 self.drafts.end(request_id)
         if not scheduled.total_num_scheduled_tokens:
@@ -149,7 +152,10 @@ class EmulatedRunner:
             rows.append(SaidRow(request_id, request, len(said), len(its)))
         output = ModelRunnerOutput(ids, {request_id: row for row, request_id in enumerate(ids)}, tokens)
         if self._logprobs:
-            output.logprobs = made_up_logprobs(tokens, 1 + max(self._logprobs.values()), self._vocab_size)
+            output.logprobs = made_up_logprobs(tokens, [self._logprobs.get(id, 0) for id in ids], self._vocab_size)
+        for request_id, said in zip(ids, tokens, strict=True) if self._prompt_logprobs else ():
+            if said and (asked := self._prompt_logprobs.pop(request_id, None)) is not None:
+                output.prompt_logprobs_dict[request_id] = prompt_logprobs(*asked, self._vocab_size)
         means = np.array(confidences, dtype=np.float32)
         if not np.isnan(means).all():
             setattr(output, REPORT_ATTRIBUTE, self._report(means, rows, due, bool(drafts)))
@@ -171,8 +177,10 @@ class EmulatedRunner:
             vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)
         request = EmulatedRequest(request_id, prompt_token_ids, params, self._fates, vocabulary, self._marker, fate)
         self._requests[request_id] = request
-        if params.logprobs is not None:
-            self._logprobs[request_id] = max(0, params.logprobs)
+        if params.logprobs is not None or params.logprob_token_ids:
+            self._logprobs[request_id] = params.logprob_token_ids or max(0, params.logprobs)
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[request_id] = prompt_token_ids, max(0, params.prompt_logprobs)
         if self.drafts is not None and (tag := CandidateTag.of(params.extra_args)) is not None:
             own = prompt_token_ids[: request.num_prompt - request.num_before]
             self.drafts.begin(request_id, draft_key(tag.namespace, own, ""), tag.group_id)
@@ -225,16 +233,26 @@ class EmulatedRunner:
         return report._replace(due=ids, due_values=values, head_versions=versions, due_at=lengths)
 
 
-def made_up_logprobs(tokens: Sequence[Sequence[int]], width: int, vocab_size: int) -> LogprobsLists:
-    """For each token that a row says, and for one of a row that says none, it and `width - 1` others, less likely one
-    after the other."""
+def made_up_logprobs(
+    tokens: Sequence[Sequence[int]], asked: Sequence[Sequence[int] | int], vocab_size: int
+) -> LogprobsLists:
+    """For each token that a row says, and for one of a row that says none, it and others, less likely one after the
+    other: those that its request asks for, or so many as any request does."""
     lines = [row or [0] for row in tokens]
     first = np.array([token for line in lines for token in line], dtype=np.int32)
+    width = 1 + max(each if isinstance(each, int) else len(each) for each in asked)
     step = np.arange(width, dtype=np.int32)
     of_token = -0.1 - (first % 89) / 100
     values = (of_token[:, None] - step * 0.5).astype(np.float32)
     ids = (first[:, None] + step) % vocab_size
-    starts = None
-    if len(first) > len(lines):
-        starts = [0, *accumulate(map(len, lines))]
-    return LogprobsLists(ids, values, np.ones_like(first), starts)
+    starts = [0, *accumulate(map(len, lines))]
+    for row, each in enumerate(asked):
+        if not isinstance(each, int):
+            ids[starts[row] : starts[row + 1], 1 : 1 + len(each)] = each
+    return LogprobsLists(ids, values, np.ones_like(first), starts if len(first) > len(lines) else None)
+
+
+def prompt_logprobs(prompt: Sequence[int], num_others: int, vocab_size: int) -> LogprobsTensors:
+    """For each token of a prompt but the first."""
+    lists = made_up_logprobs([[token] for token in prompt[1:]], [num_others] * len(prompt), vocab_size)
+    return LogprobsTensors(*map(torch.from_numpy, lists[:3]))
