@@ -41,7 +41,7 @@ def test_the_ends_of_each_range_are_allowed(given):
         ("min_survival", [0, -1, 1.5, math.nan], "(0, 1]"),
         ("max_survival", [0, -1, 1.5, math.nan], "(0, 1]"),
         ("min_labels", [0, -5, CALIBRATION_WINDOW, 0.5, True], f"1 to {CALIBRATION_WINDOW // 2}"),
-        ("rule", ["best", 1, ["balance"]], "gradient, balance, paper"),
+        ("rule", ["best", 1, ["balance"]], "balance, gradient, paper"),
         ("mode", ["on", None, {}], "active, shadow"),
         ("signal", ["tail", 0], "head, confidence"),
         ("allow_fewer", [1, "yes"], "true or false"),

@@ -46,7 +46,7 @@ CutTurn = Literal["ends", "goes_on"]
 HistoryRule = Literal["strict", "rewritable"]
 LaunchRule = Literal["auto", "prompts"]
 QueueOrder = Literal["first_in", "shortest", "longest"]
-PruningRule = Literal["gradient", "balance", "paper"]
+PruningRule = Literal["balance", "gradient", "paper"]
 PruningMode = Literal["active", "shadow"]
 AUTO = "auto"
 
@@ -75,10 +75,10 @@ class PruningFields:
     )
     rule: PruningRule = row(
         Names(get_args(PruningRule)),
-        'Who is kept; each rule keeps keep_ratio. "gradient" steers where a group would end without reward variance '
-        'and prunes at random elsewhere; "balance" steers survivors towards target_positive_ratio; "paper" is ARRoL\'s '
+        'Who is kept; each rule keeps keep_ratio. "balance" steers survivors towards target_positive_ratio; "gradient" '
+        'steers where a group would end without reward variance and prunes at random elsewhere; "paper" is ARRoL\'s '
         "Eq. 2 as printed.",
-        default="gradient",
+        default="balance",
         xarg="pruning_rule",
     )
     keep_ratio: float = row(
