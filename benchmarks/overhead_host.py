@@ -31,6 +31,7 @@ from tests.support.dry_run import DryRun
 from vllm_rollout.adapter.core.scheduler import RolloutScheduler
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.wire import CandidateTag
+from vllm_rollout.adapter.worker.observing import Observing
 from vllm_rollout.adapter.worker.runner import StepReport
 from vllm_rollout.config import FEATURE_RING_BYTES, OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.judging.ledger import Scoring
@@ -91,7 +92,7 @@ def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
                 tracker.see_hidden_states(hidden)
                 num_computed = np.full(num_rows, 2 * PROMPT if kind == "due" else PROMPT + 1 + number)
                 tracker.observe(list(ids), logits, num_computed - (kind == "due"), unfinished)
-                report = StepReport(tracker.step, {}, ring, Faults())
+                report = StepReport(tracker.step, ring, Observing(tracker, Faults()))
                 report.begin_copy()
                 report.attach(ModelRunnerOutput.__new__(ModelRunnerOutput))
 

@@ -10,7 +10,8 @@ from test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
 from vllm.v1.core.sched.interface import PauseState
 
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.adapter.worker.runner import NOT_FINITE, observe_runner
+from vllm_rollout.adapter.worker.observing import NOT_FINITE
+from vllm_rollout.adapter.worker.runner import observe_runner
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.racing.lifecycle import Group
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_rollout.adapter.faults import Faults
@@ -15,12 +16,19 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.tracker.tracker import CandidateTracker
 
+logger = init_logger("vllm.vllm_rollout")
+
+NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype."
+"""Why a candidate fails whose tokens would be chance."""
+
 
 class Observing:
     """`with observing:` stands around code that reads a step and changes nothing of vLLM's."""
 
     def __init__(self, tracker: CandidateTracker, faults: Faults) -> None:
         self.faults = faults
+        self.says_not_finite = True
+        """The log is told of the first logits that are not finite, of each weights."""
         self._tracker = tracker
         self._failed: dict[str, str] = {}
         """Requests that can be observed no more, and why, until a report says so."""
@@ -46,6 +54,19 @@ class Observing:
 
     def failed(self, request_ids: Sequence[str], error: Exception) -> None:
         self._failed |= dict.fromkeys(request_ids, self.faults.caught("observing", error))
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failed)
+
+    def not_finite(self, request_ids: Sequence[str]) -> dict[str, str]:
+        """Candidates whose tokens would be chance, with the reason."""
+        if self.says_not_finite:
+            self.says_not_finite = False
+            logger.error(
+                "vllm_rollout: candidates fail from now on, the first one %.100s: %s", request_ids[0], NOT_FINITE
+            )
+        return dict.fromkeys(request_ids, NOT_FINITE)
 
     def take_failed(self) -> dict[str, str]:
         failed, self._failed = self._failed, {}

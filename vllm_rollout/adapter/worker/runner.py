@@ -28,11 +28,6 @@ from vllm_rollout.tracker.tracker import CandidateTracker
 from vllm_rollout.tracker.verified import VerifiedDrafts
 from vllm_rollout.tracker.warm_up import warm_up
 
-NOT_FINITE = (
-    "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype's range."
-)
-"""Why a candidate fails whose tokens would be chance."""
-
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -84,12 +79,12 @@ class ObservedOutput(AsyncModelRunnerOutput):
 class StepReport:
     """What a step showed, on its way to the scheduler."""
 
-    def __init__(self, step: StepValues | None, failed: Mapping[str, str], ring: FeatureRing, faults: Faults) -> None:
-        """`step`: None where nobody was observed. `failed`: as of a RunnerReport."""
+    def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing) -> None:
+        """`step`: None where nobody was observed."""
         self._step = step
-        self._failed = failed
+        self._failed = observing.take_failed()
         self._ring = ring
-        self._faults = faults
+        self._observing = observing
         self._copy: HostCopy | None = None
         self._error: Exception | None = None
 
@@ -112,27 +107,28 @@ class StepReport:
             if self._copy is None:
                 report = _nothing_seen(output, self._failed)
             else:
-                report = _report(output, self._copy.get(), self._ring, self._failed)
+                report = _report(output, self._copy.get(), self._ring, self._observing)
+                report = report._replace(failed={**self._failed, **report.failed})
         except Exception as error:
-            reason = self._faults.caught("reporting", error)
+            reason = self._observing.faults.caught("reporting", error)
             seen = [output.req_ids[row] for row in self._step.rows]
             report = _nothing_seen(output, {**self._failed, **dict.fromkeys(seen, reason)})
-        setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=self._faults.num))
+        setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=self._observing.faults.num))
 
 
 def _nothing_seen(output: ModelRunnerOutput, failed: Mapping[str, str]) -> RunnerReport:
     return RunnerReport(np.full((2, 1, len(output.req_ids)), np.nan, dtype=np.float32), failed=failed)
 
 
-def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, failed: Mapping[str, str]) -> RunnerReport:
+def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, observing: Observing) -> RunnerReport:
     """The report of values that are on the host."""
     shape = (int(step.tokens[-1]) + 1, step.num_rows)
     moments = np.full((2, *shape), np.nan, dtype=np.float32)
     values = step.moments.numpy().T
     moments[:, step.tokens, step.rows] = values
+    report, due = RunnerReport(moments, first_positions=step.first_positions), step.due
     if (not_finite := np.isnan(values[0])).any():
-        failed = {**failed, **{output.req_ids[row]: NOT_FINITE for row in step.rows[not_finite]}}
-    report, due = RunnerReport(moments, first_positions=step.first_positions, failed=failed), step.due
+        report = report._replace(failed=observing.not_finite([output.req_ids[row] for row in step.rows[not_finite]]))
     if due is not None:
         report = report._replace(
             due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
@@ -220,10 +216,10 @@ class RunnerMixin:
         output = super().sample_tokens(*args, **kwargs)
         if output is None:
             return None
-        step, failed = self.candidate_tracker.step, self.observing.take_failed()
-        if step is None and not failed:
+        step = self.candidate_tracker.step
+        if step is None and not self.observing.has_failed:
             return output
-        report = StepReport(step, failed, self.feature_ring, self.observing.faults)
+        report = StepReport(step, self.feature_ring, self.observing)
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
             report.begin_copy()
             report.attach(output)

@@ -81,11 +81,11 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
-        self._age_drafts()
+        self._weights_changed()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         super().finish_weight_update(*args, **kwargs)
-        self._age_drafts()
+        self._weights_changed()
 
     def _kept_drafts(self, path: str | None) -> DraftsFile | None:
         """The file of this rank's drafts, read."""
@@ -97,7 +97,8 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         file.load()
         return file
 
-    def _age_drafts(self) -> None:
+    def _weights_changed(self) -> None:
+        self.model_runner.observing.says_not_finite = True
         if (drafts := self.model_runner.drafts) is not None:
             drafts.memory.age()
 
