@@ -148,11 +148,23 @@ async def test_filtered_groups_stay_filtered(app, http, graders, until, num_rese
     before = await leave_after(app, 5, prompts=prompts(0, 6), reserve=prompts(6, num_reserve))
     num_graded = Counter(seen)
     events = await events_of(http, ROUNDS, **KEY)
-    assert {event["prompt_id"] for event in events if event["type"] == "filtered"} == set(filtered)
+    told = [(event["type"], event["prompt_id"]) for event in events if event["type"] in ("group", "filtered")]
+    assert {id for type, id in told if type == "filtered"} == set(filtered)
+    assert all(told.index(("group", id)) < told.index(("filtered", id)) for id in filtered)
     answer = await play(http, **KEY)
     assert (len(answer["groups"]), answer["filtered"]) == (4, filtered)
     assert {id: name for id, name in before.items() if id not in filtered}.items() <= names(answer).items()
     assert not {id.replace("q", "question ") for id in before} & (seen - num_graded).keys()
+
+
+async def test_a_group_is_told_before_it_is_filtered_by_its_grades(http, graders):
+    graders.function = lambda trajectory: Grade("ok", 1.0)
+    await make(http, reward="even", filter="zero_variance", redundancy=0)
+    events = await events_of(http, ROUNDS, prompts=prompts(0, 6), stream=True)
+    told = [(event["type"], event["prompt_id"]) for event in events if event["type"] in ("group", "filtered")]
+    filtered = [id for type, id in told if type == "filtered"]
+    assert filtered
+    assert all(told.index(("group", id)) < told.index(("filtered", id)) for id in filtered)
 
 
 async def test_posted_rewards_filter_anew(app, http):

@@ -326,6 +326,24 @@ async def rewarded(http: httpx.AsyncClient, flat: set[str], **body: Any) -> tupl
     return last.model_dump(), told
 
 
+async def test_a_group_is_told_before_it_is_filtered_also_where_its_rewards_came_first(http: httpx.AsyncClient) -> None:
+    await make(http, filter="zero_variance", redundancy=0)
+    app = http._transport.app  # type: ignore[attr-defined]
+    body = RoundRequest.model_validate({"prompts": prompts(0, 6), "reserve": prompts(6, 5), "stream": True})
+    begun = await app.state.run_service.begin("a", body)
+    told: list[tuple[str, str]] = []
+    async for event in begun.events:
+        if event.type == "trajectory":
+            reward = {"prompt_id": event.prompt_id, "index": event.trajectory.index, "reward": 1.0}
+            url = f"/v1/rollouts/{begun.live.rollout.id}/rewards"
+            (await http.post(url, json={"rewards": [reward]})).raise_for_status()
+        elif event.type in ("group", "filtered"):
+            told.append((event.type, event.prompt_id))
+    filtered = [id for type, id in told if type == "filtered"]
+    assert filtered
+    assert all(told.index(("group", id)) < told.index(("filtered", id)) for id in filtered)
+
+
 async def test_groups_without_variance_are_replaced_from_the_reserve(http: httpx.AsyncClient) -> None:
     await make(http, filter="zero_variance")
     flat = {"q0", "q2", "q4"}

@@ -48,6 +48,8 @@ class RolloutRound(LiveRound):
     async def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
         rollout, course = self.rollout, self.course
         filtered: list[str] = []
+        over: set[str] = set()
+        """Prompts whose `group` event was sent: that of a group comes before its `filtered`."""
 
         def filter_out(prompt_id: str) -> None:
             filtered.append(prompt_id)
@@ -61,13 +63,15 @@ class RolloutRound(LiveRound):
             for event in events_of(group):
                 await self.groups.add(event)
                 yield event
+            over.add(group.prompt_id)
             course.ended_before(position, group)
         for position in self.progress.lost_before() if self.before else ():
             yield DeferredEvent(prompt_id=self.opened.all_entries[position].prompt_id, group_id="", reason="cut")
         async with aclosing(self.run(rollout)) as events:
             async for event in events:
-                while filtered:
-                    yield FilteredEvent(prompt_id=filtered.pop(0))
+                for prompt_id in [each for each in filtered if each in over]:
+                    filtered.remove(prompt_id)
+                    yield FilteredEvent(prompt_id=prompt_id)
                 if isinstance(event, DoneEvent):
                     yield await keep()
                 else:
@@ -75,6 +79,8 @@ class RolloutRound(LiveRound):
                     if isinstance(event, GroupEvent) and event.status == "complete" and self.ended is not None:
                         self.ended.add(course.number_of(event.prompt_id), self.groups.of(event.prompt_id))
                     yield event
+                    if isinstance(event, GroupEvent):
+                        over.add(event.prompt_id)
 
     def spent(self) -> Spent:
         outcome, course, resumption = self.rollout.outcome, self.course, self.rollout.resumption
