@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
+from tests.support.work import faster_than_linear
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
@@ -174,3 +175,29 @@ async def test_loads_fall_while_a_group_runs(new_run: Callable[..., TracedRun]) 
     assert max(loads[-1]) < remaining(0, 0)
     assert llm._placement.loads == [0, 0]
     assert_nothing_left(llm.run)
+
+
+@pytest.mark.parametrize("known", [outlook(), None])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_ends_of_thousands_of_candidates_take_work_by_their_number(known, resumed):
+    def play(num: int) -> None:
+        placement = Placement(2)
+        routes = GroupRoutes(placement)
+        begun = {index: index if resumed else 0 for index in range(num)}
+        route = routes.open("g", begun, outlook=known)
+        for index in range(num):
+            routes.ended(route, index, 10)
+            assert placement.num_candidates[route.rank] == num - index - 1
+        routes.close(route)
+
+    assert faster_than_linear(play, 128, 2048) == {}
+
+
+def test_what_is_left_of_a_large_group_is_predicted_closely():
+    placement = Placement(1)
+    routes = GroupRoutes(placement)
+    route = routes.open("g", fresh(1024), outlook=outlook())
+    for index in range(1023):
+        routes.ended(route, index, index // 10)
+        exact = route.outlook.work([route._age] * route.num_left).tokens
+        assert abs(route.work.tokens - exact) <= 0.1 * exact + 200

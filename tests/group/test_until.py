@@ -16,11 +16,13 @@ from benchmarks.common import ROOT
 from benchmarks.rewards import variance
 from benchmarks.rewards.variance_rounds import WAYS, Round
 from benchmarks.rewards.variance_weights import ends, signal, weights
+from tests.support.work import faster_than_linear
 from vllm_rollout.group.rewards.estimates import ESTIMATORS, advantages
 from vllm_rollout.group.rewards.until import (
     UNIFORM,
     CandidateReward,
     Decision,
+    GroupRewards,
     Prior,
     UntilTerms,
     chance_of_same,
@@ -283,3 +285,49 @@ def test_the_published_result_is_shown(tmp_path):
     assert "### Seconds per group that teaches" in variance.tables(record)
     variance.draw(record, tmp_path / "variance.png")
     assert (tmp_path / "variance.png").read_bytes().startswith(b"\x89PNG")
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from(["awaited", "graded", "gone"]), st.sampled_from([0.0, 0.5, 1.0])),
+    unique_by=lambda event: event[0],
+)
+
+
+@given(EVENTS, SIZES, st.sampled_from(["index", "grading"]), st.booleans())
+def test_what_follows_from_events_follows_from_what_they_come_to(events, sizes, order, is_late):
+    terms = UntilTerms(*sizes, order=order)
+    num = min(10, terms.max_candidates)
+    candidates = {index: CandidateReward(index, "running") for index in range(num)}
+    rewards = GroupRewards(terms)
+    rewards.launched(range(num))
+    for place, (index, stage, value) in enumerate(events):
+        if index >= num:
+            continue
+        if stage == "awaited":
+            rewards.awaited(index, value)
+            candidates[index] = CandidateReward(index, stage, chance=value)
+        elif stage == "graded":
+            if is_late:  # a spare that was stopped, and whose reward came all the same
+                rewards.gone(index)
+            rewards.graded(index, value)
+            candidates[index] = CandidateReward(index, stage, value, place)
+        else:
+            rewards.gone(index)
+            candidates[index] = CandidateReward(index, stage)
+        assert rewards.decision() == decide(terms, list(candidates.values())[::-1])
+
+
+def test_thousands_of_rewards_that_are_all_the_same_take_work_by_their_number():
+    def play(num: int) -> None:
+        rewards = GroupRewards(UntilTerms(2, num))
+        rewards.launched(range(2))
+        graded, launched = 0, 2
+        while graded < launched:
+            rewards.graded(graded, 0.0)
+            graded += 1
+            more = rewards.decision().launch
+            rewards.launched(range(launched, launched + more))
+            launched += more
+        assert (launched, rewards.decision().kind) == (num, "complete")
+
+    assert faster_than_linear(play, 64, 4096) == {}

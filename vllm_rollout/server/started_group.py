@@ -11,7 +11,7 @@ from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
 from vllm_rollout.group.rewards.estimates import advantages, summarize
 from vllm_rollout.group.rewards.until import Decision, group_weight
 from vllm_rollout.group.rounds.round_progress import DeferReason
-from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.group.types import GroupResult
 from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.answers import (
     CandidateEvent,
@@ -45,6 +45,10 @@ class StartedGroup:
         """By index."""
         self.grades: dict[int, Grade] = {}
         """By index: those that have come."""
+        self.void: set[int] = set()
+        """Indices of candidates that must not count."""
+        self.is_cut = False
+        """Its round goes on without it."""
         self._rollout = rollout
         self._places = places
         self._metrics = metrics
@@ -74,8 +78,9 @@ class StartedGroup:
         match happening:
             case Restarted():
                 self._rollout.restarted(self.position, len(self.ends))
-                for known in (self.ends, self.grades, self._told, self._off_policy):
+                for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
                     known.clear()
+                self.is_cut = False
                 self.seen.begin_again()
             case Lost():
                 self._lost_why = happening.reason
@@ -83,6 +88,8 @@ class StartedGroup:
                 if self.ends.get(end.ending.index) is not end:
                     return False
                 self.grades[end.ending.index] = grade
+                if grade.status == "void":
+                    self.void.add(end.ending.index)
                 self.seen.graded(end.ending.index, grade)
             case CandidateEnd():
                 self._take_end(happening)
@@ -113,20 +120,6 @@ class StartedGroup:
             yield RewardEvent(**self._names, index=index, **reward_of(graded.grade))
             if graded.grade.status == "void":
                 yield self._dropped(graded.end)
-
-    @property
-    def finished(self) -> list[Ending]:
-        return [end.ending for end in self.ends.values() if end.ending.state == "finished"]
-
-    @property
-    def is_cut(self) -> bool:
-        """Its round goes on without it."""
-        return any(end.group_lost or end.ending.state == "deferred" for end in self.ends.values())
-
-    @property
-    def void(self) -> set[int]:
-        """Indices of candidates that must not count."""
-        return {index for index, grade in self.grades.items() if grade.status == "void"}
 
     def concluded(self) -> GroupResult:
         """What it returns as its plan says."""
@@ -188,6 +181,7 @@ class StartedGroup:
         if not end.is_replaced:  # by one that takes its place
             self._places.release(1)
         self.ends[end.ending.index] = end
+        self.is_cut |= end.group_lost or end.ending.state == "deferred"
         self.seen.candidate_ended(end)
         self._rollout.candidate_ended(self.position, end.ending)
         if end.assessment is not None:

@@ -1,6 +1,7 @@
 """Group: engine events in, verdicts out.
 
-Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended.
+Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended. A step in
+which nothing is decided takes no loop over the candidates.
 
 Events arrive while an engine step is processed (`launch`, `end`); `settle` closes the step and decides. Deciding at the
 end of the step is what makes ties exact: several candidates may end in the step in which the group completes, and the
@@ -71,6 +72,14 @@ class Group:
     _settled: list[int] = field(default_factory=list)
     """Candidates that the last settlement was about."""
     _num_running: int = 0
+    _num_valid: int = 0
+    """Candidates that have finished by themselves, until it is closed."""
+    _num_truncated: int = 0
+    """Those that were cut, likewise."""
+    _num_holders: int = 0
+    """Running and finished candidates that have a place, until it is closed."""
+    _without_place: list[int] = field(default_factory=list)
+    """Candidates that found no place, until the next settlement."""
     _num_replaced: int = 0
     """Lost candidates in whose place another one is to come, or has come."""
     _num_steps: int = 0
@@ -84,8 +93,12 @@ class Group:
         if index is None:
             index = len(self._candidates)
         assert index not in self._candidates, f"candidate {index} launched twice"
-        self._candidates[index] = _Candidate(has_place=self._num_places_left > 0)
+        has_place = self._num_places_left > 0
+        self._candidates[index] = _Candidate(has_place=has_place)
         self._num_running += 1
+        self._num_holders += has_place
+        if not has_place:
+            self._without_place.append(index)
         return index
 
     def end(self, index: int, reason: EndReason, num_tokens: int) -> None:
@@ -98,6 +111,9 @@ class Group:
         candidate.num_tokens = num_tokens
         candidate.step = self._num_steps + 1  # the one that the next settlement closes
         self._num_running -= 1
+        self._num_valid += candidate.state == "finished" and not candidate.truncated
+        self._num_truncated += candidate.state == "finished" and candidate.truncated
+        self._num_holders -= candidate.state == "failed" and candidate.has_place
         self._new.append(index)
         if reason == "failed" and not self.closed and self._num_replaced < self.terms.num_replaceable:
             candidate.is_replaced = True
@@ -122,11 +138,10 @@ class Group:
             self._set_length_cap()
             return NOTHING
         without_place = self._give_up_without_place() if self.audit else NOTHING
-        ranking = self._ranking()
-        if len(ranking) < self.terms.group_size:
+        if self._num_usable < self.terms.group_size:
             return without_place
         self.closed = True
-        winners = set(ranking[: self.terms.group_size])
+        winners = set(self._ranking()[: self.terms.group_size])
         lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
         for index in lost:
             self._candidates[index].state = "surplus"
@@ -174,7 +189,10 @@ class Group:
     def withdraw(self, index: int) -> None:
         """One that has finished counts for nothing after all; the group is not closed."""
         assert not self.closed, f"candidate {index} may have decided who won"
-        self._candidates[index].state = "failed"
+        candidate = self._candidates[index]
+        if candidate.state == "finished":
+            self._uncount(candidate)
+        candidate.state = "failed"
 
     @property
     def pruning(self) -> PruningPlan | None:
@@ -245,15 +263,17 @@ class Group:
         place."""
         if not (self.audit and self.terms.early_stop):
             return 1
-        holders = [c for c in self._candidates.values() if c.has_place and c.state in ("running", "finished")]
-        return self.terms.group_size - len(holders)
+        return self.terms.group_size - self._num_holders
 
     def _give_up_without_place(self) -> Settlement:
         """Candidates of an audit group that found no place, also those that were faster than this verdict."""
-        without = [(i, c) for i, c in self._candidates.items() if not c.has_place]
+        if not self._without_place:
+            return NOTHING
+        without, self._without_place = [(i, self._candidates[i]) for i in self._without_place], []
         ended = tuple(i for i, c in without if c.state == "finished")
         running = tuple(i for i, c in without if c.state == "running")
         for index in ended:
+            self._uncount(self._candidates[index])
             self._candidates[index].state = "surplus"
         self._stop(running, "surplus")
         return Settlement(running, ended)
@@ -262,11 +282,22 @@ class Group:
         assessment = self.assessments.get(index)
         return assessment is not None and not assessment.keep
 
+    @property
+    def _num_usable(self) -> int:
+        """Finished candidates that count now: truncated ones only where too few others are left."""
+        num_others = self._num_valid + self._num_running + self.num_to_come
+        return self._num_valid + (self._num_truncated if num_others < self.terms.group_size else 0)
+
+    def _uncount(self, candidate: _Candidate) -> None:
+        """One that has finished counts no more."""
+        self._num_valid -= not candidate.truncated
+        self._num_truncated -= candidate.truncated
+        self._num_holders -= candidate.has_place
+
     def _ranking(self) -> list[int]:
         """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
         finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
-        num_valid = sum(not c.truncated for _, c in finished)
-        if num_valid + self._num_running + self.num_to_come >= self.terms.group_size:
+        if self._num_usable == self._num_valid:
             finished = [(i, c) for i, c in finished if not c.truncated]
         return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].step, ic[1].num_tokens, ic[0]))]
 
@@ -274,8 +305,8 @@ class Group:
         """Set the cap, once: K shortest and L longest are known as far as `group_size` candidates can tell."""
         if self.terms.patience is None or self.length_cap is not None:
             return
-        valid = [c for c in self._candidates.values() if c.state == "finished" and not c.truncated]
-        if len(valid) >= self.terms.group_size:
+        if self._num_valid >= self.terms.group_size:
+            valid = [c for c in self._candidates.values() if c.state == "finished" and not c.truncated]
             first = sorted(valid, key=lambda c: (c.step, c.num_tokens))[: self.terms.group_size]
             self.length_cap = ceil(self.terms.patience * max(c.num_tokens for c in first))
 
@@ -290,3 +321,4 @@ class Group:
             assert candidate.state == "running", f"verdict on candidate {index} after its end"
             candidate.state, candidate.step = state, self._num_steps
             self._num_running -= 1
+            self._num_holders -= candidate.has_place

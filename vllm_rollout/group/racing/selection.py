@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
@@ -31,15 +32,18 @@ def conclude(
     """
     endings = tuple(sorted(endings, key=lambda e: e.index))
     pool = [e for e in endings if e.state == "finished" and e.index not in void]
-    selected = tuple(sorted(e.index for e in _select(plan, pool)))
-    num_wanted = _num_wanted(plan, endings)
-    if len(selected) >= num_wanted:
+    ranking = Ranking(plan)
+    for ending in pool:
+        ranking.add(ending)
+    selected = tuple(sorted(ranking.selected))
+    wanted = num_wanted(plan, sum(e.state == "pruned" for e in endings))
+    if len(selected) >= wanted:
         return GroupResult("complete", None, selected, endings)
     counts = {"void": len(void)} | {state: sum(e.state == state for e in endings) for state in ("failed", *STOP_STATES)}
     others = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     reason = f"{len(pool)} of {len(endings)} candidates finished, group_size is {plan.group_size}"
-    if num_wanted < plan.group_size:
-        reason += f", of which pruning left {num_wanted}"
+    if wanted < plan.group_size:
+        reason += f", of which pruning left {wanted}"
     if others:
         reason += f" ({others})"
     return GroupResult("incomplete", f"{reason}: {lost_why}" if lost_why else reason, selected, endings)
@@ -50,28 +54,68 @@ def deferred(result: GroupResult, why: str) -> GroupResult:
     return replace(result, status="deferred", reason=why, selected=())
 
 
-def _num_wanted(plan: GroupPlan, endings: Sequence[Ending]) -> int:
+def num_wanted(plan: GroupPlan, num_pruned: int) -> int:
     """Trajectories that make the group complete; at least one, so that an empty group never is."""
     if plan.pruning is None or not plan.pruning.allow_fewer:
         return plan.group_size
-    num_pruned = sum(e.state == "pruned" for e in endings)
     return max(1, min(plan.group_size, plan.num_candidates - num_pruned))
 
 
-def _select(plan: GroupPlan, pool: Sequence[Ending]) -> list[Ending]:
-    valid = [e for e in pool if e.valid]
-    truncated = sorted((e for e in pool if not e.valid), key=_by_length)
-    # A truncated candidate only fills a gap, and always among the shortest.
-    num_gaps = max(0, plan.group_size - len(valid))
-    fill = truncated[:num_gaps]
-    if plan.selection == "dual_end":
-        ranked = sorted(valid, key=_by_length)
-        num_longest = min(plan.num_longest, len(ranked))
-        longest = ranked[len(ranked) - num_longest :]
-        shortest = ranked[: len(ranked) - num_longest][: plan.group_size - num_longest]
-        return [*shortest, *fill, *longest]
-    order = _by_length if plan.selection == "shortest" else _by_finish
-    return [*sorted(valid, key=order)[: plan.group_size], *fill]
+class Ranking:
+    """Candidates that have finished, in the orders by which a plan selects. A step of it takes no loop over them."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self._group_size, self._rule = plan.group_size, plan.selection
+        self._num_longest = plan.num_longest if plan.selection == "dual_end" else 0
+        self._valid: list[tuple[int, ...]] = []
+        """Keys, each of which ends with an index."""
+        self._truncated: list[tuple[int, ...]] = []
+
+    def __len__(self) -> int:
+        return len(self._valid) + len(self._truncated)
+
+    def add(self, ending: Ending) -> None:
+        keys, key = self._place(ending)
+        insort(keys, key)
+
+    def drop(self, ending: Ending) -> int | None:
+        """This one does not count. If it was selected, returns the index of who is selected in its place, if one is
+        left."""
+        keys, key = self._place(ending)
+        at = bisect_left(keys, key)
+        if key not in keys[at : at + 1]:
+            return None
+        gaps, num_longest = self._num_gaps, min(self._num_longest, len(self._valid))
+        num_shortest = self._group_size - num_longest
+        del keys[at]
+        if keys is self._truncated:
+            return keys[gaps - 1][-1] if at < gaps <= len(keys) else None
+        if num_shortest <= at < len(keys) + 1 - num_longest:
+            return None
+        if gaps := self._num_gaps:
+            return self._truncated[gaps - 1][-1] if gaps <= len(self._truncated) else None
+        return keys[num_shortest - 1 if at < num_shortest else len(keys) - num_longest][-1]
+
+    @property
+    def num_selected(self) -> int:
+        return min(self._group_size, len(self))
+
+    @property
+    def selected(self) -> list[int]:
+        """Indices, in no order. A truncated candidate only fills a gap, and always among the shortest."""
+        num_longest = min(self._num_longest, len(self._valid))
+        others = len(self._valid) - num_longest
+        shortest = self._valid[: min(others, self._group_size - num_longest)]
+        return [key[-1] for key in (*shortest, *self._truncated[: self._num_gaps], *self._valid[others:])]
+
+    @property
+    def _num_gaps(self) -> int:
+        return max(0, self._group_size - len(self._valid))
+
+    def _place(self, ending: Ending) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        if not ending.valid:
+            return self._truncated, _by_length(ending)
+        return self._valid, _by_finish(ending) if self._rule == "first" else _by_length(ending)
 
 
 def _by_length(ending: Ending) -> tuple[int, int]:

@@ -8,10 +8,11 @@ how many ran beside it changes it. Only where a candidate is void whose spare wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, islice, repeat
-from math import prod
+from itertools import islice
+from math import exp, lgamma, prod
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -127,21 +128,40 @@ def chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int, awaite
     A success is a reward above 0: with more than two values it is an estimate from above. `awaited`: rewards that have
     to be the same as well, each by the probability that it is above 0.
     """
-    return next(islice(_chances_of_same(prior, rewards, awaited), num_more, None))
+    return _chance_of_same(prior, _Known.of(rewards), num_more, prod(awaited), prod(1 - each for each in awaited))
 
 
-def _chances_of_same(prior: Prior, rewards: Sequence[float], awaited: Sequence[float]) -> Iterator[float]:
-    """`chance_of_same` of 0, 1, 2, … further rewards: draws of a Polya urn."""
-    if len(set(rewards)) > 1:
-        yield from repeat(0.0)
-    successes, failures = prod(awaited), prod(1 - each for each in awaited)
-    if rewards:
-        successes, failures = (successes, 0.0) if rewards[0] > 0 else (0.0, failures)
-    total = sum(prior)
-    for drawn in count(len(rewards)):
-        yield min(1.0, successes + failures)
-        successes *= (prior.successes + drawn) / (total + drawn)
-        failures *= (prior.failures + drawn) / (total + drawn)
+class _Known(NamedTuple):
+    """Rewards that are known, as far as further ones may be as they are."""
+
+    num: int = 0
+    are_same: bool = True
+    are_successes: bool = False
+    """Where they are the same, and there is one."""
+
+    @classmethod
+    def of(cls, rewards: Sequence[float]) -> _Known:
+        return cls(len(rewards), len(set(rewards)) < 2, bool(rewards) and rewards[0] > 0)
+
+
+def _chance_of_same(prior: Prior, known: _Known, num_more: int, successes: float, failures: float) -> float:
+    """Draws of a Polya urn. `successes`, `failures`: probabilities that all awaited ones are above 0, or none is."""
+    if not known.are_same:
+        return 0.0
+    if known.num:
+        successes, failures = (successes, 0.0) if known.are_successes else (0.0, failures)
+    draws = _log_rising(sum(prior), known.num, num_more)
+    chance = sum(
+        each * exp(_log_rising(weight, known.num, num_more) - draws)
+        for each, weight in ((successes, prior.successes), (failures, prior.failures))
+        if each and weight + known.num > 0
+    )
+    return min(1.0, chance if num_more else successes + failures)
+
+
+def _log_rising(weight: float, begin: int, num: int) -> float:
+    """Logarithm of (weight + begin) · (weight + begin + 1) · …, `num` factors."""
+    return lgamma(weight + begin + num) - lgamma(weight + begin)
 
 
 def num_needed(
@@ -152,9 +172,16 @@ def num_needed(
     Under the prior (1, 1) an even chance takes one more than there are: a group doubles. `awaited`: rewards that come
     anyway and are not counted here, each by the probability that it is above 0.
     """
+    return _num_needed(prior, _Known.of(rewards), most, chance, prod(awaited), prod(1 - each for each in awaited))
+
+
+def _num_needed(prior: Prior, known: _Known, most: int, chance: float, successes: float, failures: float) -> int:
     enough = 1 - chance + ROUNDING
-    chances = islice(_chances_of_same(prior, rewards, awaited), most)
-    return next((more for more, each in enumerate(chances) if each <= enough), most)
+
+    def is_enough(num_more: int) -> bool:
+        return _chance_of_same(prior, known, num_more, successes, failures) <= enough
+
+    return bisect_left(range(most), True, key=is_enough)  # the chance falls with each
 
 
 def spares_wanted(
@@ -209,65 +236,153 @@ def decide(
     chance: float = EVEN_CHANCE,
 ) -> Decision:
     """What a group does now. Candidates: all that were launched, in any order."""
-    alive = sorted((each for each in candidates if each.stage != "gone"), key=lambda each: each.index)
-    counted = _counted(terms, alive)
-    rewards = [_reward(each) for each in counted]
-    under_way = tuple(each.index for each in alive if each.stage != "graded")
-    launches_left = terms.max_candidates - len(candidates)
-    num = num_that_teach(rewards, terms.group_size)
-    if num is not None:
-        # By the fewest that teach, all but the last are the same if there are more than group_size.
-        chosen = [*counted[: terms.group_size - 1], counted[num - 1]]
-        return _over(terms, "complete", chosen, rewards[:num], under_way)
-    if not launches_left and not under_way:
-        kind: Kind = "complete" if len(counted) >= terms.group_size else "incomplete"
-        return _over(terms, kind, counted[: terms.group_size], rewards, ())
-    known = [_reward(each) for each in alive if each.stage == "graded"]
-    awaited = [each.chance for each in alive if each.stage == "awaited" and each.chance is not None]
-    short = max(0, terms.group_size - len(known) - len(awaited))
-    wanted = short + spares_wanted(terms, prior, known, launches_left, chance, awaited)
-    launch = max(0, min(launches_left, wanted - (len(under_way) - len(awaited))))
-    return Decision(launch=launch, stop=_unneeded(terms, alive, launches_left))
+    rewards = GroupRewards(terms, prior, chance)
+    rewards.launched(each.index for each in candidates)
+    for each in sorted(candidates, key=lambda each: each.place):
+        if each.stage == "graded":
+            assert each.reward is not None, f"candidate {each.index} is graded without a reward"
+            rewards.graded(each.index, each.reward)
+        elif each.stage == "awaited":
+            rewards.awaited(each.index, each.chance)
+        elif each.stage == "gone":
+            rewards.gone(each.index)
+    return rewards.decision()
 
 
-def _counted(terms: UntilTerms, alive: Sequence[CandidateReward]) -> list[CandidateReward]:
-    """Graded candidates whose turn has come, in order."""
-    if terms.order == "grading":
-        return sorted((each for each in alive if each.stage == "graded"), key=lambda each: each.place)
-    first_open = next((at for at, each in enumerate(alive) if each.stage != "graded"), len(alive))
-    return list(alive[:first_open])
+class GroupRewards:
+    """What is known of the rewards of one group, as it becomes known, and what follows. No event takes a loop over its
+    candidates: thousands come one after the other."""
 
+    def __init__(self, terms: UntilTerms, prior: Prior = UNIFORM, chance: float = EVEN_CHANCE) -> None:
+        self._terms, self._prior, self._chance = terms, prior, chance
+        self._num_launched = 0
+        self._alive: list[int] = []
+        """Indices of candidates that are not gone, ascending."""
+        self._open: list[int] = []
+        """Those of them that are not graded, ascending."""
+        self._successes: dict[int, float] = {}
+        """How likely an awaited reward is above 0, by index, as far as the quality head says it."""
+        self._failures: dict[int, float] = {}
+        """1 less that."""
+        self._rewards: dict[int, float] = {}
+        """By index, in the order of grading."""
+        self._first: int | None = None
+        """The first graded candidate in the order that counts."""
+        self._different: int | None = None
+        """The first one after it whose reward is another."""
+        self._place_of_different: int | None = None
+        """How many were graded before the first one whose reward is another than that of the first that was graded."""
 
-def _unneeded(terms: UntilTerms, alive: Sequence[CandidateReward], launches_left: int) -> tuple[int, ...]:
-    """Spares that cannot come back, as rewards before them differ already.
+    def launched(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._num_launched += 1
+            insort(self._alive, index)
+            insort(self._open, index)
 
-    As many stay as there are open candidates before them that no launch could replace if they were void.
-    """
-    if terms.order == "grading":
-        return ()
-    needed = num_that_teach([each.reward for each in alive], terms.group_size) or len(alive)
-    num_open = sum(each.stage != "graded" for each in alive[:needed])
-    spares = [each.index for each in alive[needed:] if each.stage != "graded"]
-    return tuple(spares[max(0, num_open - launches_left) :])
+    def awaited(self, index: int, chance: float | None = None) -> None:
+        """It has ended. chance: as of a `CandidateReward`."""
+        if chance is not None:
+            self._successes[index], self._failures[index] = chance, 1 - chance
 
+    def graded(self, index: int, reward: float) -> None:
+        if not self._close(index):  # a spare that was stopped, and whose reward came all the same
+            insort(self._alive, index)
+        first = self._first
+        if self._place_of_different is None and self._rewards and reward != next(iter(self._rewards.values())):
+            self._place_of_different = len(self._rewards)
+        self._rewards[index] = reward
+        if first is None or index < first:
+            if first is not None and reward != self._rewards[first]:
+                self._different = first
+            self._first = index
+        elif reward != self._rewards[first] and (self._different is None or index < self._different):
+            self._different = index
 
-def _over(
-    terms: UntilTerms,
-    kind: Kind,
-    chosen: Sequence[CandidateReward],
-    rewards: Sequence[float],
-    under_way: tuple[int, ...],
-) -> Decision:
-    return Decision(
-        kind,
-        tuple(sorted(each.index for each in chosen)),
-        teaches=len({each.reward for each in chosen}) > 1,
-        num_graded=len(rewards),
-        success=fmean(rewards[: terms.group_size]) if rewards else None,
-        stop=under_way,
-    )
+    def gone(self, index: int) -> None:
+        """It is not graded, and never will be."""
+        if self._close(index):
+            del self._alive[bisect_left(self._alive, index)]
 
+    def decision(self) -> Decision:
+        size, launches_left = self._terms.group_size, self._terms.max_candidates - self._num_launched
+        num = self._num_that_teach
+        if num is not None:
+            # By the fewest that teach, all but the last are the same if there are more than group_size.
+            counted = self._counted(num)
+            return self._over("complete", [*counted[: size - 1], counted[-1]], counted)
+        if not launches_left and not self._open:
+            counted = self._counted(len(self._alive))
+            return self._over("complete" if len(counted) >= size else "incomplete", counted[:size], counted)
+        num_expected = len(self._rewards) + len(self._successes)
+        short = max(0, size - num_expected)
+        spares = _num_needed(
+            self._prior,
+            _Known(
+                len(self._rewards), self._different is None, self._first is not None and self._rewards[self._first] > 0
+            ),
+            short + launches_left,
+            self._chance,
+            *self._chances,
+        )
+        wanted = max(short, spares)
+        num_without_chance = len(self._open) - len(self._successes)
+        return Decision(
+            launch=max(0, min(launches_left, wanted - num_without_chance)), stop=self._unneeded(launches_left)
+        )
 
-def _reward(candidate: CandidateReward) -> float:
-    assert candidate.reward is not None, f"candidate {candidate.index} is graded without a reward"
-    return candidate.reward
+    @property
+    def _chances(self) -> tuple[float, float]:
+        """That all awaited rewards are above 0, and that none is. They say nothing where rewards differ already."""
+        if self._different is not None:
+            return 0.0, 0.0
+        return prod(self._successes.values()), prod(self._failures.values())
+
+    def _close(self, index: int) -> bool:
+        """Whether it was open."""
+        self._successes.pop(index, None)
+        self._failures.pop(index, None)
+        at = bisect_left(self._open, index)
+        was_open = at < len(self._open) and self._open[at] == index
+        if was_open:
+            del self._open[at]
+        return was_open
+
+    @property
+    def _num_that_teach(self) -> int | None:
+        """As the function, of graded candidates whose turn has come."""
+        if self._terms.order == "grading":
+            num, place = len(self._rewards), self._place_of_different
+        else:
+            num = bisect_left(self._alive, self._open[0]) if self._open else len(self._alive)
+            place = None if self._different is None else bisect_left(self._alive, self._different)
+        if place is None or place >= num or num < self._terms.group_size:
+            return None
+        return max(self._terms.group_size, place + 1)
+
+    def _counted(self, num: int) -> list[int]:
+        """Indices of the first graded candidates that count."""
+        return list(islice(self._rewards, num)) if self._terms.order == "grading" else self._alive[:num]
+
+    def _unneeded(self, launches_left: int) -> tuple[int, ...]:
+        """Spares that cannot come back, as rewards before them differ already.
+
+        As many stay as there are open candidates before them that no launch could replace if they were void.
+        """
+        if self._terms.order == "grading" or self._different is None:
+            return ()
+        needed = max(self._terms.group_size, bisect_left(self._alive, self._different) + 1)
+        if needed >= len(self._alive):
+            return ()
+        num_open = bisect_left(self._open, self._alive[needed])
+        return tuple(self._open[num_open + max(0, num_open - launches_left) :])
+
+    def _over(self, kind: Kind, chosen: Sequence[int], counted: Sequence[int]) -> Decision:
+        rewards = [self._rewards[index] for index in counted]
+        return Decision(
+            kind,
+            tuple(sorted(chosen)),
+            teaches=len({self._rewards[index] for index in chosen}) > 1,
+            num_graded=len(rewards),
+            success=fmean(rewards[: self._terms.group_size]) if rewards else None,
+            stop=tuple(self._open),
+        )

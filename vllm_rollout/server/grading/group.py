@@ -1,19 +1,21 @@
 """One group whose trajectories are graded as they end: who is graded, who is launched because of it, what comes back.
 
 Invariant: nobody waits for the grade of a candidate that is not returned, and every candidate that was launched ends.
+What happens to one candidate takes no loop over the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Set
+from collections.abc import AsyncGenerator, Collection, Iterable, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_rollout.group.rewards.until import CandidateReward, Decision, UntilTerms, decide, num_to_refill
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.group.racing.selection import Ranking, num_wanted
+from vllm_rollout.group.rewards.until import Decision, GroupRewards, UntilTerms, num_to_refill
+from vllm_rollout.group.types import Ending, GroupResult
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.attempts import Graded, Lost, Restarted, attempts
@@ -39,9 +41,11 @@ class GradedGroup(ABC):
         self._candidates = candidates
         self._all: FanIn[Any] = FanIn(1)
         self._tasks: dict[int, asyncio.Task[Grade]] = {}
-        """By index: the newest of each."""
+        """By index: what is being graded."""
         self._urgency = Urgency()
         self._num_launched = plan.num_candidates
+        self._next_index = plan.num_candidates
+        """Beyond those that were launched, and those that the engine put in the place of lost ones."""
         self.decision: Decision | None = None
         """With `until` "variance", once it is over."""
         self._num_waves = 0
@@ -56,34 +60,38 @@ class GradedGroup(ABC):
             async for happening in self._all:
                 if isinstance(happening, _WaveOver):
                     self._num_waves -= 1
-                    await self._decide()
+                    await self._decide(happening)
                     continue
                 if isinstance(happening, Restarted):
                     self._restart()
                 if isinstance(happening, CandidateTokens) and happening.index in self._told_in_vain:
                     continue  # they come again, at its end
                 if self._group.take(happening):
-                    if not isinstance(happening, Restarted | CandidateTokens):
-                        await self._decide()
+                    if isinstance(happening, CandidateEnd):
+                        self._next_index = max(self._next_index, happening.ending.index + 1)
+                    if isinstance(happening, Graded):
+                        self._tasks.pop(happening.end.ending.index, None)
+                    if isinstance(happening, CandidateEnd | Graded | Lost):
+                        await self._decide(happening)
                     if isinstance(happening, CandidateEnd) and (tokens := self._told_again(happening)) is not None:
                         yield tokens
                     yield happening
         finally:
             await self._all.close()
-            self._drop(self._tasks)
+            self._drop(list(self._tasks))
 
     @abstractmethod
     def result(self) -> GroupResult:
         """What has become of it."""
 
     @abstractmethod
-    async def _decide(self) -> None:
+    async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
         """Something has happened: launch, stop, grade or drop what that asks for."""
 
     def _restart(self) -> None:
         """What is known is void, and will be forgotten."""
-        self._drop(self._tasks)
-        self._tasks.clear()
+        self._drop(list(self._tasks))
+        self._next_index = self._num_launched
         self._told_in_vain = self._candidates.launched_later - self._group.ends.keys()
 
     def _told_again(self, end: CandidateEnd) -> CandidateTokens | None:
@@ -106,27 +114,24 @@ class GradedGroup(ABC):
     def _launch(self, num_candidates: int) -> None:
         """One that is lost, with its rank, does not run again: as many come in its place as may."""
         if num_candidates:
-            first = max([self._num_launched, *(index + 1 for index in self._group.ends)])
-            self._num_launched = first + num_candidates
-            indices = range(first, self._num_launched)
+            indices = range(self._next_index, self._next_index + num_candidates)
+            self._num_launched = self._next_index = indices.stop
             self._add(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
 
-    def _grade(self, indices: Collection[int]) -> None:
+    def _grade(self, indices: Iterable[int]) -> None:
         """Those that have no grade and are not being graded."""
         if self._grading.is_left:
             return
         for index in indices:
-            task = self._tasks.get(index)
-            if index not in self._group.grades and (task is None or task.cancelled() or task.cancelling()):
+            if index not in self._group.grades and index not in self._tasks:
                 end = self._group.ends[index]
-                task = self._grading.start(self._group.position, end, self._urgency)
-                self._tasks[index] = task
+                self._tasks[index] = task = self._grading.start(self._group.position, end, self._urgency)
                 self._all.add(_graded(end, task))
 
-    def _drop(self, indices: Collection[int]) -> None:
+    def _drop(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if index in self._tasks:
-                self._tasks[index].cancel()
+            if (task := self._tasks.pop(index, None)) is not None:
+                task.cancel()
 
 
 async def _graded(end: CandidateEnd, task: asyncio.Task[Grade]) -> AsyncGenerator[Graded, None]:
@@ -138,24 +143,64 @@ async def _graded(end: CandidateEnd, task: asyncio.Task[Grade]) -> AsyncGenerato
 class WholeGroup(GradedGroup):
     """Returns what its race selects; a void one leaves its place to a spare that has finished, else to a new one."""
 
+    _ranking: Ranking
+    """Of candidates that have finished and are not void."""
+    _new: list[int]
+    """Those that have finished since all had ended."""
+    _num_valid: int
+    _num_pruned: int
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._begin_again()
+
     def result(self) -> GroupResult:
         return self._group.concluded()
 
-    async def _decide(self) -> None:
-        finished = self._group.finished
-        self._urgency.hasten(sum(ending.valid for ending in finished) / self._plan.group_size)
+    async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
+        plan = self._plan
+        heir = None
+        if isinstance(happening, CandidateEnd):
+            self._take(happening.ending)
+        elif isinstance(happening, Graded) and happening.grade.status == "void":
+            heir = self._ranking.drop(happening.end.ending)
         if self._num_waves:
-            # In a race that stops early a truncated one hardly ever comes back.
-            sure = [e.index for e in finished if e.valid or self._plan.returns_all or not self._plan.early_stop]
-            self._grade(sure)
             return
-        result = self.result()
-        self._drop(self._tasks.keys() - set(result.selected))
-        self._grade(result.selected)
-        if self._group.void and result.status == "incomplete" and not (self._grading.is_left or self._group.is_cut):
-            most = self._grading.max_candidates or 2 * self._plan.num_candidates
-            num_alive = len(result.selected)
-            self._launch(num_to_refill(self._plan.group_size, most, self._num_launched, num_alive))
+        if isinstance(happening, _WaveOver):
+            chosen: Collection[int] = self._new
+            if len(self._ranking) > plan.group_size:
+                chosen = set(self._ranking.selected)
+                self._drop(self._tasks.keys() - chosen)
+            self._grade(chosen)
+            self._new = []
+        elif heir is not None:
+            self._grade([heir])
+        num_alive = self._ranking.num_selected
+        is_short = self._group.void and num_alive < num_wanted(plan, self._num_pruned)
+        if is_short and not (self._grading.is_left or self._group.is_cut):
+            most = self._grading.max_candidates or 2 * plan.num_candidates
+            self._launch(num_to_refill(plan.group_size, most, self._num_launched, num_alive))
+
+    def _take(self, ending: Ending) -> None:
+        self._num_pruned += ending.state == "pruned"
+        if ending.state != "finished":
+            return
+        plan = self._plan
+        self._ranking.add(ending)
+        self._new.append(ending.index)
+        self._num_valid += ending.valid
+        self._urgency.hasten(self._num_valid / plan.group_size)
+        # In a race that stops early a truncated one hardly ever comes back.
+        if ending.valid or plan.returns_all or not plan.early_stop:
+            self._grade([ending.index])
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._ranking, self._new = Ranking(self._plan), []
+        self._num_valid = self._num_pruned = 0
 
 
 class TeachingGroup(GradedGroup):
@@ -167,6 +212,7 @@ class TeachingGroup(GradedGroup):
         self._terms = UntilTerms.of(plan.group_size, plan.num_candidates, self._grading.max_candidates)
         self._prior = self._grading.prior(self._group.position)
         self._stopped: set[int] = set()
+        self._begin_again()
 
     def result(self) -> GroupResult:
         plain = self._group.concluded()
@@ -178,39 +224,60 @@ class TeachingGroup(GradedGroup):
             reason = f"{num} of {len(plain.endings)} candidates have a reward, group_size is {size}"
         return GroupResult("incomplete" if reason else "complete", reason, self.decision.returned, plain.endings)
 
-    async def _decide(self) -> None:
+    async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
         if self.decision is not None or self._grading.is_left:
             return
         if self._group.is_cut:
-            self._drop(self._tasks)
+            self._drop(list(self._tasks))
             return
-        self._grade([ending.index for ending in self._group.finished if ending.index not in self._stopped])
+        if isinstance(happening, CandidateEnd | Graded):
+            end = happening if isinstance(happening, CandidateEnd) else happening.end
+            if isinstance(happening, CandidateEnd) and end.ending.state == "finished":
+                self._grade({end.ending.index} - self._stopped)
+            if end.ending.index < self._num_launched:
+                self._take(end)
         self._urgency.hasten(min(1.0, len(self._group.grades) / self._plan.group_size))
-        seen = [self._seen(index) for index in range(self._num_launched)]
-        decision = decide(self._terms, seen, self._prior)
+        decision = self._rewards.decision()
         self._launch(decision.launch)
         if decision.kind != "wait":
             self.decision = decision
-        if stop := set(decision.stop) - self._stopped:
+        if stop := set(decision.stop):
             self._stopped |= stop
             self._drop(stop)
+            for index in stop:
+                self._rewards.gone(index)
             await self._candidates.stop(stop - self._group.ends.keys())
+
+    def _launch(self, num_candidates: int) -> None:
+        first = self._num_launched
+        super()._launch(num_candidates)
+        self._rewards.launched(range(first, self._num_launched))
+        for index in range(first, self._num_launched - num_candidates):  # the engine put them in the place of lost ones
+            if (end := self._group.ends.get(index)) is not None:
+                self._take(end)
+
+    def _take(self, end: CandidateEnd) -> None:
+        """What has become of it so far."""
+        index, grade = end.ending.index, self._group.grades.get(end.ending.index)
+        if grade is not None and grade.reward is not None:
+            self._rewards.graded(index, grade.reward)
+        elif grade is not None or index in self._stopped or end.ending.state != "finished":
+            self._rewards.gone(index)
+        else:
+            said = [each.success_probability for each in (end.final, end.assessment) if each is not None]
+            self._rewards.awaited(index, next((each for each in said if each is not None), None))
 
     def _restart(self) -> None:
         super()._restart()
         self.decision = None
         self._stopped = self._candidates.launched_later & self._group.ends.keys()  # they do not run again
+        self._begin_again()
 
-    def _seen(self, index: int) -> CandidateReward:
-        end, grade = self._group.ends.get(index), self._group.grades.get(index)
-        if grade is not None:
-            return CandidateReward(index, "gone" if grade.reward is None else "graded", grade.reward)
-        if index in self._stopped or (end is not None and end.ending.state != "finished"):
-            return CandidateReward(index, "gone")
-        if end is None:
-            return CandidateReward(index, "running")
-        said = [each.success_probability for each in (end.final, end.assessment) if each is not None]
-        return CandidateReward(index, "awaited", chance=next((each for each in said if each is not None), None))
+    def _begin_again(self) -> None:
+        self._rewards = GroupRewards(self._terms, self._prior)
+        self._rewards.launched(range(self._num_launched))
+        for index in self._stopped:
+            self._rewards.gone(index)
 
 
 async def _nothing() -> None:

@@ -21,6 +21,10 @@ from vllm_rollout.group.ranks.work import TokenCost, Work
 from vllm_rollout.server.engine import Outlook
 
 
+PRECISION = 32
+"""Tokens to come are predicted anew when a share of 1 / `PRECISION` of a group's candidates has ended since."""
+
+
 class NoRankLeft(GracefulHTTPError):
     """All ranks that live are drained."""
 
@@ -49,6 +53,7 @@ class GroupRoute:
         """What is left of that; it counts in the load of the rank."""
         self._num_tokens = dict(num_tokens)
         """What each that has not ended had at age 0; less than nothing: it comes later."""
+        self._num_at_prediction = len(num_tokens)
         self._age = 0
         """Tokens that candidates have generated here which began with the group, as the last that ended has told."""
         self._door = Door()
@@ -65,7 +70,11 @@ class GroupRoute:
         return "off" if self.outlook is None else self.outlook.migration
 
     def predict(self) -> Work:
-        """What is left of it now."""
+        """What is left of it now. The number of candidates is exact, their tokens are as of `PRECISION`."""
+        num_ended = self._num_at_prediction - self.num_left
+        if self.num_left and 0 <= num_ended * PRECISION < self._num_at_prediction:
+            return self.work._replace(num_candidates=self.num_left)
+        self._num_at_prediction = self.num_left
         return work_of([before + self._age for before in self._num_tokens.values()], self.outlook)
 
     def begins(self, index: int) -> None:

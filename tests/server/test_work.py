@@ -1,0 +1,84 @@
+"""What is done per candidate of a group does not grow with the others: groups of thousands block nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.work import faster_than_linear
+from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.group.rewards.time_limits import TimeLimits
+from vllm_rollout.rewards.values import Grade
+
+from .conftest import http_of, make_app
+from .fake_engine import FakeEngine
+
+SMALL, LARGE = 64, 512
+
+
+class Graders:
+    """They grade at once, each trajectory in a turn of its own."""
+
+    names = ("r",)
+
+    def __init__(self, grade: Grade | None) -> None:
+        self.limits, self._grade = TimeLimits(), grade
+
+    async def grade(self, name: str, trajectory: Any, **_: Any) -> Grade:
+        await asyncio.sleep(0)
+        return self._grade or Grade("ok", float(len(trajectory.token_ids) % 2))
+
+
+SAME, VOID, ERROR = Grade("ok", 0.0), Grade("void", None), Grade("error", None)
+UNTIL = {"reward": "r", "until": "variance"}
+SHAPES: dict[str, tuple[dict[str, Any], Grade | None, tuple[float, float]]] = {
+    # Fields, grades, and group_size and redundancy as shares of all.
+    "a race": ({}, None, (0.5, 0.5)),
+    "all": ({}, None, (1, 0)),
+    "the shortest": ({"selection": "shortest"}, None, (0.5, 0.5)),
+    "both ends": ({"selection": {"dual_end": {"num_longest": 4}}, "early_stop": False}, None, (0.5, 0.5)),
+    "a pruned race": ({"pruning": {"detection_length": 4}}, None, (0.5, 0.5)),
+    "a graded race": ({"reward": "r"}, SAME, (0.5, 0.5)),
+    "graded, none stopped": ({"reward": "r", "early_stop": False}, SAME, (0.5, 0.5)),
+    "all void": ({"reward": "r", "early_stop": False}, VOID, (0.25, 0.25)),
+    "hopeless, one after the other": (UNTIL, SAME, (0.05, 0)),
+    "hopeless, all at once": (UNTIL, SAME, (1, 0)),
+    "without a grade": (UNTIL, ERROR, (0.5, 0)),
+    "until its rewards differ": (UNTIL, None, (0.5, 0.5)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_rollout_takes_work_by_its_candidates(name):
+    fields, grade, (group_size, redundancy) = SHAPES[name]
+
+    async def roll(num: int) -> None:
+        engine = FakeEngine(max_num_seqs=2 * num, num_launch_places=4 * num)
+        engine.lengths = {index: 8 + index % 3 for index in range(2 * num)}
+        app = make_app(engine, graders=Graders(grade))
+        sizes = {"group_size": max(2, int(group_size * num)), "redundancy": int(redundancy * num)}
+        most = {"max_candidates": num} if "until" in fields else {}
+        body = {"prompts": [{"id": "p", "prompt": "abc"}], **sizes, **most, **fields}
+        async with http_of(app) as http:
+            response = await http.post("/v1/rollouts", json=body)
+        assert response.status_code == 200, response.text
+
+    assert faster_than_linear(lambda num: asyncio.run(roll(num)), SMALL, LARGE) == {}
+
+
+@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length", "failed"])
+def test_steps_in_which_one_candidate_ends_take_no_loop_over_the_others(reason, audit):
+    def play(num: int) -> None:
+        group = Group(GroupTerms(num // 2, num), audit=audit)
+        for _ in range(num):
+            group.launch()
+        for index in range(num // 2 - 1):
+            group.end(index, reason, index)
+            assert group.settle().lost_ties == ()
+
+    assert faster_than_linear(play, SMALL, LARGE) == {}
