@@ -349,11 +349,12 @@ async def test_joined_candidates_are_counted_by_end_state_and_their_tokens(llm: 
     assert [await sibling.end() for sibling in siblings[:3]] == [WON, LOST, WON]
     count = counted(llm)
     lost = count['tokens_total{kind="wasted"}']
-    assert 9 <= lost <= 10 + 3
+    assert 9 + 3 <= lost <= 10 + 4, "also what nobody read of the one whose client left"
     assert count == {
         'candidates_total{state="finished"}': 2,
         'candidates_total{state="surplus"}': 1,
         'candidates_total{state="failed"}': 1,
+        'clients_left_total{request="joined"}': 1,
         'tokens_total{kind="generated"}': 14 + lost,
         'tokens_total{kind="returned"}': 14,
         'tokens_total{kind="wasted"}': lost,
@@ -570,3 +571,26 @@ async def test_another_process_s_group_is_stopped_too(llm: SteppedLLM):
     assert len(ids) == 3
     await llm.step_to_the_end()
     assert await running == ["abort", "abort"]
+
+
+async def test_a_raced_request_whose_client_leaves_is_counted_with_its_tokens(llm: SteppedLLM) -> None:
+    llm.registry = CollectorRegistry()
+    llm.rollout_metrics = Metrics(llm.registry)
+    running = asyncio.create_task(raced(llm, "cmpl-a-0", [4, 600, 700]))
+    await let_everybody_run()
+    for _ in range(8):
+        await llm.step()
+    running.cancel()
+    await let_everybody_run()
+    await llm.step_to_the_end()
+    count = counted(llm)
+    generated = count.pop('tokens_total{kind="generated"}')
+    assert 4 + 2 * 7 <= generated <= 4 + 2 * 9
+    assert count == {
+        'candidates_total{state="finished"}': 1,
+        'candidates_total{state="failed"}': 2,
+        'clients_left_total{request="choices"}': 1,
+        'tokens_total{kind="wasted"}': generated,
+    }
+    assert not llm.unread
+    assert_nothing_left(llm.run)

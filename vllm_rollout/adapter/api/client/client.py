@@ -112,6 +112,9 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         named = ids if internal else [internal_id for id in ids for internal_id in known.get(id, ())]
         candidates = [id for id in named if self._group_of(id) is not None]
         if candidates:
+            for state in map(self.output_processor.request_states.get, candidates if internal else ()):
+                if state is not None and state.external_req_id in self.unread:
+                    self.unread[state.external_req_id] = state.queue
             for id in candidates:  # an abort that overtook its candidate would stop nothing
                 if (route := self.routes.find(self._group_of(id) or "")) is not None:
                     await route.at_rest()

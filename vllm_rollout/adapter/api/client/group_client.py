@@ -5,9 +5,10 @@ Invariant: a request without our fields takes the client's own path untouched.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
@@ -21,6 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.calls.versions import REJECTIONS
@@ -51,6 +53,7 @@ from vllm_rollout.adapter.joining import answer_name, first_of_completion, scori
 from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.group.judging.audit import AnswerAudits
@@ -71,9 +74,12 @@ from vllm_rollout.group.types import STOP_STATES, Ending
 from vllm_rollout.server.clients import client_namespace
 from vllm_rollout.server.engine import Beginnings, Outlook, RequestError
 from vllm_rollout.server.fan_in import FanIn
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.server.metrics import LeftBy, Metrics
 from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SessionService
+
+LAST_OUTPUT_S = 10.0
+"""How long the last output of a candidate is awaited whose client has left: a step, unless generation is paused."""
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -99,6 +105,8 @@ class GroupClient:
     def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
         """Once, before the first request comes."""
         self.routes, self.rollout_metrics = routes, metrics
+        self.unread: dict[str, RequestOutputCollector | None] = {}
+        """What will have the last outputs of candidates whose client has left, by their ids: they are counted."""
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
         self._adapters = AdapterNames()
@@ -344,14 +352,24 @@ class GroupClient:
         group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
         scoring = plan.pruning and scoring_of(group_id, digest_of_prompt(prompt), params)
         stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
-        async with aclosing(stream) as outputs:
-            async for candidate in outputs:
-                if isinstance(candidate, CandidateFailed):
-                    continue
-                finals[candidate.index] = candidate.output
-                endings[candidate.index] = ending_of(candidate)
-                if candidate.note is not None and candidate.note.assessment is not None:
-                    self.rollout_metrics.candidate_scored(candidate.note.assessment)
+        ids = {index: f"{group_id}-c{index}" for index in range(plan.num_candidates)}
+        self.unread.update(dict.fromkeys(ids.values()))
+        try:
+            async with aclosing(stream) as outputs:
+                async for candidate in outputs:
+                    if isinstance(candidate, CandidateFailed):
+                        continue
+                    finals[candidate.index] = candidate.output
+                    endings[candidate.index] = ending_of(candidate)
+                    if candidate.note is not None and candidate.note.assessment is not None:
+                        self.rollout_metrics.candidate_scored(candidate.note.assessment)
+        except (asyncio.CancelledError, GeneratorExit):
+            unread = [self.unread[id] for index, id in ids.items() if index not in endings]
+            spawn(self._count_left("choices", endings.values(), unread), "a client that left")
+            raise
+        finally:
+            for id in ids.values():
+                del self.unread[id]
         for index in range(plan.num_candidates):
             endings.setdefault(index, Ending(index, "failed", 0))
         result = conclude(plan, endings.values())
@@ -369,6 +387,29 @@ class GroupClient:
         if is_stream:
             let_stream(answer)
         yield answer
+
+    async def _count_left(
+        self,
+        request: LeftBy,
+        endings: Iterable[Ending],
+        unread: Iterable[RequestOutputCollector | None],
+        before: int = 0,
+    ) -> None:
+        """Count a request whose client has left, when its candidates have ended. `before`: tokens that were read."""
+        ended = list(endings)
+        for collector in unread:
+            num_tokens = before
+            with suppress(TimeoutError, EngineDeadError, GracefulHTTPError):
+                async with asyncio.timeout(LAST_OUTPUT_S):
+                    while collector is not None:
+                        output = await collector.get()
+                        (completion,) = output.outputs
+                        in_deltas = collector.aggregate
+                        num_tokens = len(completion.token_ids) + (num_tokens if in_deltas else 0)
+                        if output.finished:
+                            break
+            ended.append(Ending(0, "failed", num_tokens))
+        self.rollout_metrics.client_left(request, ended)
 
     async def _name_choices(self, answer: AnswerName, group_id: str, indices: Sequence[int]) -> None:
         """So that rewards can name them. Without an engine there is nothing to be learned."""
@@ -394,7 +435,8 @@ class GroupClient:
             group_id = joined_id(join.namespace, name, content, adapter or "")
             tag = tag_of(join, group_id, content, params, answer, output_interval=interval)
             route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)
-            num_tokens, refused = 0, False
+            num_tokens, refused, left = 0, False, False
+            self.unread[request_id] = None
             last: CandidateOutput | None = None
             try:
                 async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
@@ -411,9 +453,15 @@ class GroupClient:
             except (VLLMClientError, GracefulHTTPError, *REJECTIONS):
                 refused = True
                 raise
+            except (asyncio.CancelledError, GeneratorExit):
+                left = True
+                raise
             finally:
                 self.routes.leave_joined(route, refused=refused)
-                if not refused:
+                unread = self.unread.pop(request_id, None)
+                if left and not (last is not None and last.output.finished):
+                    spawn(self._count_left("joined", (), [unread], num_tokens), "a client that left")
+                elif not refused:
                     self.rollout_metrics.joined_over(
                         Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)
                     )
