@@ -29,6 +29,7 @@ IN_A_PRIVATE_FOLDER = {
     "adapter/api/calls/deaths.py",
     "adapter/api/start/first.py",
     "rewards/pool.py",
+    "rewards/probe.py",
     "rewards/process.py",
     "rewards/sandbox.py",
 }
