@@ -100,6 +100,7 @@ class Server:
     """Its state when nothing had been learned."""
     adapters: Sequence[str] = ()
     """Folders of LoRA adapters for it."""
+    goes_by_priority = False
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self._process = ServerProcess(command, free_port(), {**ENVIRONMENT, **environment}, log)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import HERE, TIMEOUT_S, Server, mild_adapter, python_path, serve_command
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
@@ -34,15 +38,18 @@ Body = dict[str, Any]
 def crowd(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server without anything else, one with drafts from memory, and one with LoRA adapters."""
+    """A server that goes by priorities, one with drafts from memory and two API processes, one with LoRA adapters."""
     folder = tmp_path_factory.mktemp("crowd")
     flags = {
-        "plain": [],
-        "drafts": ["--rollout-drafts", "on"],
+        "plain": ["--scheduling-policy", "priority"],
+        "drafts": ["--rollout-drafts", "on", "--api-server-count", "2"],
         "lora": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
     }[request.param]
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if request.param == "lora":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with Server(serve_command(tiny_model, *FLAGS, *flags), folder / "log", **environment) as server:
+        server.goes_by_priority = request.param == "plain"
         if request.param == "lora":
             server.adapters = [str(mild_adapter(tiny_model, folder / name, seed)) for seed, name in enumerate("abc")]
         yield server
@@ -138,11 +145,20 @@ def unload(server: Server, name: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: Server, seed: int) -> None:
     chance = random.Random(seed)
+    others: list[Future[tuple[str, Body, int]]] = []
+
+    def urgency(body: Body) -> Body:
+        return {**body, "priority": chance.randrange(-2, 3)} if crowd.goes_by_priority else body
+
     with ThreadPoolExecutor(24) as pool:
-        groups = [pool.submit(crowd.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(6)]
-        others = [pool.submit(send, crowd, *foreign(chance), chance.random() < 0.15) for _ in range(NUM_REQUESTS)]
+        groups = [pool.submit(crowd.http.post, "/v1/rollouts", json=urgency(ours(chance))) for _ in range(6)]
+        for path, body in [foreign(chance) for _ in range(NUM_REQUESTS)]:
+            others.append(pool.submit(send, crowd, path, urgency(body), chance.random() < 0.15))
         others += [future for number in range(3) for future in beside_adapters(crowd, pool, chance, number)]
         groups += [pool.submit(crowd.http.post, "/v1/rollouts", json=ours(chance)) for _ in range(4)]
+        for _ in range(3):  # as a trainer does between two updates
+            crowd.http.post("/pause", params={"mode": "keep"}).raise_for_status()
+            crowd.http.post("/resume").raise_for_status()
         assert [said for future in others if (said := future.result())[2] >= 500] == []
         answers = [future.result() for future in groups]
     if crowd.adapters:
@@ -239,4 +255,49 @@ def test_an_adapter_is_loaded_again_under_its_name_while_the_old_one_runs(crowd:
         assert old.result()[:200] == alone[0]
     unload(crowd, "x")
     unload(crowd, "y")
+    assert crowd.http.get("/health").status_code == 200
+
+
+def test_a_policy_whose_logits_are_not_finite_is_told_in_candidates_warnings_and_log(
+    crowd: Server, tiny_model: str, tmp_path: Path
+) -> None:
+    if crowd.adapters:
+        pytest.skip("whole weights")
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    (file,) = broken.glob("*.safetensors")
+    save_file(
+        {name: torch.full_like(each, torch.nan) for name, each in load_file(file).items()}, file, {"format": "pt"}
+    )
+
+    def give(folder: Path | str) -> None:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        crowd.http.post("/collective_rpc", json=call).raise_for_status()
+
+    body = {
+        "prompts": [{"prompt_token_ids": [5, 6, 7]}],
+        "group_size": 2,
+        "redundancy": 1,
+        "sampling": {"max_tokens": 30},
+    }
+    give(broken)
+    try:
+        answer = crowd.http.post("/v1/rollouts", json=body).json()
+        crowd.http.post("/v1/completions", json={"prompt": [5], "max_tokens": 3}).raise_for_status()
+    finally:
+        give(tiny_model)
+    (group,) = answer["groups"]
+    assert group["status"] == "incomplete"
+    assert [(each["state"], "NaN" in each["error"]) for each in group["candidates"]] == [("failed", True)] * 3
+    assert "NaN" in answer["warnings"][0]
+    assert crowd.log.read_text().count("logits were NaN") == 1, "once for these weights"
+    assert crowd.http.post("/v1/rollouts", json=body).json()["groups"][0]["status"] == "complete"
+
+
+def test_a_grammar_that_cannot_be_compiled_is_named_as_the_cause(crowd: Server) -> None:
+    sampling = {"max_tokens": 30, "structured_outputs": {"grammar": "root ::= missing"}}
+    body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 2, "sampling": sampling}
+    answer = crowd.http.post("/v1/rollouts", json=body)
+    if answer.status_code == 200:  # else it was looked at before anything was launched
+        assert all("grammar" in each["error"] for each in answer.json()["groups"][0]["candidates"])
+    assert answer.status_code < 500
     assert crowd.http.get("/health").status_code == 200
