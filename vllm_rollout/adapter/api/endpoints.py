@@ -19,7 +19,7 @@ class RolloutEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         from vllm_rollout.adapter.api.client.open_paths import OpenPaths
-        from vllm_rollout.adapter.api.client.refusals import refuse_our_fields_in_beam_search
+        from vllm_rollout.adapter.api.client.refusals import refuse_full_turns, refuse_our_fields_in_beam_search
         from vllm_rollout.adapter.api.trainers.trainers import attach_compat
         from vllm_rollout.server.clients import ClientNamespaces
         from vllm_rollout.server.gauges import FreshGauges
@@ -28,6 +28,7 @@ class RolloutEndpoints:
         from vllm_rollout.server.routes import router
 
         refuse_our_fields_in_beam_search()
+        refuse_full_turns()
         app.include_router(router)
         app.add_middleware(MisplacedFields)
         app.add_middleware(OpenPaths)

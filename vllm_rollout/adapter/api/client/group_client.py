@@ -181,7 +181,8 @@ class GroupClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """On the rank where its group is."""
         assert self.sessions is not None
-        prompt = await session_turns.compared(self.sessions, turn, prompt)
+        max_model_len = self.vllm_config.model_config.max_model_len
+        prompt = await session_turns.compared(self.sessions, turn, prompt, max_model_len)
         if not session_turns.begin(self.sessions, turn):
             async for output in session_turns.ended_at_once(request_id, prompt, params):
                 yield output

@@ -14,6 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.adapter.api.client.outputs import let_stream
+from vllm_rollout.adapter.api.client.refusals import FULL_TURN
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.judging.ledger import Scoring
@@ -44,15 +45,17 @@ def turn_of(
         _raise(error)
 
 
-async def compared(service: SessionService, turn: OpenTurn, prompt: Any) -> Any:
+async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_model_len: int) -> Any:
     """The prompt, in the tokens that the turns before had. Raises: as vLLM answers with its status."""
     try:
         continuation = await service.compare(turn)
     except RequestError as error:
         _raise(error)
-    if continuation.history != "mended":
-        return prompt
-    return {**prompt, "prompt_token_ids": list(continuation.token_ids)}
+    if continuation.history == "mended":
+        prompt = {**prompt, "prompt_token_ids": list(continuation.token_ids)}
+    if len(_tokens_of(prompt) or ()) >= max_model_len:
+        raise VLLMValidationError(FULL_TURN.format(f"{max_model_len} tokens"), parameter="messages")
+    return prompt
 
 
 def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
