@@ -1,9 +1,14 @@
 """Programs that attack what runs them. None reaches anything of ours, and none is left."""
 
 import asyncio
+import errno
 import os
 import re
+import shutil
+import signal
 import socket
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -11,8 +16,10 @@ import pytest
 
 from tests.support.waiting import wait_until
 from vllm_rollout.group.rewards.time_limits import LimitTerms
-from vllm_rollout.rewards import Grader, Trajectory
+from vllm_rollout.rewards import Grader, Trajectory, pool, seccomp
 from vllm_rollout.rewards import sandbox as sandboxes
+from vllm_rollout.rewards.code import program_of
+from vllm_rollout.rewards.program_tests import same_value
 from vllm_rollout.rewards.sandbox import SandboxBounds, SandboxError, choose_sandbox
 from vllm_rollout.rewards.seccomp import ALLOW, INSTRUCTION, RETURN, filter_program
 
@@ -178,13 +185,35 @@ REACHES = {
     "a mount": "zero(libc.mount(b'x', b'/tmp', b'tmpfs', 0, None))",
     "memory nobody counts": "os.memfd_create('x')",
     "shared memory nobody counts": "libc.shmget(0, 1 << 20, 0o1600) == -1 and 1 / 0",
+    "shared memory that stays": "mmap.mmap(-1, 4096)",
+    "shared memory by a device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)",
+    "huge pages": "mmap.mmap(-1, 1 << 21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)",
+    "pages in pipes": "os.splice(os.open('/dev/full', os.O_RDONLY), os.pipe()[1], 1)",
+    "a table of futexes": "zero(libc.prctl(78, 1, 16, 0, 0))",
+    "semaphores": "libc.semget(0, 100, 0o1600) == -1 and 1 / 0",
+    "message queues": "libc.msgget(0, 0o1600) == -1 and 1 / 0",
+    "named message queues": "libc.mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None) == -1 and 1 / 0",
+    "watches of descriptors": "select.epoll()",
+    "watches of files": "libc.inotify_init1(0) == -1 and 1 / 0",
+    "rings of requests": "libc.syscall(425, 1, bytes(120)) == -1 and 1 / 0",
+    "policies of memory": "zero(libc.syscall(nr(238, 237), 0, None, 0))",
+    "rules for itself": "libc.syscall(444, bytes([1] + 15 * [0]), 16, 0) == -1 and 1 / 0",
+    "attributes of files": "os.setxattr('/tmp', 'user.x', b'1')",
+    "many timers": "[zero(libc.timer_create(0, None, bytes(8))) for _ in range(1000)]",
+    "many files": "[os.symlink('x', f'/tmp/{{each}}') for each in range(20_000)]",
+    "many folders": "[os.mkdir(f'/dev/shm/{{each}}') for each in range(20_000)]",
+    "terminals": "os.openpty()",
+    "calls that nobody has looked at": "libc.syscall(470) == -1 and ctypes.get_errno() == 38 and 1 / 0",
+    "the hypervisor": "socket.socket(40)",
+    "the kernel's sockets": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "memory of all connections": "socket.socket()",
     "much of /dev/shm": "open('/dev/shm/x', 'wb').write(bytes(65 << 20))",
     "many open files": "[open('/dev/null') for _ in range(128)]",
     "another user": "os.setuid(0) or os.getuid() == 0 or 1 / 0",
 }
 """Each raises, unless it reaches what it names."""
 REACH = """
-import ctypes, os, socket, sys
+import ctypes, mmap, os, select, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
 udp = socket.socket(type=socket.SOCK_DGRAM)
 udp.settimeout(1)
@@ -231,6 +260,33 @@ def test_a_program_reaches_nothing_of_ours(tmp_path, monkeypatch):
     assert (run.code, run.output) == (0, b"[]\n")
 
 
+TABLES = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+for each in range(60_000): ctypes.c_char.from_address(libc.mmap((1 << 44) + (each << 30), 4096, 3, 0x22, -1, 0)).value
+time.sleep(60)
+"""
+"""Pages of zeros, each with two of tables for itself."""
+PIECES = """
+import ctypes, mmap, os, time
+all_of_it = mmap.mmap(-1, 60_000 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+address = ctypes.addressof(ctypes.c_char.from_buffer(all_of_it))
+for each in range(0, 60_000, 2): ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + 4096 * each), 4096, 1)
+for _ in range(9): os.fork() or time.sleep(60)
+time.sleep(60)
+"""
+"""Many mappings in many processes."""
+UNACCEPTED = """
+import socket, time
+with socket.socket(socket.AF_UNIX) as server:
+    server.bind("/tmp/x")
+    server.listen(4096)
+    for _ in range(1000):
+        with socket.socket(socket.AF_UNIX) as client: client.connect("/tmp/x")
+    time.sleep(60)
+"""
 FAMILY = """
 import os, time
 for _ in range(9):
@@ -246,6 +302,9 @@ time.sleep(60)
     [
         ({"output_bytes": 10_000}, "while True: print('x' * 1000)", "output"),
         ({"memory_bytes": 1 << 28}, FAMILY, "memory"),
+        ({"memory_bytes": 1 << 28}, TABLES, "memory"),
+        ({}, PIECES, "memory"),
+        ({}, UNACCEPTED, "memory"),
         ({}, "import time; time.sleep(60)", "timeout"),
         ({}, "import sys; print('x' * 99, file=sys.stderr); print(input())", "exited"),
     ],
@@ -258,6 +317,108 @@ def test_a_run_says_how_it_ended(bounds, program, end):
     said = asyncio.run(run())
     assert said.end == end
     assert end != "exited" or (said.code, said.output) == (0, b"word\n")
+
+
+def test_what_was_ended_for_a_limit_says_so_however_slowly_it_dies(monkeypatch):
+    monkeypatch.setattr(sandboxes, "KILL_S", 0.0)  # nothing dies as fast
+
+    async def run(program, **bounds):
+        sandbox = sandboxes.Sandbox(sandboxes.Bubblewrap(), SandboxBounds(**bounds))
+        return (await sandbox.run({"main.py": program}, limit_s=5 if bounds else 0.5)).end
+
+    assert asyncio.run(run("import time; time.sleep(60)")) == "timeout"
+    assert asyncio.run(run("while True: print('x' * 1000)", output_bytes=1000)) == "output"
+
+
+WATCHED = "import time\ntime.sleep(3)\n" + RIGHT
+
+
+def watchers(num_done):
+    """The processes that watch a program, but for those that have been ended."""
+    return [
+        each.ppid()
+        for each in psutil.Process().children(recursive=True)
+        if each.name() == "bwrap" and each.ppid() not in num_done and "rewards.process" in str(each.parent().cmdline())
+    ]
+
+
+async def ended(number, kill):
+    """Ends that many watchers, one after the other."""
+    done = []
+    while len(done) < number:
+        with suppress(psutil.Error):
+            for pid in watchers(done)[:1]:
+                os.kill(pid, kill)
+                done.append(pid)
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "kill", "status", "reward", "reason"),
+    [
+        (1, signal.SIGKILL, "ok", 1, None),
+        (2, signal.SIGKILL, "ok", 0, "a test failed: the process that watched it ended, twice"),
+        (1, signal.SIGSTOP, "timeout", 0, "a test took more than 5 s"),
+    ],
+)
+def test_a_program_has_a_reward_whatever_becomes_of_what_watches_it(deaths, kill, status, reward, reason, monkeypatch):
+    for name, value in (("MAX_STRETCH", 1.0), ("LOAD_S", 0.0), ("KILL_S", 0.0)):
+        if kill == signal.SIGSTOP:
+            monkeypatch.setattr(pool, name, value)
+
+    async def grade():
+        async with Grader({"code": "code"}, num_processes=1, limits=LimitTerms(shortest_s=5, longest_s=5)) as grader:
+            killing = asyncio.create_task(asyncio.wait_for(ended(deaths, kill), 60))
+            data = {"tests": ["assert f(3) == 6"]}
+            grade = await grader.grade("code", Trajectory("", fenced(WATCHED), data))
+            await killing
+            return grade
+
+    grade = asyncio.run(grade())
+    assert (grade.status, grade.reward, grade.reason) == (status, reward, reason)
+
+
+def test_a_program_that_cannot_be_started_has_no_reward_and_its_process_goes_on():
+    async def both():
+        async with Grader({"code": "code"}, num_processes=1, limits=LIMITS) as grader:
+            first = await grader.grade("code", Trajectory("", fenced(RIGHT), TESTS))
+            (home,) = Path(grader._processes._home.name).iterdir()
+            shutil.rmtree(home)
+            home.touch()
+            second = await grader.grade("code", Trajectory("", fenced(RIGHT), TESTS))
+            home.unlink()
+            return first, second, await grader.grade("code", Trajectory("", fenced(RIGHT), TESTS))
+
+    first, second, third = asyncio.run(both())
+    assert (said(first), said(third)) == (("ok", 1), ("ok", 1))
+    assert said(second) == ("error", None)
+    assert "the program could not be run: [Errno 17]" in second.reason
+
+
+UNREADABLE = [
+    "9" * 400 + "+1j",
+    "-" * 3000 + "1",
+    "(" * 3000,
+    "\0",
+    "1e999-1e999j",
+    "{[]: 1}",
+    "b'x' + b'y'",
+    "'\\ud800'",
+]
+"""What a program may print instead of a value: each is read by Python's parser, and some raise."""
+
+
+def test_what_cannot_be_read_is_not_equal():
+    assert [same_value(f"[{text}]", [6]) for text in UNREADABLE] == [False] * len(UNREADABLE)
+    lies = [f"import os\nos.write(1, {text!r}.encode()); os._exit(0)" for text in (f"[{UNREADABLE[0]}]",)]
+    grades = graded(*map(fenced, [*lies, "def f(x): return '\ud800'"]), data={"tests": ["assert f(3) == 6"]})
+    assert [said(grade) for grade in grades] == [("ok", 0)] * 2
+
+
+def test_a_long_line_behind_backticks_is_no_block_and_takes_no_time():
+    """A search whose steps are the square of its 200,000 characters would not come back before the test's end."""
+    text = "```" + "a" * 200_000
+    assert program_of(text) == text
 
 
 def test_nothing_is_left_of_programs_that_have_ended():
@@ -298,8 +459,9 @@ def test_code_is_refused_where_no_sandbox_works(monkeypatch):
     [
         ("--unshare-(all|net)", "the network"),
         ("--unshare-(all|pid)", "other processes"),
-        ("--as=.*", "all memory"),
-        ("--nproc=.*", "all processes"),
+        ("--as=.*", "more than RLIMIT_AS"),
+        ("--nproc=.*", "more than RLIMIT_NPROC"),
+        ("--sigpending=.*", "more than RLIMIT_SIGPENDING"),
     ],
 )
 def test_a_sandbox_that_lacks_a_part_is_refused(part, reached, monkeypatch):
@@ -309,13 +471,79 @@ def test_a_sandbox_that_lacks_a_part_is_refused(part, reached, monkeypatch):
         return [each for each in whole(self, *given) if not re.fullmatch(part, each)]
 
     monkeypatch.setattr(sandboxes.Bubblewrap, "command", lacking)
+    bounds = SandboxBounds(max_sockets=1 << 20)  # where the network is the machine's
     with pytest.raises(SandboxError, match=f"reaches .*{reached}"):
+        asyncio.run(choose_sandbox(bounds))
+
+
+def test_a_sandbox_whose_folders_take_any_number_of_files_is_refused(monkeypatch):
+    mounter = sandboxes.mounter
+    monkeypatch.setattr(sandboxes, "mounter", lambda folders, size, inodes: mounter(folders, size, 10 * inodes))
+    with pytest.raises(SandboxError, match="reaches all inodes of /tmp, all inodes of /dev/shm"):
         asyncio.run(choose_sandbox())
 
 
 def test_a_sandbox_without_its_filter_or_on_an_unknown_machine_is_refused(monkeypatch):
     monkeypatch.setattr(sandboxes, "filter_program", lambda: INSTRUCTION.pack(RETURN, 0, 0, ALLOW))
-    with pytest.raises(SandboxError, match="reaches memory that nobody counts"):
+    with pytest.raises(SandboxError, match=r"reaches the hypervisor, memory that nobody counts, .*semget"):
         asyncio.run(choose_sandbox())
     with pytest.raises(ValueError, match="a sandbox needs a machine of x86_64 or aarch64, got riscv64"):
         filter_program("riscv64")
+
+
+def verdict(machine, number, arguments=(), architecture=None):
+    """What the filter says of a call: the kernel's part of the interpreter, with its three instructions."""
+    code = list(INSTRUCTION.iter_unpack(filter_program(machine)))
+    words = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: architecture or seccomp.MACHINES[machine]}
+    words |= {seccomp.FIRST_ARGUMENT + 8 * position: each for position, each in enumerate([*arguments, *[0] * 6][:6])}
+    tests = {seccomp.EQUAL: int.__eq__, seccomp.AT_LEAST: int.__ge__, seccomp.HAS_BITS: int.__and__}
+    at = 0
+    while True:
+        kind, if_true, if_false, value = code[at]
+        if kind == RETURN:
+            return value
+        at += 1
+        if kind == seccomp.LOAD:
+            held = words[value]
+        else:
+            at += if_true if tests[kind](held, value) else if_false
+
+
+@pytest.mark.parametrize("machine", seccomp.MACHINES)
+def test_the_filter_says_what_its_tables_say_on_each_machine(machine):
+    which = list(seccomp.MACHINES).index(machine)
+    number = {name: each[which] for name, each in (seccomp.CALLS | seccomp.BY_ARGUMENT).items()}
+    for name, (*_, error) in seccomp.CALLS.items():
+        assert number[name] is None or verdict(machine, number[name]) == seccomp.ERROR | error, name
+    assert verdict(machine, 63 if which else 0) == ALLOW  # read
+    assert verdict(machine, 470) == verdict(machine, 0x40000000) == seccomp.ERROR | errno.ENOSYS
+    assert verdict(machine, 0, architecture=0x40000003) == seccomp.KILL  # the calls of 32 bits
+    for name, arguments, error in (
+        ("clone", [0x10000011], errno.EPERM),
+        ("clone", [0x3D0F00], None),  # a thread
+        ("unshare", [0x20000], errno.EPERM),
+        ("unshare", [0x400], None),
+        ("mmap", [0, 1, 3, 0x21], errno.EPERM),
+        ("mmap", [0, 1, 3, 0x22], None),
+        ("mmap", [0, 1, 3, 0x01], None),
+        ("mmap", [0, 1, 3, 0x40022], errno.EPERM),
+        *(("fcntl", [3, command], 0) for command in (6, 7, 37, 38)),
+        *(("fcntl", [3, command], None) for command in (1, 3, 5, 1030)),
+        ("prctl", [22], errno.EINVAL),
+        ("prctl", [78], errno.EINVAL),
+        ("prctl", [15], None),
+        ("socket", [1, 1], None),
+        ("socket", [2, 1], errno.EPERM),
+        ("socket", [10, 0x80802], None),
+        ("socket", [10, 0x80001], errno.EPERM),
+        ("socket", [16, 3], errno.EAFNOSUPPORT),
+        ("socketpair", [40, 1], errno.EAFNOSUPPORT),
+        ("setsockopt", [3, 1, 7], 0),
+        ("setsockopt", [3, 1, 8], 0),
+        ("setsockopt", [3, 1, 2], None),
+        ("setsockopt", [3, 6, 7], None),
+    ):
+        wanted = ALLOW if error is None else seccomp.ERROR | error
+        assert verdict(machine, number[name], arguments) == wanted, (name, arguments)
+    numbers = sorted(each for each in number.values() if each is not None)
+    assert all(one < other < seccomp.FIRST_UNKNOWN for one, other in pairwise(numbers))

@@ -18,7 +18,7 @@ from vllm_rollout.rewards.program_tests import InputOutput, TestJob, TestRun
 from vllm_rollout.rewards.sandbox import RunEnd, SandboxBounds
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
 
-FENCED = re.compile(r"^[^\n`]*```[ \t]*([\w+.-]*)[^\n`]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^[^\n`]*```[ \t]*([\w+.-]*+)[^\n`]*+\n(.*?)```", re.DOTALL | re.MULTILINE)
 """A block with its language. Every one is found, so that the end of another language's is not taken for a beginning."""
 PYTHON = re.compile(r"(?:py|python)?[\d.]*", re.IGNORECASE)
 MAX_TESTS = 1000
@@ -28,6 +28,7 @@ HOW_IT_ENDED: dict[RunEnd, str] = {
     "timeout": "it took too long",
     "memory": "it used too much memory",
     "output": "it printed too much",
+    "lost": "the process that watched it ended, twice",
 }
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
+HELD = (b"VmRSS:", b"VmSwap:", b"VmPTE:")
 MAX_ROUNDS = 100
 """How often what was started meanwhile is killed. What starts more for ever ends with the process above it."""
 
@@ -34,12 +35,29 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def resident_bytes(pids: Iterable[int]) -> int:
-    """Memory of these processes together, as far as they live."""
+def held_bytes(pids: Iterable[int]) -> int:
+    """Memory of these processes together, as far as they live: resident, swapped out, and the tables of their pages.
+
+    Tables count because a page of zeros is resident memory of nobody, and takes two of its size in tables.
+    """
     total = 0
     for pid in pids:
-        with suppress(psutil.Error):
-            total += psutil.Process(pid).memory_info().rss
+        if not KNOWS_CHILDREN:
+            with suppress(psutil.Error):
+                total += psutil.Process(pid).memory_info().rss
+            continue
+        with suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as status:
+            total += sum(int(line.split()[1]) << 10 for line in status if line.startswith(HELD))
+    return total
+
+
+def num_mappings(pids: Iterable[int], most: int) -> int:
+    """Mappings of these processes together; what is beyond `most` is not counted."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            while total <= most and (part := maps.read(1 << 16)):
+                total += part.count(b"\n")
     return total
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import cloudpickle
+import msgspec
 
 from vllm_rollout.group.checks import shown
 from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
@@ -22,7 +23,7 @@ from vllm_rollout.rewards.frames import Load
 from vllm_rollout.rewards.functions import RewardFunction, caller
 from vllm_rollout.rewards.http import RewardServer
 from vllm_rollout.rewards.judge import Judge
-from vllm_rollout.rewards.pool import GradingProcesses, ProcessBounds
+from vllm_rollout.rewards.pool import GradingProcesses, ProcessBounds, WatcherEnded
 from vllm_rollout.rewards.program_tests import TestJob, TestRun
 from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
 from vllm_rollout.rewards.slots import Slots, Urgency
@@ -140,6 +141,8 @@ class Grader:
         if name not in self._rewards:
             raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
         slots, grade = self._rewards[name]
+        # Nothing that an answer says may keep it from being graded: a lone half of a surrogate pair cannot be sent.
+        trajectory = msgspec.structs.replace(trajectory, text=trajectory.text.encode(errors="replace").decode())
         async with slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
             try:
                 return await grade(trajectory, timeout_s or self.limits.terms.longest_s)
@@ -149,8 +152,12 @@ class Grader:
                 return failed(f"the program could not be run: {error}")
 
     async def _run_test(self, job: TestJob) -> TestRun:
-        async with self._processes.one() as process:
-            return await process.run_test(job)
+        """Once more where the process that watches the program has ended: after a second end that is the program's."""
+        for _ in range(2):
+            async with self._processes.one() as process:
+                with suppress(WatcherEnded):
+                    return await process.run_test(job)
+        return TestRun("lost", False, 0.0)
 
     async def _by_function(self, function: Load, trajectory: Trajectory, longest_s: float) -> Grade:
         case = case_of(trajectory, function.name.encode())

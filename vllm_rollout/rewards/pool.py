@@ -23,7 +23,7 @@ import msgspec
 
 from vllm_rollout.background import spawn
 from vllm_rollout.rewards.clock import MAX_STRETCH, WorkClock
-from vllm_rollout.rewards.family import descendants, end_descendants, resident_bytes
+from vllm_rollout.rewards.family import descendants, end_descendants, held_bytes
 from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, read
 from vllm_rollout.rewards.program_tests import TestJob, TestRun
 from vllm_rollout.rewards.sandbox import KILL_S, SandboxError
@@ -31,6 +31,10 @@ from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 LOAD_S = 60.0
 """For loading a function: its module may import much."""
+
+
+class WatcherEnded(SandboxError):
+    """The process that watched a program ended, by whatever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,8 @@ class GradingProcess:
     async def run_test(self, job: TestJob) -> TestRun:
         """The process itself watches the program, so that whoever asks has nothing to look at.
 
-        Raises: SandboxError when it ends or does not answer; TypeError or ValueError for what cannot be sent.
+        When it does not answer in time, the program took too long. Raises: WatcherEnded when it ends, SandboxError when
+        no program was started, TypeError or ValueError for what cannot be sent.
         """
         frame = encode(job)
         self._num_jobs += 1
@@ -174,12 +179,16 @@ class GradingProcess:
             async with asyncio.timeout(MAX_STRETCH * job.limit_s + LOAD_S + KILL_S):
                 run = await read(self._reader, TestRun)
             is_done = True
-            return run
-        except (BrokenFrame, TimeoutError) as error:
-            raise SandboxError("the process that watches the program ended") from error
+        except TimeoutError:
+            return TestRun("timeout", False, MAX_STRETCH * job.limit_s)
+        except BrokenFrame as error:
+            raise WatcherEnded("the process that watches the program ended") from error
         finally:
             if not is_done:
                 self.kill()
+        if run.failure is not None:
+            raise SandboxError(run.failure)
+        return run
 
     async def _asked(self, frame: bytes, limit_s: float) -> Grade:
         clock = WorkClock(self._process.pid)
@@ -221,4 +230,4 @@ class GradingProcess:
         return await self._process.wait()
 
     def _bytes(self) -> int:
-        return resident_bytes(descendants(self._process.pid))
+        return held_bytes(descendants(self._process.pid))

@@ -41,7 +41,7 @@ def main(tries: Tries) -> None:
         "huge pages": lambda: mmap.mmap(-1, 1 << 21, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | HUGE_PAGES),
         "a table of futexes": lambda: _done(ctypes.CDLL(None, use_errno=True).prctl(PR_FUTEX_HASH, 1, 16, 0, 0)),
         "terminals": os.openpty,
-        "the folder of its program": lambda: os.open("/program/probe", os.O_CREAT),
+        "the folder of its program": lambda: os.symlink("probe", "/program/probe"),
     }
     seen = [name for name in tries["files"] if os.path.exists(name)]
     if os.getppid() != 1:

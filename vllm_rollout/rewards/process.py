@@ -29,8 +29,9 @@ import psutil
 from vllm_rollout.rewards.family import descendants, end_descendants
 from vllm_rollout.rewards.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, receive
 from vllm_rollout.rewards.functions import caller, described, grade, load
-from vllm_rollout.rewards.program_tests import TestJob, run_test
-from vllm_rollout.rewards.values import Grade, Trajectory, failed
+from vllm_rollout.rewards.program_tests import TestJob, TestRun, run_test
+from vllm_rollout.rewards.sandbox import SandboxError
+from vllm_rollout.rewards.values import Grade, Trajectory, failed, written
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -86,7 +87,11 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
                 _limit_memory(memory_bytes)
                 connection.sendall(encode(GradedJob(failed(call) if isinstance(call, str) else Grade("ok"))))
             elif isinstance(message, TestJob):
-                run = asyncio.run(run_test(message))
+                try:
+                    os.makedirs(home, exist_ok=True)
+                    run = asyncio.run(run_test(message))
+                except (SandboxError, OSError) as error:
+                    run = TestRun("exited", False, 0.0, failure=written(str(error)))
                 _end_children()  # bubblewrap ends before the one that it has in its namespace
                 connection.sendall(encode(run))
             else:

@@ -1,15 +1,19 @@
 """Programs of a policy run where they reach nothing: no network, no files of ours, no process but their own.
 
 A backend is chosen once, at start, and proves itself by a program that tries; where none works `code` is refused, never
-run with less. Invariant: when `run` returns or is cancelled, nothing of the program runs any more.
+run with less. Invariants: when `run` returns or is cancelled, nothing of the program runs any more; what was ended for
+a limit says which, however slowly the kernel takes it down.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -21,16 +25,24 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from vllm_rollout.rewards.clock import WorkClock
-from vllm_rollout.rewards.family import resident_bytes
-from vllm_rollout.rewards.seccomp import filter_program
+from vllm_rollout.rewards.family import held_bytes, num_mappings
+from vllm_rollout.rewards.memory_folders import mounter
+from vllm_rollout.rewards.probe import Tries
+from vllm_rollout.rewards.seccomp import filter_program, refused
 
 POLL_S = 0.05
 PROGRAMS_AT_ONCE = 64
 """That one process of ours may run."""
 MAX_FILES = 128
-"""That a process may have open: what the kernel keeps of pipes and sockets counts as nobody's memory."""
+"""That a process may have open: what the kernel keeps of pipes counts as nobody's memory."""
+MAX_SIGNALS = 128
+"""That may be queued, timers among them, and as much for bytes of message queues."""
+MAX_MAPPINGS = 65_536
+"""Of all processes of a program: each costs the kernel 200 bytes and more, with every fork again."""
+BYTES_PER_INODE = 4096
+"""Of a folder in memory: an empty file costs the kernel 1 KiB that its size does not count."""
 KILL_S = 10.0
-"""A killed process that is not gone by then sits in an uninterruptible call: its sandbox is given up, with an error."""
+"""A killed process that is not gone by then sits in an uninterruptible call. It runs nothing more, and is left."""
 UNPRIVILEGED_UID = 720_000
 """A server that is root runs each program as a user of its own, from here on: Linux counts no processes of root's."""
 _programs = count()
@@ -41,13 +53,20 @@ class SandboxBounds:
     memory_bytes: int = 1 << 30
     """All processes of one program have it together."""
     disk_bytes: int = 64 << 20
-    """/tmp has so much, and /dev/shm once more."""
+    """/tmp has so much, and /dev/shm once more; a file or folder, a link too, for each 4 KiB of it."""
     output_bytes: int = 1 << 20
     """So much of what it prints is read, errors among it; beyond it the program ends."""
     max_processes: int = 32
+    max_sockets: int = 256
+    """Also those that wait to be accepted, which no process has open: Linux keeps up to 400 KiB for each."""
+
+    @property
+    def max_inodes(self) -> int:
+        return self.disk_bytes // BYTES_PER_INODE
 
 
-RunEnd = Literal["exited", "timeout", "memory", "output"]
+RunEnd = Literal["exited", "timeout", "memory", "output", "lost"]
+"""`lost`: what watched it ended, twice."""
 
 
 class ProgramRun(NamedTuple):
@@ -65,7 +84,7 @@ class ProgramRun(NamedTuple):
 
 
 class SandboxError(RuntimeError):
-    """No backend works here."""
+    """No backend works here, or the program was not started."""
 
 
 class Bubblewrap:
@@ -87,8 +106,9 @@ class Bubblewrap:
             raise SandboxError(str(error)) from error
 
     def command(self, folder: Path, bounds: SandboxBounds, filter_file: int) -> list[str]:
-        """What stands before the arguments of a Python program. It may read `folder` as /program; /tmp is its own.
+        """What stands before the arguments of a Python program.
 
+        It may read `folder`/program as /program, and write to `folder`/tmp and `folder`/shm as /tmp and /dev/shm.
         `filter_file`: from which bubblewrap reads `filter`.
         """
         python = os.path.realpath(sys.base_prefix)
@@ -96,7 +116,6 @@ class Bubblewrap:
         links = [name for name in ("bin", "lib", "lib64") if Path("/", name).is_symlink()]
         folders = [name for name in ("bin", "lib", "lib64") if Path("/", name).is_dir() and name not in links]
         user = str(UNPRIVILEGED_UID + os.getpid() * PROGRAMS_AT_ONCE + next(_programs) % PROGRAMS_AT_ONCE)
-        size = ("--perms", "1777", "--size", str(bounds.disk_bytes), "--tmpfs")
         return [
             *(self._program, "--die-with-parent", "--new-session", "--clearenv"),
             *(AS_ROOT if os.getuid() == 0 else ("--unshare-all", "--unshare-user", "--disable-userns")),
@@ -104,13 +123,13 @@ class Bubblewrap:
             *(part for name in links for part in ("--symlink", f"usr/{name}", f"/{name}")),
             *(part for name in folders for part in ("--ro-bind", f"/{name}", f"/{name}")),
             *(() if is_usr else ("--ro-bind", python, "/python")),
-            *("--proc", "/proc", "--dev", "/dev"),
-            *(*size, "/tmp", *size, "/dev/shm", "--remount-ro", "/dev"),
-            *("--ro-bind", str(folder), "/program", "--remount-ro", "/", "--chdir", "/tmp"),
+            *("--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "shm"), "/dev/shm", *LESS_DEVICES),
+            *("--bind", str(folder / "tmp"), "/tmp", "--ro-bind", str(folder / "program"), "/program"),
+            *("--remount-ro", "/", "--chdir", "/tmp"),
             *("--seccomp", str(filter_file)),
             *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
             *("/usr/bin/prlimit", f"--nproc={bounds.max_processes}", f"--as={bounds.memory_bytes}"),
-            *(f"--nofile={MAX_FILES}", "--core=0"),
+            *(f"--nofile={MAX_FILES}", f"--sigpending={MAX_SIGNALS}", f"--msgqueue={MAX_SIGNALS}", "--core=0"),
             *(("/usr/bin/setpriv", "--reuid", user, "--regid", user, *NO_PRIVILEGES) if os.getuid() == 0 else ()),
             *("/usr/bin/python3" if is_usr else "/python/bin/python3", "-I"),
         ]
@@ -121,23 +140,18 @@ AS_ROOT = (
     *("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"),
 )
 NO_PRIVILEGES = ("--clear-groups", "--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs")
-PROBE = """
-import os, resource, socket, sys
-limits, ours = [int(each) for each in sys.argv[1:3]], sys.argv[3:]
-seen = [name for name in ours if os.path.exists(name)]
-if os.getppid() != 1: seen.append("other processes")
-for name, limit, kind in zip(("all memory", "all processes"), limits, (resource.RLIMIT_AS, resource.RLIMIT_NPROC)):
-    if not 0 <= resource.getrlimit(kind)[1] <= limit: seen.append(name)
-for name, attempt in {
-    "the network": lambda: socket.create_connection(("127.0.0.1", int(ours[0].rsplit("/", 1)[1])), 1),
-    "memory that nobody counts": lambda: os.memfd_create("probe"),
-    "the folder of its program": lambda: open("/program/probe", "w"),
-}.items():
-    try: attempt()
-    except OSError: continue
-    seen.append(name)
-print("reaches " + ", ".join(seen) if seen else "closed")
-"""
+# Terminals count for the whole machine. A mapping of /dev/zero is memory that no process has; /dev/full reads the same.
+LESS_DEVICES = (
+    *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"),
+    *("--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"),
+)
+PROBE = Path(__file__).with_name("probe.py")
+
+
+ALLOW = (
+    "Allow user namespaces (kernel.unprivileged_userns_clone=1, in a container --security-opt seccomp=unconfined, "
+    "where AppArmor restricts them kernel.apparmor_restrict_unprivileged_userns=0)."
+)
 
 
 class Sandbox:
@@ -154,12 +168,18 @@ class Sandbox:
         limit_s: float = 30.0,
         arguments: Sequence[str] = (),
     ) -> ProgramRun:
-        """Run `main.py` of these files; it finds them in /program. Returns when all that it started is gone."""
-        with tempfile.TemporaryDirectory(prefix="vllm-rollout-program-") as name:
+        """Run `main.py` of these files; it finds them in /program. Returns when all that it started is gone.
+
+        Raises: SandboxError or OSError when the program was not started.
+        """
+        with tempfile.TemporaryDirectory(prefix="vllm-rollout-program-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             folder.chmod(0o755)
+            for part in ("program", "tmp", "shm"):
+                (folder / part).mkdir(mode=0o755)
             for file, text in files.items():
-                (folder / file).write_text(text, errors="replace")
+                (folder / "program" / file).write_text(text, errors="replace")
+            own_folders = [folder / "tmp", folder / "shm"]
             filter_file, filled = os.pipe()
             try:
                 with open(filled, "wb") as pipe:
@@ -173,7 +193,10 @@ class Sandbox:
                     pass_fds=[filter_file],
                     start_new_session=True,
                     env={},
+                    preexec_fn=mounter(own_folders, self.bounds.disk_bytes, self.bounds.max_inodes),
                 )
+            except subprocess.SubprocessError as error:
+                raise SandboxError(f"no folder in memory can be mounted for a program. {ALLOW}") from error
             finally:
                 os.close(filter_file)
             return await _Running(process, self.bounds).watch(standard_input, limit_s)
@@ -190,7 +213,8 @@ class _Running:
     async def watch(self, standard_input: bytes, limit_s: float) -> ProgramRun:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        reads = self._read(self._process.stdout, self._output), self._read(self._process.stderr, self._errors)
+        streams = self._process.stdout, self._process.stderr
+        reads = self._read(streams[0], self._output), self._read(streams[1], self._errors)
         talk = [asyncio.create_task(each) for each in (self._feed(standard_input), *reads, self._process.wait())]
         end: RunEnd = "exited"
         try:
@@ -203,20 +227,28 @@ class _Running:
             for each in talk:
                 each.cancel()
             await asyncio.wait(talk)
-            async with asyncio.timeout(KILL_S):
-                await self._process.communicate()
+            last = [asyncio.create_task(each) for each in (*map(_drain, streams), self._process.wait())]
+            await asyncio.wait(last, timeout=KILL_S)
+            for each in last:
+                each.cancel()
         code = self._process.returncode if end == "exited" else None
         return ProgramRun(end, code, bytes(self._output), bytes(self._errors), seconds)
 
     def _excess(self, limit_s: float) -> RunEnd:
         if self._num_printed > self._bounds.output_bytes:
             return "output"
-        if self._process.returncode is not None:
+        left_s = self._clock.left_s(limit_s)
+        if self._process.returncode is not None and left_s > -KILL_S:  # what it left behind has so long to go
             return "exited"
-        if self._clock.left_s(limit_s) <= 0:
+        if left_s <= 0:
             return "timeout"
-        # Of all processes that were there when the clock last looked.
-        return "memory" if resident_bytes(self._clock.started) > self._bounds.memory_bytes else "exited"
+        started = self._clock.started  # all processes that were there when it last looked
+        is_above = (
+            held_bytes(started) > self._bounds.memory_bytes
+            or num_sockets(started) > self._bounds.max_sockets
+            or num_mappings(started, MAX_MAPPINGS) > MAX_MAPPINGS
+        )
+        return "memory" if is_above else "exited"
 
     async def _feed(self, standard_input: bytes) -> None:
         assert self._process.stdin is not None
@@ -242,25 +274,44 @@ class _Running:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(1 << 16):
+        pass
+
+
+def num_sockets(pids: list[int]) -> int:
+    """Of the network namespace of these processes; 0 where there is none."""
+    for pid in pids[:1]:
+        with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/net/sockstat") as said:
+            return int(said.readline().split()[2])
+    return 0
+
+
 async def choose_sandbox(bounds: SandboxBounds | None = None) -> Sandbox:
     """The backend that works here, tried by a program that looks for our files and network.
 
     Raises: SandboxError that says what was tried and what to install.
     """
     sandbox = Sandbox(Bubblewrap(), bounds)
-    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        with tempfile.TemporaryDirectory(prefix="vllm-rollout-probe-") as folder:
-            secret = Path(folder, str(port))
-            secret.write_text("secret")
-            limits = [sandbox.bounds.memory_bytes, sandbox.bounds.max_processes]
-            ours = [secret, Path.home() / ".ssh"]
-            run = await sandbox.run({"main.py": PROBE}, arguments=[*map(str, limits), *map(str, ours)])
+    with tempfile.NamedTemporaryFile(prefix="vllm-rollout-probe-") as secret, socket.socket(socket.AF_UNIX) as ours:
+        ours.bind("\0" + secret.name)
+        ours.listen()
+        tries: Tries = {
+            "files": [secret.name, str(Path.home() / ".ssh")],
+            "abstract_socket": secret.name,
+            "limits": {
+                "RLIMIT_AS": sandbox.bounds.memory_bytes,
+                "RLIMIT_NPROC": sandbox.bounds.max_processes,
+                "RLIMIT_NOFILE": MAX_FILES,
+                "RLIMIT_SIGPENDING": MAX_SIGNALS,
+            },
+            "max_inodes": sandbox.bounds.max_inodes,
+            "calls": refused(),
+        }
+        run = await sandbox.run({"main.py": PROBE.read_text()}, arguments=[json.dumps(tries)])
     if run.end != "exited" or run.code != 0 or run.output.strip() != b"closed":
         said = (run.output + run.errors).decode(errors="replace").strip() or f"{run.end}, status {run.code}"
         raise SandboxError(
-            f"bubblewrap does not hold here: {said:.300}. Programs of a policy are not run without a sandbox; allow "
-            "user namespaces (kernel.unprivileged_userns_clone=1, in a container --security-opt seccomp=unconfined)."
+            f"bubblewrap does not hold here: {said:.1000}. Programs of a policy are not run without a sandbox. {ALLOW}"
         )
     return sandbox
