@@ -43,6 +43,7 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: StrictInt = 0
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None

@@ -74,6 +74,23 @@ async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http)
     assert [tuple(t.token_ids) for t in again.groups[0].trajectories] == said[4:8], "wherever it stands"
 
 
+@pytest.mark.parametrize(
+    ("sampling", "sizes", "warned"),
+    [
+        ({"temperature": 0}, (4, 0), "sampling.temperature: with 0 all 4"),
+        ({"temperature": 0.0}, (1, 2), "sampling.temperature: with 0.0 all 3"),
+        ({"top_k": 1}, (2, 0), "sampling.top_k: with 1 all 2"),
+        ({"temperature": 0}, (1, 0), None),
+        ({"temperature": 0.1}, (4, 4), None),
+        ({}, (4, 4), None),
+    ],
+)
+async def test_candidates_that_cannot_differ_are_warned_of(http, sampling, sizes, warned):
+    group_size, redundancy = sizes
+    answer = await post(http, sampling=sampling, group_size=group_size, redundancy=redundancy)
+    assert [warning[: len(warned or "")] for warning in answer.warnings] == ([warned] if warned else [])
+
+
 async def test_dual_end_returns_the_shortest_and_the_longest(http, engine: FakeEngine):
     engine.lengths = {i: 5 * (i + 1) for i in range(8)}
     answer = await post(http, selection={"dual_end": {"num_longest": 1}})

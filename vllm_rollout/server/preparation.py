@@ -122,7 +122,7 @@ class Preparation:
             on_engine_failure=request.on_engine_failure,
             priority=request.priority,
             budget=shaped.budget,
-            warnings=[*warnings, *shaped.warnings],
+            warnings=[*warnings, *shaped.warnings, *_alike(request, plan)],
         )
         if reward is not None:
             rollout.grading = Grading(
@@ -211,6 +211,19 @@ class Preparation:
             f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."
         )
         return plan, [warning]
+
+
+def _alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
+    """What is to be said of candidates that cannot differ."""
+    said = request.sampling
+    field = "temperature" if said.get("temperature") == 0 else "top_k" if said.get("top_k") == 1 else None
+    if field is None or plan.num_candidates == 1:
+        return []
+    warning = (
+        f"sampling.{field}: with {said[field]} all {plan.num_candidates} candidates of a prompt are the same, so that "
+        "nothing can be learned from their group and spare ones only cost time. Sample with a temperature above 0."
+    )
+    return [warning]
 
 
 def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
