@@ -117,6 +117,12 @@ def test_when_enough_have_finished_the_others_stop_amid_their_turns_and_are_answ
     for late in (amid, between, unbegun):
         choice = late.turn(LONG)
         assert (is_lost(choice), choice["token_ids"]) == (True, [])
+        for fields in ({"logprobs": 2}, {"echo": True, "logprobs": 2}, {"logprobs": 2, "logprob_token_ids": [7]}):
+            num_prompt = len(late.prompt)
+            choice = late.turn(LONG, **fields)
+            assert (is_lost(choice), choice["token_ids"]) == (True, [])
+            told = choice["logprobs"]["token_logprobs"]
+            assert told == ([None] * num_prompt if "echo" in fields else [])
     assert server.counter("vllm:generation_tokens_total") == steps
     found = group(server, id)
     ends = {each["id"]: each["state"] for each in found["sessions"]}
@@ -124,6 +130,19 @@ def test_when_enough_have_finished_the_others_stop_amid_their_turns_and_are_answ
     assert list(ends.values()) == ["surplus"] * 3
     assert (found["status"], found["selected"], found["returned_tokens"]) == ("complete", [winner.session], 15)
     assert found["generated_tokens"] == 15 + 5 + len(stopped["token_ids"])
+
+
+def test_a_turn_whose_prompt_fills_the_context_has_not_happened_and_is_told_why(server):
+    id, (harness,) = declared(server, 1)
+    harness.turn()
+    harness.prompt = [*harness.prompt, *[71] * (2048 - len(harness.prompt))]
+    for fields in ({}, {"max_tokens": None}):
+        response = harness.ask(**fields)
+        assert response.status_code == 400
+        assert "fills the context" in response.json()["error"]["message"]
+    (session,) = group(server, id)["sessions"]
+    assert (session["state"], session["num_turns"]) == ("between_turns", 1)
+    harness.finish(reward=1.0)
 
 
 def recorded(server: Server, id: str) -> SessionGroupRow | None:

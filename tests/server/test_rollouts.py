@@ -190,7 +190,9 @@ def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_c
     wait_until(lambda: engine.learning.judge.memory.lengths.of("id:q") is not None)
     # One of 3 tokens, and three that were longer than the 20 and more that they had become.
     assert engine.learning.judge.memory.lengths.of("id:q").mean > 25
-    assert httpx.get(f"{server_url}/metrics").text.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
+    metrics = httpx.get(f"{server_url}/metrics").text
+    assert metrics.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
+    assert metrics.count('vllm_rollout:clients_left_total{request="rollout"} 1.0') == 1
 
 
 async def test_early_stop_ends_the_group_with_its_last_winner(http, engine: FakeEngine):

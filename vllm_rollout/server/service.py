@@ -157,6 +157,10 @@ class RolloutService:
             await write_receipt(rollout)
             left = False
             yield DoneEvent(**rollout.envelope())
+        except (asyncio.CancelledError, GeneratorExit):
+            if left:
+                self._metrics.client_left("rollout")
+            raise
         finally:
             launching.cancel()
             ending = self._end(rollout, launching, groups, events, left=left)
