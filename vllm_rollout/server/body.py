@@ -70,7 +70,7 @@ class Body(BaseModel):
                     remedy = "Leave it out" if place is None else f"Write {place} instead"
                     raise PydanticCustomError(
                         "unknown_field",
-                        "is not a field of this version; allowed here: {allowed}. {remedy}",
+                        "is not a field of this version. {remedy}; allowed here: {allowed}",
                         {
                             "field": name.encode(errors="backslashreplace").decode(),
                             "allowed": ", ".join(known),
