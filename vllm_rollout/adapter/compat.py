@@ -170,6 +170,8 @@ CONTRACT = (
     Fact("has", SPAN, "start", since="0.32"),
     Fact("has", SPAN, "version", since="0.32"),
     Fact("has", f"{CORE_CLIENT}.DPLBAsyncMPClient", "call_utility_all_async", since="0.32"),
+    Fact("has", "vllm.v1.worker.gpu_worker.Worker", "compute_weight_checksums", since="0.32"),
+    Fact("has", "vllm.v1.worker.gpu_worker.Worker", "reset_weights", since="0.32"),
     Fact("has", "vllm.entrypoints.serve.utils.api_utils", "cli_env_setup", until="0.32"),
     Fact("has", "vllm.v1.outputs.AsyncModelRunnerOutput", "get_kv_connector_output", since="0.33"),
     Fact(
