@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from math import isnan
 from typing import Any, NoReturn
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
@@ -135,7 +136,9 @@ async def heard(
     async with aclosing(outputs):
         async for output, note in outputs:
             said.take(output)
-            if output.finished:
+            if output.finished and any(map(isnan, said.logprobs or ())):
+                service.leave(turn)  # vLLM answers with a 400, because JSON has no NaN: it has not happened
+            elif output.finished:
                 service.end(
                     turn,
                     said.prompt,
