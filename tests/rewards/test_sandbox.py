@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -319,12 +318,21 @@ def test_a_run_says_how_it_ended(bounds, program, end):
     assert end != "exited" or (said.code, said.output) == (0, b"word\n")
 
 
+def sandboxes_of():
+    """The process ids of what has started a sandbox."""
+    found = [each.info for each in psutil.process_iter(["name", "pid", "ppid"]) if each.info["name"] == "bwrap"]
+    return {each["ppid"] for each in found} - {each["pid"] for each in found}
+
+
 def test_what_was_ended_for_a_limit_says_so_however_slowly_it_dies(monkeypatch):
     monkeypatch.setattr(sandboxes, "KILL_S", 0.0)  # nothing dies as fast
 
     async def run(program, **bounds):
         sandbox = sandboxes.Sandbox(sandboxes.Bubblewrap(), SandboxBounds(**bounds))
-        return (await sandbox.run({"main.py": program}, limit_s=5 if bounds else 0.5)).end
+        said = await sandbox.run({"main.py": program}, limit_s=5 if bounds else 0.5)
+        await asyncio.to_thread(wait_until, lambda: os.getpid() not in sandboxes_of())
+        await asyncio.sleep(0.1)  # the loop sees that its pipes have ended
+        return said.end
 
     assert asyncio.run(run("import time; time.sleep(60)")) == "timeout"
     assert asyncio.run(run("while True: print('x' * 1000)", output_bytes=1000)) == "output"
@@ -333,23 +341,19 @@ def test_what_was_ended_for_a_limit_says_so_however_slowly_it_dies(monkeypatch):
 WATCHED = "import time\ntime.sleep(3)\n" + RIGHT
 
 
-def watchers(num_done):
+def watchers(done):
     """The processes that watch a program, but for those that have been ended."""
-    return [
-        each.ppid()
-        for each in psutil.Process().children(recursive=True)
-        if each.name() == "bwrap" and each.ppid() not in num_done and "rewards.process" in str(each.parent().cmdline())
-    ]
+    ours = {each.pid for each in psutil.Process().children(recursive=True)}
+    return sorted(sandboxes_of() & ours - {*done})
 
 
 async def ended(number, kill):
     """Ends that many watchers, one after the other."""
     done = []
     while len(done) < number:
-        with suppress(psutil.Error):
-            for pid in watchers(done)[:1]:
-                os.kill(pid, kill)
-                done.append(pid)
+        for pid in watchers(done)[:1]:
+            os.kill(pid, kill)
+            done.append(pid)
         await asyncio.sleep(0.02)
 
 
@@ -362,7 +366,7 @@ async def ended(number, kill):
     ],
 )
 def test_a_program_has_a_reward_whatever_becomes_of_what_watches_it(deaths, kill, status, reward, reason, monkeypatch):
-    for name, value in (("MAX_STRETCH", 1.0), ("LOAD_S", 0.0), ("KILL_S", 0.0)):
+    for name, value in (("MAX_STRETCH", 1.0), ("LOAD_S", 0.0), ("KILL_S", 1.0)):
         if kill == signal.SIGSTOP:
             monkeypatch.setattr(pool, name, value)
 

@@ -37,7 +37,7 @@ MAX_FILES = 128
 """That a process may have open: what the kernel keeps of pipes counts as nobody's memory."""
 MAX_SIGNALS = 128
 """That may be queued, timers among them, and as much for bytes of message queues."""
-MAX_MAPPINGS = 65_536
+MAX_MAPPINGS = 32_768
 """Of all processes of a program: each costs the kernel 200 bytes and more, with every fork again."""
 BYTES_PER_INODE = 4096
 """Of a folder in memory: an empty file costs the kernel 1 KiB that its size does not count."""
