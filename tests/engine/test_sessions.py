@@ -45,7 +45,8 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("sessions")
     flags = ["--max-model-len", "2048", "--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "64"]
     flags += ["--rollout-record", str(folder / "trace.jsonl")]
-    with Server(serve_command(tiny_model, *emulating(folder, DEVICE), *flags), folder / "server.log") as server:
+    command = serve_command(tiny_model, *emulating(folder, DEVICE), *flags)
+    with Server(command, folder / "server.log", VLLM_SERVER_DEV_MODE="1") as server:
         server.record = folder / "trace.jsonl"
         yield server
 
@@ -130,6 +131,36 @@ def test_when_enough_have_finished_the_others_stop_amid_their_turns_and_are_answ
     assert list(ends.values()) == ["surplus"] * 3
     assert (found["status"], found["selected"], found["returned_tokens"]) == ("complete", [winner.session], 15)
     assert found["generated_tokens"] == 15 + 5 + len(stopped["token_ids"])
+
+
+def aborted(server: Server, path: str, body: dict[str, Any], header: str, id: str) -> tuple[int, dict[str, Any]]:
+    """How many were stopped by a request of its own connection, and what became of the one that was aborted."""
+    server.wait_until_idle()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(server.http.post, path, json=body, headers={"x-request-id": header})
+        wait_until(lambda: server.num_requests >= 4)
+        with httpx.Client(base_url=server.url) as another:
+            response = another.post("/abort_requests", json={"request_ids": [id]})
+        assert response.status_code == 200, response.text
+        answer = running.result()
+    assert answer.status_code == 200, answer.text
+    return response.json()["aborted"], answer.json()
+
+
+@pytest.mark.parametrize("attempt", range(3))  # a connection may come to either process
+def test_the_external_id_of_a_request_stops_its_whole_group_in_whichever_process(server, attempt):
+    xargs = {"rollout_redundancy": 1, "emulate_lengths": LONG}
+    body = {"prompt": [60, 61], "n": 3, "max_tokens": 1800, "vllm_xargs": xargs}
+    num, answer = aborted(server, "/v1/completions", body, f"a{attempt}", f"cmpl-a{attempt}")
+    assert num == 4
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort"] * 3
+    sampling = {"max_tokens": 1800, "extra_args": {"emulate_lengths": LONG}}
+    body = {"prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)], "group_size": 4, "sampling": sampling}
+    num, answer = aborted(server, "/v1/rollouts", body, f"b{attempt}", f"b{attempt}")
+    assert 4 <= num < 320, "others start in place of those that were stopped"
+    assert answer["id"].startswith(f"rollout-b{attempt}-")
+    assert {group["status"] for group in answer["groups"]} == {"incomplete"}
+    assert answer["usage"]["num_failed"] == 320
 
 
 def test_a_turn_whose_prompt_fills_the_context_has_not_happened_and_is_told_why(server):
