@@ -126,51 +126,6 @@ def test_statistics_do_not_bring_held_outputs_out(new_run):
     assert message_sizes(run, id) == [1, 256, 43]
 
 
-def test_a_pause_is_noted_and_what_was_held_comes_with_the_next_token(new_run):
-    run = new_run()
-    ids = add_group(run, "g", [200, 100], group_size=2, interval=256)
-    for _ in range(30):
-        run.step()
-    pause_and_resume(run)
-    num_paused_at = run.requests[ids[0]].num_output_tokens
-    run.step()
-    assert message_sizes(run, ids[0]) == [1, num_paused_at]
-    for _ in range(20):
-        run.step()
-    pause_and_resume(run)
-    assert message_sizes(run, ids[0]) == [1, num_paused_at]
-    num_paused_again_at = run.requests[ids[0]].num_output_tokens
-    run.run()
-    assert 30 <= num_paused_at < num_paused_again_at < 100
-    for id, length in zip(ids, [200, 100], strict=True):
-        assert run.note(id).pauses == [num_paused_at, num_paused_again_at]
-        assert message_sizes(run, id)[:3] == [1, num_paused_at, num_paused_again_at - num_paused_at]
-        assert run.tokens(id) == [*run.own_tokens(id, length - 1), EOS_TOKEN]
-    assert_nothing_left(run)
-
-
-def test_a_stopped_candidate_tells_its_pauses_too(new_run):
-    run = new_run(max_num_seqs=2)
-    ids = add_group(run, "g", [40, 60, 60], group_size=1)
-    for _ in range(10):
-        run.step()
-    pause_and_resume(run)
-    num_paused_at = run.requests[ids[0]].num_output_tokens
-    run.run()
-    assert [run.note(id).pauses for id in ids] == [[num_paused_at], [num_paused_at], [0]]
-
-
-def test_a_candidate_that_comes_after_a_pause_does_not_note_it(new_run):
-    run = new_run()
-    add_group(run, "before", [20], group_size=1)
-    run.step()
-    pause_and_resume(run)
-    add_group(run, "after", [20], group_size=1)
-    run.run()
-    assert len(run.note("before-0").pauses) == 1
-    assert run.note("after-0").pauses == []
-
-
 def test_tokens_stay_in_order_when_a_pause_clears_the_cache(new_run):
     run = new_run()
     ids = add_group(run, "g", [100, 90, 120], group_size=2, interval=64)
@@ -215,14 +170,11 @@ class Step(NamedTuple):
     num_nans: int
     masked: bool
     """It has a sampling mask, which cannot wait for another one."""
-    released: bool
     """What is held was to come with it."""
 
 
 @settings(max_examples=150)
-@given(
-    st.integers(1, 4), st.lists(st.builds(Step, st.booleans(), st.integers(0, 1), *[st.sampled_from([0, 0, 1])] * 2))
-)
+@given(st.integers(1, 4), st.lists(st.builds(Step, st.integers(0, 1), *[st.sampled_from([0, 0, 1])] * 2)))
 def test_outputs_wait_for_each_other_as_long_as_they_may_and_come_whole_in_order_and_once(interval, steps):
     held, waiting = HeldOutputs(interval), {}
 
@@ -233,8 +185,6 @@ def test_outputs_wait_for_each_other_as_long_as_they_may_and_come_whole_in_order
         waiting.clear()
 
     for token, step in enumerate(steps):
-        if step.released:
-            held.release_next()
         waiting[token] = step
         output = output_with(
             token,
@@ -243,7 +193,7 @@ def test_outputs_wait_for_each_other_as_long_as_they_may_and_come_whole_in_order
             new_sampling_mask=MASK if step.masked else None,
         )
         message = held.add(output)
-        is_due = token == 0 or step.released or step.masked or len(waiting) == interval
+        is_due = token == 0 or step.masked or len(waiting) == interval
         assert (message is not None) == is_due
         if message is not None:
             assert message.new_sampling_mask is (MASK if step.masked else None)

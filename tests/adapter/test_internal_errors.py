@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
-from vllm.v1.core.sched.interface import PauseState
 
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.adapter.worker.observing import NOT_FINITE
@@ -94,17 +93,6 @@ def test_a_candidate_whose_outputs_cannot_be_made_fails_alone(run, place):
     assert run.state("g-0") == "failed"
     assert PLANTED in run.note("g-0").error
     assert run.state("g-1") == "finished"
-    assert_others_go_on(run)
-
-
-def test_a_candidate_that_cannot_be_resumed_fails_alone(run):
-    run.step()
-    run.scheduler._by_id[("g", 0)].held = SimpleNamespace(release_next=fail)
-    run.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    run.scheduler.set_pause_state(PauseState.UNPAUSED)
-    run.run()
-    assert run.state("g-0") == "failed"
-    assert run.ends(["g-1", "g-2"]) == [WON, WON]
     assert_others_go_on(run)
 
 

@@ -29,19 +29,22 @@ def test_a_group_goes_on_elsewhere_as_if_nothing_had_happened(new_ranks):
     assert ranks.cores[1].known["g-0"].generator == b"g-0"
 
 
-def test_held_tokens_log_probabilities_and_pauses_travel(new_ranks):
+def test_held_tokens_log_probabilities_and_versions_travel(new_ranks):
     ranks = new_ranks()
     (id,) = add_group(ranks.runs[0], "g", [100], group_size=1, logprobs=0)
     ranks.until(id, 30)
     assert ranks.runs[0].num_tokens(id) == 1  # the others are held
     candidate = ranks.runs[0].scheduler.candidates_of("g")[0]
-    candidate.pauses.append(17)
+    candidate.weights = [(0, "one"), (17, "two")]
     ranks.move("g")
     ranks.run()
     outputs = ranks.runs[0].outputs[id]
     positions = [p for output in outputs for p in output.new_logprobs.sampled_token_ranks.tolist()]
     assert positions == list(range(1, 101))
-    assert ranks.runs[0].note(id).pauses == [17]
+    *came, (start, here) = ranks.runs[0].note(id).weights
+    assert came == [(0, "one"), (17, "two")]
+    assert start >= 30
+    assert here == "default"
 
 
 def test_winners_are_ordered_by_the_groups_own_step(new_ranks):

@@ -77,7 +77,8 @@ def test_a_request_without_a_tag_has_none(extra_args):
 
 @pytest.mark.parametrize("assessment", [None, ASSESSMENT, COLD])
 def test_a_note_reaches_the_api_process_as_it_was(assessment):
-    note = EndingNote("pruned", 17, (1.25, 0.5), [3, 9], assessment, refusal="another size", ended_by_itself=True)
+    weights = [(0, "a"), (9, "b")]
+    note = EndingNote("pruned", 17, (1.25, 0.5), weights, assessment, refusal="another size", ended_by_itself=True)
     output = EngineCoreOutput(
         "g-c0", [1, 2], finish_reason=FinishReason.ABORT, stop_reason="pruned",
         kv_transfer_params=note.to_params({"remote": [1]}),

@@ -76,6 +76,7 @@ CORE = "vllm.v1.engine.core.EngineCore"
 
 # What differs between the supported versions, and is asked for
 WEIGHT_SPANS = Fact("has", COMPLETION, "weight_versions", since="0.32")
+NAMED_WEIGHTS = Fact("has", CORE, "set_weight_version", since="0.32")
 LOGGING_FLAGS = Fact("has", "vllm.logger", "configure_logging_from_args", since="0.31")
 SCALE_OUT_FLAG = Fact("flag", SERVE, "enable_scale_out", since="0.30")
 STARTUP = Fact("has", "vllm.entrypoints.common.startup", "cli_env_setup", since="0.33")

@@ -49,7 +49,8 @@ class MovedCandidate:
     """The next output is to be sent at once."""
     held: EngineCoreOutput | None
     """Tokens that wait for others to make a message."""
-    pauses: list[int]
+    weights: list[tuple[int, str]]
+    """From which output token on which version of the weights sampled it."""
     state: WorkerState | None
     """None when it has no output tokens."""
 
@@ -93,9 +94,6 @@ class Parcel:
 
     detached: DetachedGroup
     candidates: list[MovedCandidate]
-    num_resumes: int
-    """How often the source's generation was resumed: every engine core is paused and resumed, but not in the same
-    moment."""
     kv: KVBlocks | None
     """None: the target computes all anew."""
 
@@ -108,8 +106,8 @@ class Parcel:
         return MsgpackDecoder(cls).decode(msgspec.msgpack.decode(data, type=list[bytes]))
 
 
-def request_to_move(request: Request) -> EngineCoreRequest:
-    """What an API process would send to make this request anew."""
+def request_to_move(request: Request, cache_salt: str | None) -> EngineCoreRequest:
+    """What an API process would send to make this request anew, with another salt."""
     return EngineCoreRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -118,7 +116,7 @@ def request_to_move(request: Request) -> EngineCoreRequest:
         pooling_params=None,
         arrival_time=request.arrival_time,
         lora_request=request.lora_request,
-        cache_salt=request.cache_salt,
+        cache_salt=cache_salt,
         data_parallel_rank=None,
         client_index=request.client_index,
         priority=request.priority,

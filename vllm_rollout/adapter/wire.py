@@ -111,6 +111,8 @@ class RunnerReport(NamedTuple):
     """Requests that can be observed no more, and why. They fail; a wrong or missing score is worse."""
     num_internal_errors: int = 0
     """Exceptions of ours that this worker has caught."""
+    weights: int = 0
+    """The change of weights after which this step was computed; 0: the first ones."""
 
     def observations(self) -> Iterator[tuple[str, Observation]]:
         """Request id and observation of everything that is due."""
@@ -137,6 +139,11 @@ class RunnerReport(NamedTuple):
         return Observation(confidence, logit, version, WHOLE)
 
 
+def nothing_seen(num_rows: int, **others: Any) -> RunnerReport:
+    """Of a step in which nobody was observed."""
+    return RunnerReport(np.full((2, 1, num_rows), np.nan, dtype=np.float32), **others)
+
+
 class EndingNote(msgspec.Struct, frozen=True, array_like=True):
     """What the scheduler knows about a candidate at its end."""
 
@@ -144,8 +151,9 @@ class EndingNote(msgspec.Struct, frozen=True, array_like=True):
     end_step: int
     confidence: tuple[float, float] | None
     """Mean and standard deviation over the trajectory's tokens."""
-    pauses: list[int] = []
-    """Output lengths at which generation was paused: held outputs blur where vLLM thinks a weight version began."""
+    weights: list[tuple[int, str]] = []
+    """From which output token on which version of the weights sampled it. vLLM stamps tokens when they arrive, which is
+    late where they are held or in flight."""
     assessment: Assessment | None = None
     refusal: str | None = None
     """Why the request was not let into the group that it names; it has generated nothing. It becomes a 400."""

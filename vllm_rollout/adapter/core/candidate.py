@@ -31,11 +31,11 @@ class EngineCandidate:
         "is_launched",
         "is_told",
         "num_dropped",
-        "pauses",
         "reads_notes",
         "refusal",
         "request",
         "stop_strings",
+        "weights",
     )
 
     id: CandidateId
@@ -49,8 +49,9 @@ class EngineCandidate:
         params = request.sampling_params
         self.held = HeldOutputs(output_interval, None if params is None else params.num_logprobs)
         self.stop_strings: StopStrings | None = None
-        self.pauses: list[int] = []
-        """Output lengths at which generation was paused and resumed: where the weights may have changed."""
+        self.weights: list[tuple[int, int | str]] = []
+        """From which output token on which weights sampled it: the change that they came with; of another engine core's
+        time their name."""
         self.end_reason: EndReason | None = None
         self.refusal: str | None = None
         """Why its group did not take it."""

@@ -94,10 +94,6 @@ class HeldOutputs:
             return None
         return self._release(output)
 
-    def release_next(self) -> None:
-        """Send what is held together with the next output, however little it is."""
-        self.passes_next = True
-
     def copy(self, request_id: str) -> EngineCoreOutput | None:
         """Everything held, as one output that is not to be sent; None when nothing is."""
         return self._fill(EngineCoreOutput(request_id, [])) if self._token_ids else None

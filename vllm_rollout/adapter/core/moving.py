@@ -26,6 +26,7 @@ from vllm_rollout.adapter.core.calls import call_worker
 from vllm_rollout.adapter.core.candidate import EngineCandidate
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
+from vllm_rollout.adapter.core.weights import salt_to_move
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.ranks.placement import Holders
@@ -61,7 +62,6 @@ class MovableGroups(Protocol):
     group_steps: GroupSteps
     clock: Callable[[], float]
     num_preemptions: int
-    num_resumes: int
 
     def stays_because(self, group_id: str) -> StayReason | None: ...
 
@@ -69,9 +69,9 @@ class MovableGroups(Protocol):
 
     def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup: ...
 
-    def attach(
-        self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
-    ) -> EngineCandidate: ...
+    def attach(self, request: Request, moved: MovedCandidate, group_id: str, group: Group) -> EngineCandidate: ...
+
+    def named(self, candidate: EngineCandidate) -> list[tuple[int, str]]: ...
 
 
 class GroupMoves:
@@ -177,12 +177,12 @@ class GroupMoves:
         moved = [
             MovedCandidate(
                 index=candidate.id.index,
-                request=request_to_move(candidate.request),
+                request=request_to_move(candidate.request, salt_to_move(candidate.request)),
                 output_token_ids=list(candidate.request.output_token_ids),
                 output_interval=candidate.held.interval,
                 passes_next=candidate.held.passes_next,
                 held=candidate.held.copy(candidate.request.request_id),
-                pauses=candidate.pauses,
+                weights=self._groups.named(candidate),
                 state=None,
             )
             for candidate in candidates
@@ -191,7 +191,7 @@ class GroupMoves:
         states = (ids and call_worker(core, "rollout_detach", ids)) or {}
         moved = [replace(each, state=states.get(each.request.request_id)) for each in moved]
         self._adopted.pop(group_id, None)
-        return Parcel(self._groups.detach(group_id, candidates), moved, self._groups.num_resumes, kv)
+        return Parcel(self._groups.detach(group_id, candidates), moved, kv)
 
     def _unpack(self, core: EngineCore, parcel: Parcel, kv: KVBlocks | None) -> None:
         """Raises: what a worker or vLLM raises; then nothing of the group is here."""
@@ -206,10 +206,9 @@ class GroupMoves:
             requests = [self._request(core, moved) for moved in parcel.candidates]
             if kv is not None:
                 self.kv.fetch(core, group_id, kv, requests)
-            num_missed = groups.num_resumes - parcel.num_resumes
             group = groups.group_steps.attach(parcel.detached, groups.clock())
             for request, moved in zip(requests, parcel.candidates, strict=True):
-                taken.append(groups.attach(request, moved, group_id, group, num_missed))
+                taken.append(groups.attach(request, moved, group_id, group))
                 core.add_request(request, ANY_WAVE)
         except Exception:
             if group is not None:

@@ -34,9 +34,11 @@ from vllm_rollout.adapter.core.slots import answer_for_room
 from vllm_rollout.adapter.core.step_times import StepTimes
 from vllm_rollout.adapter.core.stop_strings import StopStrings
 from vllm_rollout.adapter.core.versions import admitting, num_deferred
+from vllm_rollout.adapter.core.weights import Weights
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.parcel import MovedCandidate
+from vllm_rollout.adapter.weights import listen_to_calls
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.group.judging.judge import Judge
 from vllm_rollout.group.plans.request_names import names_of_group
@@ -70,6 +72,7 @@ class GroupSchedulerMixin:
         end_with_parent()
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
+        self.weights = Weights(self)
         self.judge = Judge()
         self.readings = Readings()
         self.step_times = StepTimes()
@@ -88,8 +91,6 @@ class GroupSchedulerMixin:
         self._num_worker_errors = 0
         """Exceptions of ours that the worker has caught."""
         self.num_preemptions = 0
-        self.num_resumes = 0
-        """How often generation went on after a pause."""
 
     @property
     def load(self) -> EngineLoad:
@@ -180,19 +181,13 @@ class GroupSchedulerMixin:
             finished.difference_update(request_ids.values())
         return self.group_steps.detach(group_id, request_ids)
 
-    def attach(
-        self, request: Request, moved: MovedCandidate, group_id: str, group: Group, num_missed_resumes: int
-    ) -> EngineCandidate:
-        """Know a candidate of another engine core, whose request is added next.
-
-        `num_missed_resumes`: how often generation went on here and not there, before it came; below 0 the other way
-        round, and then it will see them again.
-        """
+    def attach(self, request: Request, moved: MovedCandidate, group_id: str, group: Group) -> EngineCandidate:
+        """Know a candidate of another engine core, whose request is added next."""
         candidate = EngineCandidate(request, moved.output_interval)
         self._know(candidate, CandidateId(group_id, moved.index), group)
         candidate.held.attach(moved.held, passes_next=moved.passes_next)
-        candidate.pauses = [*moved.pauses, *[len(moved.output_token_ids)] * num_missed_resumes]
-        del candidate.pauses[max(0, len(moved.pauses) + num_missed_resumes) :]
+        candidate.weights = [*moved.weights]
+        self._sampled_from_now_on(candidate)
         if request.sampling_params.stop:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
             candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
@@ -201,9 +196,15 @@ class GroupSchedulerMixin:
 
     def _know(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None:
         candidate.id, candidate.group, candidate.is_launched = id, group, True
+        self._sampled_from_now_on(candidate)
         self._candidates[candidate.request.request_id] = self._by_id[id] = candidate
 
     def add_request(self, request: Request) -> None:
+        try:
+            self.weights.begin(request)
+        except Exception as error:
+            self.faults.caught("weights", error)
+            request.skip_reading_prefix_cache = True
         super().add_request(request)
         if request.request_id in self._candidates:
             return  # it comes from another engine core
@@ -305,6 +306,7 @@ class GroupSchedulerMixin:
             self._joining.ended(request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._look_for_weights()
         try:
             most = self._most_running()
         except Exception as error:
@@ -339,14 +341,13 @@ class GroupSchedulerMixin:
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         self.step_times.interrupt()
-        if pause_state == PauseState.UNPAUSED:
-            self.num_resumes += 1
-            for candidate in list(self._candidates.values()):
-                try:
-                    candidate.pauses.append(candidate.request.num_output_tokens)
-                    candidate.held.release_next()
-                except Exception as error:
-                    self._fail(candidate, self.faults.caught("set_pause_state", error))
+
+    def _look_for_weights(self) -> None:
+        try:
+            self.weights.look()
+        except Exception as error:
+            self.faults.caught("weights", error)
+            self.reset_prefix_cache(reset_running_requests=True)  # nothing of old weights may be read
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.moves.kv.num_resets += 1
@@ -369,6 +370,10 @@ class GroupSchedulerMixin:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+        if report is not None and self.weights.sampled_by(report.weights):
+            for candidate in self._candidates.values():
+                self._sampled_from_now_on(candidate)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         try:
             self.step_times.step(scheduler_output, self.running)
@@ -377,16 +382,20 @@ class GroupSchedulerMixin:
             self.step_times = StepTimes()
         if self._candidates:
             try:
-                self._obey(outputs, model_runner_output)
+                self._obey(outputs, model_runner_output, report)
             except Exception as error:
                 self._fail_all(outputs, error)
         return outputs
 
-    def _obey(self, outputs: dict[int, EngineCoreOutputs], model_runner_output: ModelRunnerOutput) -> None:
+    def _obey(
+        self,
+        outputs: dict[int, EngineCoreOutputs],
+        model_runner_output: ModelRunnerOutput,
+        report: RunnerReport | None,
+    ) -> None:
         """Ask the groups what is to stop, stop it, and pass outputs on."""
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
-        report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
         due = {} if report is None else self._due(report)
         verdicts = self._close_step(due, model_runner_output)
         if verdicts.stop:
@@ -577,7 +586,7 @@ class GroupSchedulerMixin:
             state=group.state(id.index),
             end_step=group.end_step(id.index),
             confidence=confidence_of(candidate, model_runner_output),
-            pauses=candidate.pauses,
+            weights=self.named(candidate),
             assessment=group.assessments.get(id.index),
             final=group.finals.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",
@@ -587,6 +596,22 @@ class GroupSchedulerMixin:
             error=candidate.error,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
+
+    def _sampled_from_now_on(self, candidate: EngineCandidate) -> None:
+        """The tokens that a candidate gets from now on are the newest weights'."""
+        start = candidate.request.num_output_tokens
+        if candidate.weights and candidate.weights[-1][0] == start:
+            candidate.weights.pop()
+        candidate.weights.append((start, self.weights.sampling))
+
+    def named(self, candidate: EngineCandidate) -> list[tuple[int, str]]:
+        """The versions that sampled a candidate's tokens, each with its first one. Neighbours of one name are one."""
+        named: list[tuple[int, str]] = []
+        for start, weights in candidate.weights:
+            version = weights if isinstance(weights, str) else self.weights.version(weights)
+            if not named or named[-1][1] != version:
+                named.append((start, version))
+        return named
 
     def _explain(self, candidate: EngineCandidate, output: EngineCoreOutput) -> None:
         """Why it was not let in, or failed: in a note, or, where nobody reads notes, as an error for its client, and in
@@ -620,5 +645,6 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """
     check_vllm_version()
     add_rollout_calls()
+    listen_to_calls()
     cls = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
     return cls(vllm_config=vllm_config, **kwargs)

@@ -79,6 +79,13 @@ class Drafts:
         except Exception as error:
             self._begin_again(error)
 
+    def new_weights(self) -> None:
+        """What has ended so far counts as older."""
+        try:
+            self.memory.age()
+        except Exception as error:
+            self._begin_again(error)
+
     def _begin_again(self, error: Exception) -> None:
         """Nothing that is known is trusted any more."""
         self.faults.caught("drafts", error)

@@ -20,6 +20,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, D
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
 from vllm_rollout.adapter.worker.emulated_request import HIDDEN_SIZE
 from vllm_rollout.adapter.worker.emulated_runner import EmulatedRunner, LaunchedStep
@@ -163,7 +164,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         self.step_log.close()
 
     def sleep(self, level: int = 1) -> None:
-        """There are no weights to lay aside, nor to load, update or reset."""
+        """There are no weights to lay aside, nor to load, update or reset; that they change is counted."""
 
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
@@ -176,12 +177,15 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
 
     def reset_weights(self) -> None: ...
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None: ...
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        Changes.num += 1
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        Changes.num += 1
 
-    def finish_weight_update(self) -> None: ...
+    def finish_weight_update(self) -> None:
+        Changes.num += 1

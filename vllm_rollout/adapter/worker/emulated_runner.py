@@ -17,7 +17,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.adapter.weights import Changes
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport, nothing_seen
 from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
 from vllm_rollout.adapter.worker.emulated_request import NO_NUMBER, EmulatedRequest
 from vllm_rollout.adapter.worker.features import attach, detach
@@ -158,7 +159,10 @@ class EmulatedRunner:
                 output.prompt_logprobs_dict[request_id] = prompt_logprobs(*asked, self._vocab_size)
         means = np.array(confidences, dtype=np.float32)
         if not np.isnan(means).all():
-            setattr(output, REPORT_ATTRIBUTE, self._report(means, rows, due, bool(drafts)))
+            report = self._report(means, rows, due, bool(drafts))
+            setattr(output, REPORT_ATTRIBUTE, report._replace(weights=Changes.num))
+        elif Changes.num:
+            setattr(output, REPORT_ATTRIBUTE, nothing_seen(len(ids), weights=Changes.num))
         num_prefilled = scheduled.total_num_scheduled_tokens - len(ids) - num_drafts
         work = StepWork(len(ids), context_tokens, num_prefilled, num_drafts)
         return LaunchedStep(output, work, rows, sum(map(len, tokens)), bool(cached.req_ids))

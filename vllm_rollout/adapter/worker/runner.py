@@ -5,7 +5,6 @@ Invariant: what is observed is not changed, and no step waits for it: values rid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport
+from vllm_rollout.adapter.weights import Changes
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport, nothing_seen
 from vllm_rollout.adapter.worker.drafts import Drafts
 from vllm_rollout.adapter.worker.features import attach, detach
 from vllm_rollout.adapter.worker.observing import Observing
@@ -77,11 +77,12 @@ class ObservedOutput(AsyncModelRunnerOutput):
 
 
 class StepReport:
-    """What a step showed, on its way to the scheduler."""
+    """What a step showed and which weights computed it, on their way to the scheduler."""
 
     def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing) -> None:
         """`step`: None where nobody was observed."""
         self._step = step
+        self._weights = Changes.num
         self._failed = observing.take_failed()
         self._ring = ring
         self._observing = observing
@@ -105,19 +106,16 @@ class StepReport:
             if self._error is not None:
                 raise self._error
             if self._copy is None:
-                report = _nothing_seen(output, self._failed)
+                report = nothing_seen(len(output.req_ids), failed=self._failed)
             else:
                 report = _report(output, self._copy.get(), self._ring, self._observing)
                 report = report._replace(failed={**self._failed, **report.failed})
         except Exception as error:
             reason = self._observing.faults.caught("reporting", error)
             seen = [output.req_ids[row] for row in self._step.rows]
-            report = _nothing_seen(output, {**self._failed, **dict.fromkeys(seen, reason)})
-        setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=self._observing.faults.num))
-
-
-def _nothing_seen(output: ModelRunnerOutput, failed: Mapping[str, str]) -> RunnerReport:
-    return RunnerReport(np.full((2, 1, len(output.req_ids)), np.nan, dtype=np.float32), failed=failed)
+            report = nothing_seen(len(output.req_ids), failed={**self._failed, **dict.fromkeys(seen, reason)})
+        report = report._replace(num_internal_errors=self._observing.faults.num, weights=self._weights)
+        setattr(output, REPORT_ATTRIBUTE, report)
 
 
 def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, observing: Observing) -> RunnerReport:
@@ -149,6 +147,8 @@ class RunnerMixin:
     """
 
     drafts: Drafts | None = None
+    _weights = 0
+    """The change of weights after which the last step was computed."""
 
     def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
         """Make the tracker. Without a ring (nobody reads this rank's outputs, or its rows are not whole requests)
@@ -208,16 +208,25 @@ class RunnerMixin:
                 for request in scheduler_output.scheduled_new_reqs:
                     self.observing.begin(request)
             tracker.start_step()
+        if Changes.num != self._weights:
+            self._weights = Changes.num
+            self._hear_of_new_weights()
         if self.drafts is not None:
             self.drafts.see_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _hear_of_new_weights(self) -> None:
+        """The one place where a worker's parts hear of them, before the first step that they compute."""
+        self.observing.says_not_finite = True
+        if self.drafts is not None:
+            self.drafts.new_weights()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
         if output is None:
             return None
         step = self.candidate_tracker.step
-        if step is None and not self.observing.has_failed:
+        if step is None and not (self.observing.has_failed or Changes.num):
             return output
         report = StepReport(step, self.feature_ring, self.observing)
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.options import ServeOptions, observing_refusal
+from vllm_rollout.adapter.weights import Changes, listen
 from vllm_rollout.adapter.worker.drafts_file import DraftsFile
 from vllm_rollout.adapter.worker.kv_calls import KVCalls
 from vllm_rollout.adapter.worker.runner import observe_runner
@@ -32,8 +33,8 @@ STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 
 
 class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
-    """Overrides: init_device, reload_weights, finish_weight_update. Adds the methods of `WorkerCalls` and `KVCalls`,
-    for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
+    """Overrides: init_device, load_model, reload_weights, update_weights, finish_weight_update. Adds the methods of
+    `WorkerCalls` and `KVCalls`, for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
@@ -79,13 +80,23 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
             round(ring.capacity * hidden_size * dtype.itemsize / 2**20),
         )
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        listen(self.model_runner.get_model())
+
+    # Weights may also come without the model's `load_weights`, copied by vLLM into where they belong.
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        Changes.num += 1
         super().reload_weights(*args, **kwargs)
-        self._weights_changed()
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        Changes.num += 1
+        super().update_weights(*args, **kwargs)
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        Changes.num += 1
         super().finish_weight_update(*args, **kwargs)
-        self._weights_changed()
 
     def _kept_drafts(self, path: str | None) -> DraftsFile | None:
         """The file of this rank's drafts, read."""
@@ -96,11 +107,6 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         file = DraftsFile(Path(f"{path}-{rank}"), drafts.memory, self.model_config)
         file.load()
         return file
-
-    def _weights_changed(self) -> None:
-        self.model_runner.observing.says_not_finite = True
-        if (drafts := self.model_runner.drafts) is not None:
-            drafts.memory.age()
 
 
 def say_what_serves(runner: str, device_type: str) -> None:

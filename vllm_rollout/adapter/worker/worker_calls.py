@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_rollout.adapter.call_table import Features, Refusal
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.adapter.worker.drafts_file import DraftsFile
 from vllm_rollout.adapter.worker.features import features_of, states_of
 from vllm_rollout.group.judging.report import HeadInfo
@@ -90,6 +91,15 @@ class WorkerCalls:
     ) -> list[HeadKey] | Refusal | None:
         """States by adapter. Answers what the heads are for."""
         return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known, only_check)
+
+    def rollout_num_changes(self) -> int:
+        """How often weights have changed in this process."""
+        return Changes.num
+
+    def rollout_count_change(self) -> int:
+        """They have changed by a way on which nobody counts."""
+        Changes.num += 1
+        return Changes.num
 
     def rollout_keep_drafts(self) -> None:
         if self.drafts_file is not None:

@@ -47,12 +47,20 @@ def weight_spans(completion: CompletionOutput) -> Sequence[Any]:
     return (completion.weight_versions or ()) if has(WEIGHT_SPANS) else ()
 
 
-def move_weight_spans(completion: CompletionOutput, starts: Sequence[int]) -> None:
-    """Let each span begin at another token, and end where the next begins."""
-    spans = completion.weight_versions
-    ends = [*starts[1:], spans[-1].end]
-    completion.weight_versions = [
-        replace(span, start=start, end=end) for span, start, end in zip(spans, starts, ends, strict=True)
+def mend_weight_spans(completion: CompletionOutput, starts: Sequence[tuple[int, str]]) -> None:
+    """Say of vLLM's spans, if it has some, where each begins and of which version it is."""
+    if spans := weight_spans(completion):
+        known = version_spans(starts, spans[-1].end)
+        completion.weight_versions = [replace(spans[0], **span) for span in known]
+
+
+def version_spans(starts: Sequence[tuple[int, str]], num_tokens: int) -> list[dict[str, Any]]:
+    """Spans `{"version", "start", "end"}` over so many output tokens; each ends where the next begins."""
+    ends = [start for start, _ in starts[1:]] + [num_tokens]
+    return [
+        {"version": version, "start": start, "end": min(end, num_tokens)}
+        for (start, version), end in zip(starts, ends, strict=True)
+        if start < num_tokens
     ]
 
 

@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.calls.versions import REJECTIONS
+from vllm_rollout.adapter.api.calls.versions import REJECTIONS, mend_weight_spans
 from vllm_rollout.adapter.api.client import session_turns
 from vllm_rollout.adapter.api.client.graded_answers import REWARD, AnswerGrader, without_reward
 from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
@@ -37,7 +37,6 @@ from vllm_rollout.adapter.api.client.outputs import (
     chosen,
     ending_of,
     let_stream,
-    mend_weight_versions,
     pad_prompt_logprobs,
 )
 from vllm_rollout.adapter.api.client.prompts import digest_of_prompt
@@ -246,7 +245,7 @@ class GroupClient:
                     raise self._invalid(field, refusal)
                 if note is not None:
                     (completion,) = output.outputs
-                    mend_weight_versions(completion, note.pauses)
+                    mend_weight_spans(completion, note.weights)
                     if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
                         completion.finish_reason, completion.stop_reason = "abort", note.state
                 pad_prompt_logprobs(output)

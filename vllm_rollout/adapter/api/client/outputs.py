@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_rollout.adapter.api.calls.versions import move_weight_spans, weight_spans
 from vllm_rollout.adapter.wire import EndingNote
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.types import Ending, GroupResult
@@ -46,19 +45,6 @@ def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Endi
         ended_by_itself=not failed and note.ended_by_itself,
         num_preemptions=0 if note is None else note.num_preemptions,
     )
-
-
-def mend_weight_versions(completion: CompletionOutput, pauses: Sequence[int]) -> None:
-    """Move version boundaries from where held tokens arrived to where they were made.
-
-    Weights change only while generation is paused, and the first output after a pause is sent at once; so a version
-    that seems to start at token s, because the tokens since s were held, started at the first pause at or after s.
-    """
-    spans = weight_spans(completion)
-    if len(spans) < 2 or not pauses:
-        return
-    starts = [0] + [next((p for p in pauses if p >= span.start), span.start) for span in spans[1:]]
-    move_weight_spans(completion, starts)
 
 
 def pad_prompt_logprobs(output: RequestOutput) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.adapter.api.calls.rank_client import RankDied
-from vllm_rollout.adapter.api.calls.versions import REJECTIONS, weight_spans
+from vllm_rollout.adapter.api.calls.versions import REJECTIONS, version_spans, weight_spans
 from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput, ending_of
@@ -325,13 +325,18 @@ class _CandidateLog:
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 confidence=None if candidate.note is None else candidate.note.confidence,
-                weight_versions=[asdict(span) for span in weight_spans(completion)],
+                weight_versions=self._weight_versions(candidate),
                 assessment=None if candidate.note is None else candidate.note.assessment,
                 final=None if candidate.note is None else candidate.note.final,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
                 group_lost=candidate.note is not None and candidate.note.group_lost,
                 error=None if candidate.note is None else candidate.note.error,
             )
+
+    def _weight_versions(self, candidate: CandidateOutput) -> list[dict[str, Any]]:
+        if candidate.note is None:  # the scheduler did not end it
+            return [asdict(span) for span in weight_spans(candidate.output.outputs[0])]
+        return version_spans(candidate.note.weights, len(self._token_ids))
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
         """The tokens not sent yet, if there are at least `min_tokens` of them."""

@@ -1,0 +1,304 @@
+"""Weights that change under running requests: whose KV is read by whom, and which version sampled which token.
+
+A made-up model knows for each place of the KV cache the oldest weights that it rests on. Random schedules of updates,
+preemptions, aborts and requests with common prompts show a stale block at once.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scheduler_runs import TracedRun, add_group, assert_nothing_left
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_rollout.adapter.core.weights import salt_to_move
+from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
+from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
+
+BLOCK_SIZE = 16
+NUM_SCHEDULES = 60
+"""In each loop."""
+
+
+class KnownKV:
+    """The KV cache of a run, and the versions of its tokens."""
+
+    def __init__(self, run: TracedRun) -> None:
+        self.run = run
+        self._oldest: dict[tuple[int, int], int] = {}
+        """For each place, by block and position in it: the oldest weights that its KV rests on."""
+        self._mixed: dict[tuple[int, int], str] = {}
+        """Places that rest on several, and whose they are."""
+        self.born: dict[str, int] = {}
+        """The weights with which each request began."""
+        self.sampled: dict[str, list[int]] = {}
+        self.ended: dict[str, list[tuple[int, str]]] = {}
+        """What notes must say, by the names that were known when they were written."""
+        self._weights: dict[int, int] = {}
+        self._schedule, run.scheduler.schedule = run.scheduler.schedule, self.schedule
+        self._sample, run.sample = run.sample, self.sample
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        scheduled = self._schedule(*args, **kwargs)
+        self._weights[id(scheduled)] = Changes.num
+        cached = scheduled.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        for request_id, num in scheduled.num_scheduled_tokens.items():
+            self._compute(request_id, starts[request_id], starts[request_id] + num)
+        return scheduled
+
+    def _compute(self, request_id: str, start: int, end: int) -> None:
+        born = self.born.setdefault(request_id, Changes.num)
+        (blocks,) = self.run.scheduler.kv_cache_manager.get_block_ids(request_id)
+        places = [(blocks[position // BLOCK_SIZE], position % BLOCK_SIZE) for position in range(end)]
+        rests_on = min((self._oldest[place] for place in places[:start]), default=Changes.num)
+        others = {self._mixed[place] for place in places[:start] if place in self._mixed} - {request_id}
+        if self.run.requests[request_id].cache_salt != "client":
+            assert rests_on >= born, f"{request_id}, which began with {born}, reads KV of {rests_on}"
+            assert not others, f"{request_id} reads KV of several weights, which is {others}'s"
+        for place in places[start:]:
+            self._oldest[place] = min(rests_on, Changes.num)
+            self._mixed.pop(place, None)
+            if rests_on < Changes.num:
+                self._mixed[place] = request_id
+
+    def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        weights = self._weights.pop(id(scheduled))
+        output = self._sample(scheduled)
+        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            self.sampled.setdefault(request_id, []).extend([weights] * len(tokens))
+        report: RunnerReport = output.__dict__.get(REPORT_ATTRIBUTE) or nothing_seen(len(output.req_ids))
+        setattr(output, REPORT_ATTRIBUTE, report._replace(weights=weights))
+        return output
+
+    def step(self) -> bool:
+        goes_on = self.run.step()
+        for request_id, outputs in self.run.outputs.items():
+            if request_id not in self.ended and outputs[-1].finished:
+                self.ended[request_id] = self.spans(request_id)
+        return goes_on
+
+    def spans(self, request_id: str) -> list[tuple[int, str]]:
+        """What the note must say."""
+        spans: list[tuple[int, str]] = []
+        for position, weights in enumerate(self.sampled.get(request_id, ())[: self.run.num_tokens(request_id)]):
+            version = self.run.scheduler.weights.version(weights)
+            if not spans or spans[-1][1] != version:
+                spans.append((position, version))
+        return spans
+
+
+@pytest.fixture(autouse=True)
+def changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Changes, "num", 0)
+
+
+@pytest.fixture
+def known(new_run) -> KnownKV:
+    return KnownKV(new_run(block_size=BLOCK_SIZE))
+
+
+def steps(run: TracedRun, num: int) -> None:
+    for _ in range(num):
+        run.step()
+
+
+def test_requests_that_begin_after_a_change_read_no_older_kv_and_those_that_run_go_on(known):
+    run = known.run
+    ids = add_group(run, "g", [60, 90], group_size=2)
+    steps(run, 20)
+    Changes.num += 1
+    ids += add_group(run, "h", [30, 40], group_size=2)
+    run.run()
+    assert run.requests["g-0"].cache_salt is None
+    assert known.born["h-0"] == 1
+    assert [run.note(id).weights for id in ids] == [known.spans(id) for id in ids]
+    assert [version for _, version in run.note("g-0").weights] == ["default", "1"]
+    assert [version for _, version in run.note("h-0").weights] == ["1"]
+    assert_nothing_left(run)
+
+
+def test_a_request_that_waits_gets_the_new_salt(new_run):
+    known = KnownKV(new_run(block_size=BLOCK_SIZE, max_num_seqs=1))
+    add_group(known.run, "g", [20, 20, 20], group_size=3)
+    steps(known.run, 5)
+    Changes.num += 1
+    known.run.run()
+    assert [known.born[f"g-{index}"] for index in range(3)] == [0, 1, 1]
+    assert known.run.requests["g-1"].cache_salt == known.run.requests["g-2"].cache_salt is not None
+
+
+def test_a_clients_own_salt_is_its_choice(known):
+    request = known.run.add("o", 40)
+    request.cache_salt = "client"
+    steps(known.run, 5)
+    hashes = list(request.block_hashes)
+    Changes.num += 1
+    known.run.run()
+    assert request.cache_salt == "client"
+    assert request.block_hashes[: len(hashes)] == hashes
+    assert salt_to_move(request) == "client"
+
+
+def test_a_request_that_straddles_moves_with_a_salt_of_its_own(known):
+    add_group(known.run, "g", [60, 60], group_size=2)
+    steps(known.run, 10)
+    assert salt_to_move(known.run.requests["g-0"]) is None
+    Changes.num += 1
+    steps(known.run, 1)
+    assert salt_to_move(known.run.requests["g-0"]) != salt_to_move(known.run.requests["g-1"])
+
+
+def test_before_the_first_change_nothing_is_salted(known):
+    add_group(known.run, "g", [30, 30], group_size=2)
+    known.run.run()
+    assert {request.cache_salt for request in known.run.requests.values()} == {None}
+    assert known.run.note("g-0").weights == [(0, "default")]
+
+
+@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_run, seed):
+    chance = random.Random(seed)
+    run = new_run(
+        block_size=BLOCK_SIZE, num_blocks=chance.choice([20, 40, 200]), max_num_seqs=chance.choice([2, 5, 16])
+    )
+    known = KnownKV(run)
+    weights = run.scheduler.weights
+    prompts = [[chance.randrange(10, 99) for _ in range(chance.choice([20, 40, 70]))] for _ in range(3)]
+    run.scripts = Talk(run, prompts)
+    live: list[str] = []
+    for number in range(40):
+        act = chance.choice(["group", "other", "update", "update", "name", "abort", "steps", "steps"])
+        if act == "group":
+            live += add_prompts(run, f"g{number}", chance.choice(prompts), chance)
+        elif act == "other":
+            run.add(f"o{number}", chance.randrange(1, 60), prompt_token_ids=chance.choice(prompts))
+            if chance.random() < 0.2:
+                run.requests[f"o{number}"].cache_salt = "client"
+        elif act == "update":
+            Changes.num += chance.choice([1, 1, 30])
+        elif act == "name":
+            if weights.is_named_otherwise(name := f"v{number}"):
+                Changes.num += 1
+            weights.look()
+            weights.name(name)
+        elif act == "abort" and live:
+            run.abort(live.pop(chance.randrange(len(live))))
+        for _ in range(chance.randrange(0, 12)):
+            known.step()
+    while known.step():
+        pass
+    for request_id, spans in known.ended.items():
+        if request_id.startswith("g"):
+            assert run.note(request_id).weights[: len(spans)] == spans, request_id
+    assert_nothing_left(run)
+
+
+class Talk(dict[str, list[int]]):
+    """All requests say the same, so that what one has generated is in the cache for another."""
+
+    def __init__(self, run: TracedRun, prompts: list[list[int]]) -> None:
+        super().__init__()
+        self._said = [200 + place % 50 for place in range(400)]
+
+    def get(self, request_id: str, default: Any = None) -> list[int]:
+        return self._said
+
+
+def add_prompts(run: TracedRun, group_id: str, prompt: list[int], chance: random.Random) -> list[str]:
+    """A group of one to four candidates; sometimes it goes on from what was said before, as turns do."""
+    size = chance.randrange(1, 5)
+    if chance.random() < 0.5:
+        prompt = [*prompt, *[200 + place % 50 for place in range(chance.randrange(1, 60))]]
+    return add_group(
+        run,
+        group_id,
+        [chance.randrange(1, 80) for _ in range(size)],
+        chance.randrange(1, size + 1),
+        prompt_token_ids=prompt,
+    )
+
+
+class Model:
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+
+    def load_weights(self, weights: Any) -> str:
+        self.loaded.append(weights)
+        if weights == "broken":
+            raise ValueError
+        return "loaded"
+
+
+def test_each_load_of_a_model_is_counted_also_one_that_fails():
+    model = Model()
+    listen(model)
+    assert model.load_weights("a") == "loaded"
+    with pytest.raises(ValueError):
+        model.load_weights("broken")
+    assert model.loaded == ["a", "broken"]
+    assert Changes.num == 2
+
+
+class Executor:
+    """Workers that are processes of their own: they count for themselves."""
+
+    def __init__(self) -> None:
+        self.num_changes, self.calls = 0, []
+
+    def collective_rpc(self, method: str, *args: Any) -> list[int]:
+        self.calls.append(method)
+        if method == "no such method":
+            raise AttributeError(method)
+        self.num_changes += method in ("reload_weights", "rollout_count_change")
+        return [self.num_changes]
+
+    def add_lora(self, lora: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def core(known) -> Any:
+    listen_to_calls()
+    listen_to_calls()  # once per engine of a process
+    from vllm.v1.engine.core import EngineCore
+
+    core = EngineCore.__new__(EngineCore)
+    core.scheduler, core.model_executor = known.run.scheduler, Executor()
+    return core
+
+
+def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core):
+    core.collective_rpc("rollout_train")
+    core.collective_rpc("something else")
+    assert Changes.num == 0
+    core.collective_rpc("reload_weights")
+    assert Changes.num == 1
+    assert core.model_executor.calls.count("reload_weights") == 1
+    with pytest.raises(AttributeError):
+        core.collective_rpc("no such method")
+    core.add_lora(SimpleNamespace(load_inplace=False))
+    assert Changes.num == 1
+    core.add_lora(SimpleNamespace(load_inplace=True))
+    assert Changes.num == 2
+
+
+def test_a_name_is_that_of_the_weights_that_came_last_or_tells_of_some_that_came_unheard(core):
+    weights = core.scheduler.weights
+    core.collective_rpc("reload_weights")
+    core.set_weight_version("one")
+    core.set_weight_version("one")
+    assert (Changes.num, weights.version(1)) == (1, "one")
+    core.set_weight_version("two")
+    assert (Changes.num, weights.version(2)) == (2, "two")
+    core.collective_rpc("reload_weights")  # the name came first
+    assert weights.version(3) == "two"
+    weights.sampled_by(3)
+    core.collective_rpc("reload_weights")
+    weights.sampled_by(4)
+    assert weights.version(4) == "2"

@@ -1,0 +1,138 @@
+"""Which weights sampled a token, and which computed the KV of a block.
+
+At a change, a request that has not begun gets another cache salt: it reads KV of the new weights only. A request that
+runs keeps what it has, and what it computes from then on is shared with nobody, because it rests on KV of both.
+
+Invariant: a request that begins after a change never reads a block from before it. A request whose client has salted it
+keeps that salt, and its blocks are its client's affair. Before the first change nothing is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.adapter.weights import Changes
+
+OWN_SALT = "vllm_rollout/"
+FIRST_VERSION = "default"
+"""What vLLM calls weights that nobody has named."""
+
+
+class Span(NamedTuple):
+    """From this output token on, these weights."""
+
+    start: int
+    change: int
+
+
+class Weights:
+    """The weights of one engine, as its scheduler knows them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._known = Changes.num
+        """The change after which requests were salted last."""
+        self._first = Changes.num
+        """Of this engine: another one of this process may have had some before."""
+        self.sampling = Changes.num
+        """The change after which the step was computed that was read last."""
+        self._numbers: list[int] = [Changes.num]
+        """Changes after which something was sampled, in order: one that nobody names is called by its place."""
+        self._names: dict[int, str] = {}
+        self._may_still_load = False
+        """The newest name came first, and its weights may follow."""
+
+    def look(self) -> None:
+        """Between two steps: salt requests anew if weights have changed."""
+        change = Changes.num
+        if change == self._known:
+            return
+        if self._may_still_load and self._known in self._names and self.sampling != self._known:
+            self._names[change] = self._names[self._known]
+        self._known, self._may_still_load = change, False
+        for request in self._scheduler.requests.values():
+            if not self._is_ours(request):
+                continue
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                salt(request, self._salt)
+            else:
+                self._isolate(request)
+
+    def begin(self, request: Request) -> None:
+        """A request comes."""
+        self.look()
+        if self._known != self._first and request.cache_salt is None:
+            salt(request, self._salt)
+
+    def sampled_by(self, change: int) -> bool:
+        """A step was computed after this change; whether that is news."""
+        if change == self.sampling:
+            return False
+        self.sampling = change
+        self._numbers.append(change)
+        return True
+
+    def name(self, version: str) -> None:
+        """What the newest weights are called."""
+        self._names[self._known] = version
+        self._may_still_load = True
+
+    def is_named_otherwise(self, version: str) -> bool:
+        """Whether a name tells of weights whose coming nobody has noticed."""
+        known = self._names.get(self._known, FIRST_VERSION if self._known == self._first else None)
+        return known is not None and known != version
+
+    def version(self, change: int) -> str:
+        """The name of the weights after a change, or its number."""
+        if change == self._first:
+            return self._names.get(change, FIRST_VERSION)
+        return self._names.get(change) or str(self._numbers.index(change))
+
+    def forget_all_but(self, changes: set[int]) -> None:
+        """Names of weights that no candidate has a token of."""
+        kept = changes | {self._first, self._known, self.sampling}
+        self._names = {change: name for change, name in self._names.items() if change in kept}
+
+    @property
+    def _salt(self) -> str:
+        return f"{OWN_SALT}{self._known}"
+
+    @staticmethod
+    def _is_ours(request: Request) -> bool:
+        return request.cache_salt is None or request.cache_salt.startswith(OWN_SALT)
+
+    def _isolate(self, request: Request) -> None:
+        """What it computes from now on has a name that no other request can have."""
+        hasher = request._block_hasher
+        if hasher is None or (isinstance(hasher, partial) and hasher.func is _own_hashes):
+            return
+        num_computed = request.num_computed_tokens // self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        del request.block_hashes[num_computed:]
+        request._block_hasher = partial(_own_hashes, hasher, request.request_id.encode())
+        request.update_block_hashes()
+
+
+def salt(request: Request, value: str) -> None:
+    """Its blocks are found by requests of this salt only."""
+    request.cache_salt, request.block_hashes = value, []
+    if isinstance(hasher := request._block_hasher, partial) and hasher.func is _own_hashes:
+        request._block_hasher = hasher.args[0]
+    request.update_block_hashes()
+
+
+def salt_to_move(request: Request) -> str | None:
+    """The salt with which it goes on in another engine: its own, where its blocks rest on KV of several weights."""
+    if isinstance(hasher := request._block_hasher, partial) and hasher.func is _own_hashes:
+        return f"{OWN_SALT}{request.request_id}"
+    return request.cache_salt
+
+
+def _own_hashes(hasher: Callable[[Request], list[BlockHash]], owner: bytes, request: Request) -> list[BlockHash]:
+    return [BlockHash(hashlib.sha256(each + owner).digest()) for each in hasher(request)]

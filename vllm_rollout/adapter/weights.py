@@ -1,0 +1,97 @@
+"""New weights, noticed where they arrive: every way into a model ends in its `load_weights`.
+
+The worker counts. Each step's report says by which weights the step was computed, so that a token's version is that of
+the step which sampled it, whichever loop runs and whoever pauses. The engine core asks for the count after each call of
+a trainer, before it schedules the next step.
+
+Invariant: a process counts for itself. Where the worker has the engine core's process, both read the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from vllm.v1.engine.core import EngineCore
+
+from vllm_rollout.adapter.compat import NAMED_WEIGHTS, has
+
+OWN_CALLS = "rollout_"
+"""How the methods of our own worker begin: none of them brings weights."""
+
+
+class Changes:
+    """Of this process."""
+
+    num = 0
+    """How often weights have changed; 0 means that they are those of the start."""
+
+
+def listen(model: nn.Module) -> None:
+    """Count each time that weights are loaded into this model."""
+    load_weights = model.load_weights
+
+    @wraps(load_weights)
+    def load_and_count(*args: Any, **kwargs: Any) -> Any:
+        Changes.num += 1  # also when it fails, since a part may be there
+        return load_weights(*args, **kwargs)
+
+    model.load_weights = load_and_count
+
+
+def listen_to_calls() -> None:
+    """Have each engine core of this process look for new weights after every call that may bring some.
+
+    vLLM's utility calls reach an engine core by name, and none of them tells its scheduler. Where workers are processes
+    of their own, the scheduler would hear of new weights by the first step that they compute, one step late.
+    """
+    methods = ["collective_rpc", "add_lora"] + (["set_weight_version"] if has(NAMED_WEIGHTS) else [])
+    for name, followed_by in zip(methods, (_look, _look_at_adapter, _name), strict=False):
+        method = getattr(EngineCore, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(EngineCore, name, _followed(method, followed_by))
+
+
+def _followed(method: Callable[..., Any], then: Callable[..., None]) -> Callable[..., Any]:
+    @wraps(method)
+    def called(core: EngineCore, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(core, *args, **kwargs)
+        finally:
+            then(core, *args, **kwargs)
+
+    return called
+
+
+def _look(core: EngineCore, method: object, *args: Any, **kwargs: Any) -> None:
+    if not (isinstance(method, str) and method.startswith(OWN_CALLS)):
+        Changes.num = max(Changes.num, _asked(core, "rollout_num_changes"))
+        core.scheduler.weights.look()
+
+
+def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) -> None:
+    """An adapter that is loaded in place of one with its number is a change for everybody: KV is told apart as a
+    whole."""
+    if adapter.load_inplace:
+        _count(core)
+
+
+def _name(core: EngineCore, name: str) -> None:
+    if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that nobody hears
+        _count(core)
+    core.scheduler.weights.name(name)
+
+
+def _count(core: EngineCore) -> None:
+    Changes.num = max(Changes.num, _asked(core, "rollout_count_change"))
+    core.scheduler.weights.look()
+
+
+def _asked(core: EngineCore, method: str) -> int:
+    """What the workers say: one that is not ours says nothing, and then nothing is known."""
+    try:
+        return max(core.model_executor.collective_rpc(method))
+    except Exception:  # not our worker, or one that has failed: the call itself has said so
+        return 0
