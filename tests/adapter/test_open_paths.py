@@ -26,6 +26,7 @@ class Client(RolloutAsyncLLM):
     def __init__(self) -> None:
         self.vllm_config: Any = SimpleNamespace(additional_config={}, scheduler_config=SimpleNamespace(max_num_seqs=4))
         self.routes = GroupRoutes(Placement(1))
+        self._refuses_prompt_logprobs = False
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
 
