@@ -196,6 +196,27 @@ def test_streams_of_siblings_that_wait_until_their_group_is_complete_say_why_the
         assert [answer.result() for answer in first] == [[("stop", None)]] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_losers_whose_prompt_was_not_computed_have_the_log_probabilities_form_that_was_asked_for(slow, stream):
+    def ask(prompt: list[int], num_tokens: int, **xargs: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": 1900, "vllm_xargs": {"emulate_lengths": num_tokens, **xargs}}
+        body |= {"echo": True, "logprobs": 1, "stream": stream}
+        if not stream:
+            return slow.http.post("/v1/completions", json=body).json()["choices"][0]
+        first, *_ = [choice for event in slow.events("/v1/completions", **body) for choice in event["choices"]]
+        return first
+
+    join = {"rollout_group_id": f"echo-{stream}", "rollout_group_size": 1, "rollout_num_candidates": 2}
+    prompt = [5, 6, 7, 8]
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(ask, [5, 9], 500), pool.submit(ask, prompt, 250, **join)]
+        slow.wait_until(lambda: slow.num_in_engine == 2)
+        waiting = [pool.submit(ask, prompt, 500, **join) for _ in range(2)]  # two candidates run at once
+        told = [answer.result()["logprobs"]["token_logprobs"] for answer in waiting]
+        assert told == [[None] * len(prompt)] * 2
+        assert [len(answer.result()["logprobs"]["token_logprobs"]) > 2 for answer in running] == [True, True]
+
+
 def test_openai_requests_are_answered_with_log_probabilities_and_stop_tokens_are_not_said_by_chance(emulated):
     body = {"prompt": [40, 50, 60], "seed": seed_of([40]), "max_tokens": 1000, "return_token_ids": True}
     (choice,) = emulated.http.post("/v1/completions", json={**body, "logprobs": 2}).json()["choices"]
