@@ -231,7 +231,7 @@ class Model:
     def load_weights(self, weights: Any) -> str:
         self.loaded.append(weights)
         if weights == "broken":
-            raise ValueError
+            raise ValueError(weights)
         return "loaded"
 
 
@@ -239,7 +239,7 @@ def test_each_load_of_a_model_is_counted_also_one_that_fails():
     model = Model()
     listen(model)
     assert model.load_weights("a") == "loaded"
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="broken"):
         model.load_weights("broken")
     assert model.loaded == ["a", "broken"]
     assert Changes.num == 2

@@ -544,6 +544,15 @@ def test_a_folder_is_read_by_the_server_between_pause_and_resume(folder: Path) -
     assert b"step-3" in routes.bodies[NAME]
 
 
+def test_kv_of_answers_that_run_is_kept_where_that_is_asked_for(folder: Path) -> None:
+    routes = Routes()
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        client.give_weights(folder, "step-3", kv="keep")
+        with pytest.raises(ValueError, match='kv must be "keep" or "recompute", got \'drop\''):
+            client.give_weights(folder, "step-3", kv="drop")
+    assert routes.asked == ["/pause", LOAD, NAME, "/resume"]
+
+
 def test_a_function_sends_while_the_server_pauses() -> None:
     routes = Routes()
     give(routes, lambda: routes.asked.append("sent"))

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, in_one_step, paused, race_joined, said_in
-from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, WEIGHT_SPANS, has, lacking
+from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, in_one_step, race_joined, said_in
+from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, has, lacking
 from vllm_rollout.group.plans.prompt_key import seed_for
 
 PROMPTS = [
@@ -58,7 +58,7 @@ def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) 
             assert all(logprob <= 0 for logprob in t["logprobs"])
             assert t["mean_confidence"] > 0
             assert t["std_confidence"] > 0
-            assert [span["end"] for span in t["weight_versions"][-1:]] == [t["num_tokens"]] * has(WEIGHT_SPANS)
+            assert [span["end"] for span in t["weight_versions"][-1:]] == [t["num_tokens"]]
 
 
 def test_the_engines_own_counter_and_ours_agree_with_usage(server: Server) -> None:
@@ -322,35 +322,6 @@ def in_time(attempt: Callable[[], Events], missed: Callable[[dict[str, Any]], bo
         if not any(missed(event["trajectory"]) for event in events if event["type"] == "trajectory"):
             break
     return events
-
-
-@pytest.mark.versions
-@pytest.mark.thorough
-def test_a_pause_for_new_weights_splits_versions_where_the_tokens_were_made(server: Server) -> None:
-    def update_weights() -> None:
-        with paused(server):
-            server.http.post("/update_weight_version", json={"new_version": "two"}).raise_for_status()
-
-    def attempt() -> Events:
-        events = stream_and_interfere(server, update_weights)
-        server.http.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
-        return events
-
-    events = in_time(attempt, missed=lambda trajectory: len(trajectory["weight_versions"]) == 1)
-    starts = []
-    for event in events:
-        if event["type"] == "trajectory":
-            spans = event["trajectory"]["weight_versions"]
-            if not has(WEIGHT_SPANS):
-                assert spans == []
-                continue
-            assert [span["version"] for span in spans] == ["default", "two"]
-            assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == LONG["max_tokens"]
-            starts.append(spans[1]["start"])
-    assert len(starts) == (MANY if has(WEIGHT_SPANS) else 0)
-    # Without mending a boundary would be where a held batch arrived, at 1 + a multiple of the chunk.
-    assert any((start - 1) % CHUNK for start in starts) or not has(WEIGHT_SPANS)
-    assert events[-1]["weight_version"] is None
 
 
 @pytest.mark.parametrize("path", ["/abort_requests", "/pause?mode=abort"])

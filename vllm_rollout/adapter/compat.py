@@ -109,7 +109,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = (
-    Feature("weight version spans", WEIGHT_SPANS, "weight_versions are empty, what is resumed counts as off-policy"),
+    Feature("names of weights", NAMED_WEIGHTS, "versions are numbers, what is resumed counts as off-policy"),
     Feature("logging flags", LOGGING_FLAGS, "set VLLM_LOGGING_LEVEL, VLLM_LOGGING_CONFIG_PATH"),
     Feature("refusing requests while paused", REJECTS_WHILE_PAUSED, "they wait until generation is resumed"),
 )

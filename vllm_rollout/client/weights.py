@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import httpx
 
@@ -20,6 +20,7 @@ from vllm_rollout.client.connection import RolloutError
 from vllm_rollout.client.sender import Sender
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+KV = Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,12 @@ class GivenWeights:
         return self.pause_s + self.send_s + self.finish_s
 
 
-async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[], object], version: str) -> GivenWeights:
+async def give_weights(
+    self: Sender,
+    weights: str | PathLike[str] | Callable[[], object],
+    version: str,
+    kv: KV = "recompute",
+) -> GivenWeights:
     """Put new weights in place of the server's, and name them. Needs a server with VLLM_SERVER_DEV_MODE=1.
 
     weights: a folder with a checkpoint (safetensors), which the server reads by itself, under the same path; or a
@@ -46,10 +52,16 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
     TrainerWeightTransferEngine. Check them before: what is not finite is sent as it is.
     version: what trajectories say of the tokens that these weights sampled (`weight_versions`).
 
+    kv: what becomes of the KV of answers that run. "recompute" computes it again by the new weights, so that from then
+    on their log probabilities are those of the new weights. "keep" goes on at once, on KV of the old ones. Whatever
+    begins later reads KV of the new weights only.
+
     What runs meanwhile is frozen, and goes on with the new weights. A server that was paused is resumed, also when
     sending fails. Raises: ValueError for a folder without weights; RolloutError, 404 without the development mode. When
     sending has failed the server may have a part of the weights: give them again before the next rollout.
     """
+    if kv not in get_args(KV):
+        raise ValueError(f'kv must be "keep" or "recompute", got {kv!r}')
     if not callable(weights) and not any(next(Path(weights).glob(pattern), None) for pattern in WEIGHTS):
         # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none
         raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
@@ -57,7 +69,7 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
     may_be_paused = True
     try:
         try:
-            await self.send(_post("/pause?mode=keep"))
+            await self.send(_post("/pause?mode=keep&clear_cache=false"))
         except RolloutError as error:
             # a proxy in front of a server that pauses may have lost patience
             may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
@@ -73,8 +85,9 @@ async def give_weights(self: Sender, weights: str | PathLike[str] | Callable[[],
             call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             await self.send(_post("/collective_rpc", call))
         sent = time.perf_counter()
-        # what runs is computed again: its cache was filled by the old weights
-        if not await self.send(Call("POST", "/reset_prefix_cache?reset_running_requests=true", _is_reset)):
+        if kv == "recompute" and not await self.send(
+            Call("POST", "/reset_prefix_cache?reset_running_requests=true", _is_reset)
+        ):
             raise RolloutError(
                 None, "the server kept its prefix cache of the old weights; give them again.", "NotReset"
             )

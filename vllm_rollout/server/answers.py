@@ -177,6 +177,8 @@ class GroupSummary(BaseModel):
     allocation: Allocation
     off_policy: bool = False
     """One of its trajectories is."""
+    weight_versions: list[str] = []
+    """That sampled its trajectories. Several, and none of them off policy: its siblings differ."""
     audit: bool = False
     """Nobody was stopped: its rewards and lengths are a plain sample of the policy's."""
     rewards: GroupRewards | None = None

@@ -153,6 +153,9 @@ class StartedGroup:
             lengths=GroupLengths(**lengths_of([self.ends[i].ending.num_tokens for i in result.selected])._asdict()),
             allocation=self.plan.answer(),
             off_policy=off_policy,
+            weight_versions=list(
+                dict.fromkeys(span["version"] for i in result.selected for span in self.ends[i].weight_versions)
+            ),
             audit=self.plan.group.audit,
             rewards=self._rewards(result, decision),
         )

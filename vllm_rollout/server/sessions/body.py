@@ -148,6 +148,8 @@ class TurnAnswer(BaseModel):
     waited_s: float
     """Before the turn, for tools or other work of the harness."""
     seconds: float
+    weight_versions: list[dict[str, Any]] = []
+    """Which version of the weights sampled which of its tokens: spans `{"version", "start", "end"}`."""
 
 
 class TrajectoryAnswer(SessionAnswer):
@@ -156,6 +158,8 @@ class TrajectoryAnswer(SessionAnswer):
     object: Literal["session.trajectory"] = "session.trajectory"
     group_id: str
     turns: list[TurnAnswer]
+    off_policy: bool = False
+    """Its tokens are of several versions of the weights."""
     segments: list[SegmentAnswer] | None
     """null: the server holds these tokens no more."""
 

@@ -277,6 +277,7 @@ class OpenGroup:
         return TrajectoryAnswer(
             **self.told(session),
             group_id=self.id,
+            off_policy=len({span["version"] for turn in turns for span in turn.weight_versions}) > 1,
             turns=[TurnAnswer(**{name: getattr(turn, name) for name in TurnAnswer.model_fields}) for turn in turns],
             segments=None
             if conversation is None

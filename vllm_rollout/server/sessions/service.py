@@ -256,6 +256,7 @@ class SessionService:
         finish_reason: str | None = None,
         logprobs: Sequence[float] | None = None,
         num_cached_tokens: int | None = None,
+        weight_versions: Sequence[dict[str, Any]] = (),
         pruned: bool = False,
     ) -> None:
         """All that it generated. num_cached_tokens: of its prompt, whose KV was there; pruned: its score stopped it.
@@ -285,6 +286,7 @@ class SessionService:
             seconds=now_s - turn.began_s,
             began_s=turn.began_s,
             num_cached_tokens=num_cached_tokens,
+            weight_versions=weight_versions,
         )
         conversation.add(told, prompt, token_ids, logprobs, text)
         self._hold(conversation.num_held_tokens - before)

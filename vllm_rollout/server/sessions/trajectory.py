@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 History = Literal["first", "extended", "mended", "reformatted", "rewritten"]
 """How a turn's prompt goes on from the turn before.
@@ -68,6 +68,8 @@ class Turn:
     """By the clock of its service."""
     num_cached_tokens: int | None = None
     """How many tokens of its prompt had their KV there already; None: nobody knows."""
+    weight_versions: Sequence[dict[str, Any]] = ()
+    """Spans `{"version", "start", "end"}` over the tokens that it generated."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_rollout.adapter.api.calls.versions import version_spans
 from vllm_rollout.adapter.api.client.outputs import let_stream
 from vllm_rollout.adapter.api.client.refusals import FULL_TURN
 from vllm_rollout.adapter.wire import CandidateTag, EndingNote
@@ -147,6 +148,7 @@ async def heard(
                     finish_reason=said.finish_reason,
                     logprobs=said.logprobs,
                     num_cached_tokens=output.num_cached_tokens,
+                    weight_versions=() if note is None else version_spans(note.weights, len(said.token_ids)),
                     pruned=note is not None and note.state == "pruned",
                 )
             if in_deltas:

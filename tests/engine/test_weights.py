@@ -1,0 +1,120 @@
+"""New weights under running groups, held against the model itself: log probabilities, versions, KV."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.engine.conftest import Server, paused, serve_command
+from vllm_rollout.adapter.compat import NAMED_WEIGHTS, has
+
+pytestmark = pytest.mark.versions
+
+PROMPTS = [[(7 * i * (j + 1)) % 300 + 3 for i in range(70)] for j in range(2)]
+TOLERANCE = 1e-4
+"""In nats: float32 here and there. Stale KV was off by up to 4.8."""
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of one shape, whose weights differ in every number."""
+    other = shutil.copytree(tiny_model, tmp_path_factory.mktemp("weights") / "other")
+    (file,) = other.glob("*.safetensors")
+    chance = torch.Generator().manual_seed(1)
+    tensors = {
+        name: each + 0.3 * each.float().std() * torch.randn(each.shape, generator=chance).to(each.dtype)
+        for name, each in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    return [tiny_model, str(other)]
+
+
+@pytest.fixture(scope="module")
+def changing(folders: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32"]
+    log = tmp_path_factory.mktemp("changing") / "log"
+    with Server(serve_command(folders[0], *flags), log, VLLM_SERVER_DEV_MODE="1") as server:
+        yield server
+
+
+def give(server: Server, folder: str, name: str | None = None) -> None:
+    call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    server.http.post("/collective_rpc", json=call).raise_for_status()
+    if name is not None and has(NAMED_WEIGHTS):
+        server.http.post("/update_weight_version", json={"new_version": name}).raise_for_status()
+
+
+def roll(server: Server, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    body = {
+        "prompts": [{"prompt_token_ids": prompt}], "group_size": 4, "return": {"logprobs": True},
+        "sampling": {"max_tokens": num_tokens, "ignore_eos": True, "seed": 5},
+    }  # fmt: skip
+    answer = server.http.post("/v1/rollouts", json=body)
+    answer.raise_for_status()
+    (group,) = answer.json()["groups"]
+    return group
+
+
+def worst(folder: str, prompt: list[int], trajectory: dict[str, Any], num_tokens: int | None = None) -> float:
+    """How far its log probabilities are from those of the model in that folder, at most, up to a token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor(trajectory["token_ids"])
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, -1).gather(-1, ids[:, None]).flatten()
+    return (expected - torch.tensor(trajectory["logprobs"])).abs()[:num_tokens].max().item()
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_what_begins_after_an_update_is_the_new_weights_own_and_what_runs_says_where_it_changed(
+    changing: Server, folders: list[str], pauses: bool
+) -> None:
+    give(changing, folders[0], "old")
+    roll(changing, PROMPTS[0], 20)  # its prompt is in the prefix cache
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(roll, changing, PROMPTS[1], 900)
+        changing.wait_until(lambda: changing.num_in_engine >= 4)
+        if pauses:
+            with paused(changing):
+                give(changing, folders[1], "new")
+        else:
+            give(changing, folders[1], "new")
+        later = [roll(changing, prompt, 40) for prompt in PROMPTS]
+        straddling = running.result()
+    for prompt, group in zip(PROMPTS, later, strict=True):
+        for trajectory in group["trajectories"]:
+            assert len(trajectory["weight_versions"]) == 1
+            assert worst(folders[1], prompt, trajectory) < TOLERANCE
+        assert group["off_policy"] is False
+    assert straddling["off_policy"] is True
+    assert len(straddling["weight_versions"]) == 2
+    for trajectory in straddling["trajectories"]:
+        old, new = trajectory["weight_versions"]
+        assert 0 < old["end"] == new["start"] < new["end"] == 900
+        assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
+        assert worst(folders[0], PROMPTS[1], trajectory, old["end"] + 3) > TOLERANCE, "the boundary is exact"
+        if has(NAMED_WEIGHTS):
+            assert (old["version"], new["version"]) == ("old", "new")
+
+
+def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, folders: list[str]) -> None:
+    (session,) = changing.http.post("/v1/groups", json={"group_size": 1}).json()["to_begin"]
+    prompt = list(PROMPTS[0])
+    for folder in folders:
+        give(changing, folder)
+        body = {"prompt": prompt, "max_tokens": 5, "return_token_ids": True}
+        answer = changing.http.post("/v1/completions", json=body, headers={"x-session-id": session})
+        answer.raise_for_status()
+        prompt += answer.json()["choices"][0]["token_ids"]
+    trajectory = changing.http.get(f"/v1/sessions/{session}").json()
+    versions = [turn["weight_versions"] for turn in trajectory["turns"]]
+    assert [len(spans) for spans in versions] == [1, 1]
+    assert versions[0][0]["version"] != versions[1][0]["version"]
+    assert trajectory["off_policy"] is True
