@@ -1,7 +1,7 @@
 """Group: engine events in, verdicts out.
 
-Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended. A step in
-which nothing is decided takes no loop over the candidates.
+Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended. A step
+in which nothing is decided takes no loop over the candidates.
 
 Events arrive while an engine step is processed (`launch`, `end`); `settle` closes the step and decides. Deciding at the
 end of the step is what makes ties exact: several candidates may end in the step in which the group completes, and the

@@ -20,7 +20,6 @@ from vllm_rollout.group.ranks.placement import OtherRequests, Placement
 from vllm_rollout.group.ranks.work import TokenCost, Work
 from vllm_rollout.server.engine import Outlook
 
-
 PRECISION = 32
 """Tokens to come are predicted anew when a share of 1 / `PRECISION` of a group's candidates has ended since."""
 
