@@ -105,7 +105,7 @@ def test_what_begins_after_an_update_is_the_new_weights_own_and_what_runs_says_w
 
 
 def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, folders: list[str]) -> None:
-    (session,) = changing.http.post("/v1/groups", json={"group_size": 1}).json()["to_begin"]
+    (session,) = changing.http.post("/v1/groups", json={"group_size": 1, "cut_turn": "goes_on"}).json()["to_begin"]
     prompt = list(PROMPTS[0])
     for folder in folders:
         give(changing, folder)
