@@ -156,6 +156,7 @@ FLAGS = (
 CONTRACT = (
     # -- in which versions differ
     WEIGHT_SPANS,
+    NAMED_WEIGHTS,
     LOGGING_FLAGS,
     SCALE_OUT_FLAG,
     STARTUP,
