@@ -159,7 +159,7 @@ BAD_PRUNING = {
         pruning(keep_ratio=0.5, min_survival=0.3, max_survival=0.3), "pruning.keep_ratio",
         ["between pruning.min_survival and pruning.max_survival", "got 0.5", "0.3 and 0.3"],
     ),
-    "rule_unknown": (pruning(rule="best"), "pruning.rule", ["got best", "'balance' or 'paper'"]),
+    "rule_unknown": (pruning(rule="best"), "pruning.rule", ["got best", "'gradient' or 'paper'"]),
     "min_labels_beyond_memory": (
         pruning(min_labels=MAX_MIN_LABELS + 1), "pruning.min_labels", [f"1 to {MAX_MIN_LABELS}"],
     ),
