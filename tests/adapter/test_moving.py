@@ -35,14 +35,14 @@ def test_held_tokens_log_probabilities_and_versions_travel(new_ranks):
     ranks.until(id, 30)
     assert ranks.runs[0].num_tokens(id) == 1  # the others are held
     candidate = ranks.runs[0].scheduler.candidates_of("g")[0]
-    candidate.weights = [(0, "one"), (17, "two")]
+    candidate.weights = [(0, 5), (17, 6)]
     ranks.move("g")
     ranks.run()
     outputs = ranks.runs[0].outputs[id]
     positions = [p for output in outputs for p in output.new_logprobs.sampled_token_ranks.tolist()]
     assert positions == list(range(1, 101))
     *came, (start, here) = ranks.runs[0].note(id).weights
-    assert came == [(0, "one"), (17, "two")]
+    assert came == [(0, "5"), (17, "6")]
     assert start >= 30
     assert here == "default"
 

@@ -6,12 +6,17 @@ preemptions, aborts and requests with common prompts show a stale block at once.
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from moving_runs import Ranks
 from scheduler_runs import TracedRun, add_group, assert_nothing_left
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -20,23 +25,24 @@ from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 
 BLOCK_SIZE = 16
-NUM_SCHEDULES = 60
-"""In each loop."""
+NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 100))
+"""In each loop. 5,000 take a quarter of an hour."""
 
 
 class KnownKV:
     """The KV cache of a run, and the versions of its tokens."""
 
-    def __init__(self, run: TracedRun) -> None:
+    def __init__(self, run: TracedRun, other: KnownKV | None = None) -> None:
+        """`other`: that of another rank, between which requests move."""
         self.run = run
         self._oldest: dict[tuple[int, int], int] = {}
         """For each place, by block and position in it: the oldest weights that its KV rests on."""
         self._mixed: dict[tuple[int, int], str] = {}
         """Places that rest on several, and whose they are."""
-        self.born: dict[str, int] = {}
+        self.born: dict[str, int] = {} if other is None else other.born
         """The weights with which each request began."""
-        self.sampled: dict[str, list[int]] = {}
-        self.ended: dict[str, list[tuple[int, str]]] = {}
+        self.sampled: dict[str, list[int]] = {} if other is None else other.sampled
+        self.ended: dict[str, list[tuple[int, str]]] = {} if other is None else other.ended
         """What notes must say, by the names that were known when they were written."""
         self._weights: dict[int, int] = {}
         self._schedule, run.scheduler.schedule = run.scheduler.schedule, self.schedule
@@ -67,6 +73,25 @@ class KnownKV:
             if rests_on < Changes.num:
                 self._mixed[place] = request_id
 
+    def copy_of(self, blocks: list[int]) -> list[dict[int, tuple[int, str | None]]]:
+        """What these blocks rest on, and whose they are, by position in each."""
+        return [
+            {
+                place[1]: (oldest, self._mixed.get(place))
+                for place, oldest in self._oldest.items()
+                if place[0] == block
+            }
+            for block in blocks
+        ]  # fmt: skip
+
+    def paste(self, copies: list[dict[int, tuple[int, str | None]]], blocks: list[int]) -> None:
+        for copy, block in zip(copies, blocks, strict=True):
+            for position, (oldest, owner) in copy.items():
+                self._oldest[block, position] = oldest
+                self._mixed.pop((block, position), None)
+                if owner is not None:
+                    self._mixed[block, position] = owner
+
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         weights = self._weights.pop(id(scheduled))
         output = self._sample(scheduled)
@@ -91,6 +116,37 @@ class KnownKV:
             if not spans or spans[-1][1] != version:
                 spans.append((position, version))
         return spans
+
+
+class TwoRanks:
+    """Groups move between them, with their KV."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        first = KnownKV(ranks.runs[0])
+        self.known = [first, KnownKV(ranks.runs[1], first)]
+        self._copies: list[dict[int, tuple[int, str | None]]] = []
+        for known, core in zip(self.known, ranks.cores, strict=True):
+            core.kv.call = partial(self._call, known, core.kv.call)
+
+    def _call(self, known: KnownKV, call: Callable[..., Any], method: str, args: tuple[Any, ...]) -> Any:
+        if method == "rollout_share_kv":
+            self._copies = known.copy_of(args[0])
+        elif method == "rollout_fetch_kv":
+            _, slots, blocks = args
+            known.paste([self._copies[slot] for slot in slots], blocks)
+        return call(method, args)
+
+    def move(self, group_id: str, source: int) -> None:
+        released = self.ranks.cores[source].release(group_id)
+        for _ in range(50):
+            if released.outcome not in ("in_flight", "busy"):
+                break
+            self.known[source].step()
+            released = self.ranks.cores[source].release(group_id)
+        if released.outcome == "released":
+            self.ranks.cores[1 - source].adopt(group_id, released.parcel)
+            self.ranks.cores[source].confirm(group_id)
 
 
 @pytest.fixture(autouse=True)
@@ -162,20 +218,25 @@ def test_before_the_first_change_nothing_is_salted(known):
 
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
-def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_run, seed):
+def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_ranks, seed):
     chance = random.Random(seed)
-    run = new_run(
-        block_size=BLOCK_SIZE, num_blocks=chance.choice([20, 40, 200]), max_num_seqs=chance.choice([2, 5, 16])
+    two = TwoRanks(
+        new_ranks(
+            block_size=BLOCK_SIZE,
+            num_blocks=chance.choice([20, 40, 200]),
+            max_num_seqs=chance.choice([2, 5, 16]),
+        )
     )
-    known = KnownKV(run)
-    weights = run.scheduler.weights
+    runs = two.ranks.runs
     prompts = [[chance.randrange(10, 99) for _ in range(chance.choice([20, 40, 70]))] for _ in range(3)]
-    run.scripts = Talk(run, prompts)
-    live: list[str] = []
+    for run in runs:
+        run.scripts = Talk()
+    live: dict[str, list[str]] = {}
     for number in range(40):
-        act = chance.choice(["group", "other", "update", "update", "name", "abort", "steps", "steps"])
+        run = chance.choice(runs)
+        act = chance.choice(["group", "other", "update", "update", "name", "abort", "move", "move", "pause", "steps"])
         if act == "group":
-            live += add_prompts(run, f"g{number}", chance.choice(prompts), chance)
+            live[f"g{number}"] = add_prompts(run, f"g{number}", chance.choice(prompts), chance)
         elif act == "other":
             run.add(f"o{number}", chance.randrange(1, 60), prompt_token_ids=chance.choice(prompts))
             if chance.random() < 0.2:
@@ -183,26 +244,34 @@ def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_run, seed
         elif act == "update":
             Changes.num += chance.choice([1, 1, 30])
         elif act == "name":
-            if weights.is_named_otherwise(name := f"v{number}"):
+            if any(run.scheduler.weights.is_named_otherwise(f"v{number}") for run in runs):
                 Changes.num += 1
-            weights.look()
-            weights.name(name)
+            for each in runs:
+                each.scheduler.weights.look()
+                each.scheduler.weights.name(f"v{number}")
         elif act == "abort" and live:
-            run.abort(live.pop(chance.randrange(len(live))))
+            for each in runs:
+                each.abort(chance.choice(chance.choice(list(live.values()))))
+        elif act == "move" and live:
+            two.move(chance.choice(list(live)), chance.randrange(2))
+        elif act == "pause":
+            for state in (PauseState.PAUSED_ALL, PauseState.UNPAUSED):
+                run.scheduler.set_pause_state(state)
         for _ in range(chance.randrange(0, 12)):
-            known.step()
-    while known.step():
+            chance.choice(two.known).step()
+    while sum(known.step() for known in two.known):
         pass
-    for request_id, spans in known.ended.items():
+    for request_id, spans in two.known[0].ended.items():
         if request_id.startswith("g"):
-            assert run.note(request_id).weights[: len(spans)] == spans, request_id
-    assert_nothing_left(run)
+            assert runs[0].note(request_id).weights[: len(spans)] == spans, request_id
+    for run in runs:
+        assert_nothing_left(run)
 
 
 class Talk(dict[str, list[int]]):
     """All requests say the same, so that what one has generated is in the cache for another."""
 
-    def __init__(self, run: TracedRun, prompts: list[list[int]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._said = [200 + place % 50 for place in range(400)]
 
@@ -296,9 +365,5 @@ def test_a_name_is_that_of_the_weights_that_came_last_or_tells_of_some_that_came
     assert (Changes.num, weights.version(1)) == (1, "one")
     core.set_weight_version("two")
     assert (Changes.num, weights.version(2)) == (2, "two")
-    core.collective_rpc("reload_weights")  # the name came first
-    assert weights.version(3) == "two"
-    weights.sampled_by(3)
     core.collective_rpc("reload_weights")
-    weights.sampled_by(4)
-    assert weights.version(4) == "2"
+    assert weights.version(3) == "3"

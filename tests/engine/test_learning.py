@@ -17,7 +17,6 @@ import pytest
 from safetensors.torch import load, save
 
 from tests.engine.conftest import Server, ends_after, forgetful, race_joined
-from vllm_rollout.adapter.compat import NAMED_WEIGHTS, has
 
 DETECTION_LENGTH = 8
 SHADOW = {"detection_length": DETECTION_LENGTH, "mode": "shadow", "min_labels": 8}
@@ -251,7 +250,7 @@ def test_the_head_outlives_a_weight_update_and_scores_name_the_version(taught: P
         answer = taught.rollout()
     finally:
         http.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
-    assert seen_in(answer, "score_weight_version") == {"step-1" if has(NAMED_WEIGHTS) else "default"}
+    assert seen_in(answer, "score_weight_version") == {"step-1"}
     assert seen_in(answer, "head_version") == {version}
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import Server, paused, serve_command
-from vllm_rollout.adapter.compat import NAMED_WEIGHTS, has
 
 pytestmark = pytest.mark.versions
 
@@ -47,7 +46,7 @@ def changing(folders: list[str], tmp_path_factory: pytest.TempPathFactory) -> It
 def give(server: Server, folder: str, name: str | None = None) -> None:
     call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     server.http.post("/collective_rpc", json=call).raise_for_status()
-    if name is not None and has(NAMED_WEIGHTS):
+    if name is not None:
         server.http.post("/update_weight_version", json={"new_version": name}).raise_for_status()
 
 
@@ -100,8 +99,7 @@ def test_what_begins_after_an_update_is_the_new_weights_own_and_what_runs_says_w
         assert 0 < old["end"] == new["start"] < new["end"] == 900
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"] + 3) > TOLERANCE, "the boundary is exact"
-        if has(NAMED_WEIGHTS):
-            assert (old["version"], new["version"]) == ("old", "new")
+        assert (old["version"], new["version"]) == ("old", "new")
 
 
 def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, folders: list[str]) -> None:

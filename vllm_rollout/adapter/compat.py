@@ -76,7 +76,6 @@ CORE = "vllm.v1.engine.core.EngineCore"
 
 # What differs between the supported versions, and is asked for
 WEIGHT_SPANS = Fact("has", COMPLETION, "weight_versions", since="0.32")
-NAMED_WEIGHTS = Fact("has", CORE, "set_weight_version", since="0.32")
 LOGGING_FLAGS = Fact("has", "vllm.logger", "configure_logging_from_args", since="0.31")
 SCALE_OUT_FLAG = Fact("flag", SERVE, "enable_scale_out", since="0.30")
 STARTUP = Fact("has", "vllm.entrypoints.common.startup", "cli_env_setup", since="0.33")
@@ -109,7 +108,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = (
-    Feature("names of weights", NAMED_WEIGHTS, "versions are numbers, what is resumed counts as off-policy"),
+    Feature("weight version spans", WEIGHT_SPANS, "only trajectories and turns of sessions have weight_versions"),
     Feature("logging flags", LOGGING_FLAGS, "set VLLM_LOGGING_LEVEL, VLLM_LOGGING_CONFIG_PATH"),
     Feature("refusing requests while paused", REJECTS_WHILE_PAUSED, "they wait until generation is resumed"),
 )
@@ -156,7 +155,6 @@ FLAGS = (
 CONTRACT = (
     # -- in which versions differ
     WEIGHT_SPANS,
-    NAMED_WEIGHTS,
     LOGGING_FLAGS,
     SCALE_OUT_FLAG,
     STARTUP,

@@ -49,8 +49,8 @@ class MovedCandidate:
     """The next output is to be sent at once."""
     held: EngineCoreOutput | None
     """Tokens that wait for others to make a message."""
-    weights: list[tuple[int, str]]
-    """From which output token on which version of the weights sampled it."""
+    weights: list[tuple[int, int]]
+    """From which output token on which weights sampled it. All engine cores count the same changes."""
     state: WorkerState | None
     """None when it has no output tokens."""
 

@@ -16,8 +16,6 @@ from typing import Any
 from torch import nn
 from vllm.v1.engine.core import EngineCore
 
-from vllm_rollout.adapter.compat import NAMED_WEIGHTS, has
-
 OWN_CALLS = "rollout_"
 """How the methods of our own worker begin: none of them brings weights."""
 
@@ -47,8 +45,11 @@ def listen_to_calls() -> None:
     vLLM's utility calls reach an engine core by name, and none of them tells its scheduler. Where workers are processes
     of their own, the scheduler would hear of new weights by the first step that they compute, one step late.
     """
-    methods = ["collective_rpc", "add_lora"] + (["set_weight_version"] if has(NAMED_WEIGHTS) else [])
-    for name, followed_by in zip(methods, (_look, _look_at_adapter, _name), strict=False):
+    for name, followed_by in (
+        ("collective_rpc", _look),
+        ("add_lora", _look_at_adapter),
+        ("set_weight_version", _name),
+    ):
         method = getattr(EngineCore, name)
         if not hasattr(method, "__wrapped__"):
             setattr(EngineCore, name, _followed(method, followed_by))

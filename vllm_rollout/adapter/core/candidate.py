@@ -49,9 +49,8 @@ class EngineCandidate:
         params = request.sampling_params
         self.held = HeldOutputs(output_interval, None if params is None else params.num_logprobs)
         self.stop_strings: StopStrings | None = None
-        self.weights: list[tuple[int, int | str]] = []
-        """From which output token on which weights sampled it: the change that they came with; of another engine core's
-        time their name."""
+        self.weights: list[tuple[int, int]] = []
+        """From which output token on which weights sampled it: the change that they came with."""
         self.end_reason: EndReason | None = None
         self.refusal: str | None = None
         """Why its group did not take it."""

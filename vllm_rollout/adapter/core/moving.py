@@ -26,7 +26,7 @@ from vllm_rollout.adapter.core.calls import call_worker
 from vllm_rollout.adapter.core.candidate import EngineCandidate
 from vllm_rollout.adapter.core.kv_moving import KVMoves
 from vllm_rollout.adapter.core.versions import leave_deferred
-from vllm_rollout.adapter.core.weights import salt_to_move
+from vllm_rollout.adapter.core.weights import Weights, salt_to_move
 from vllm_rollout.adapter.parcel import KVBlocks, MovedCandidate, Parcel, request_to_move
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.ranks.placement import Holders
@@ -62,6 +62,7 @@ class MovableGroups(Protocol):
     group_steps: GroupSteps
     clock: Callable[[], float]
     num_preemptions: int
+    weights: Weights
 
     def stays_because(self, group_id: str) -> StayReason | None: ...
 
@@ -70,8 +71,6 @@ class MovableGroups(Protocol):
     def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup: ...
 
     def attach(self, request: Request, moved: MovedCandidate, group_id: str, group: Group) -> EngineCandidate: ...
-
-    def named(self, candidate: EngineCandidate) -> list[tuple[int, str]]: ...
 
 
 class GroupMoves:
@@ -173,6 +172,7 @@ class GroupMoves:
 
     def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[EngineCandidate]) -> Parcel:
         """What may fail comes before the scheduler lets go."""
+        self._groups.weights.look()  # the salt that goes along is not older than the last change
         kv = self.kv.share(core, group_id, [candidate.request for candidate in candidates])
         moved = [
             MovedCandidate(
@@ -182,7 +182,7 @@ class GroupMoves:
                 output_interval=candidate.held.interval,
                 passes_next=candidate.held.passes_next,
                 held=candidate.held.copy(candidate.request.request_id),
-                weights=self._groups.named(candidate),
+                weights=candidate.weights,
                 state=None,
             )
             for candidate in candidates

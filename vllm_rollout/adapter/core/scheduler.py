@@ -586,7 +586,7 @@ class GroupSchedulerMixin:
             state=group.state(id.index),
             end_step=group.end_step(id.index),
             confidence=confidence_of(candidate, model_runner_output),
-            weights=self.named(candidate),
+            weights=self._named(candidate),
             assessment=group.assessments.get(id.index),
             final=group.finals.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",
@@ -604,11 +604,11 @@ class GroupSchedulerMixin:
             candidate.weights.pop()
         candidate.weights.append((start, self.weights.sampling))
 
-    def named(self, candidate: EngineCandidate) -> list[tuple[int, str]]:
+    def _named(self, candidate: EngineCandidate) -> list[tuple[int, str]]:
         """The versions that sampled a candidate's tokens, each with its first one. Neighbours of one name are one."""
         named: list[tuple[int, str]] = []
-        for start, weights in candidate.weights:
-            version = weights if isinstance(weights, str) else self.weights.version(weights)
+        for start, change in candidate.weights:
+            version = self.weights.version(change)
             if not named or named[-1][1] != version:
                 named.append((start, version))
         return named

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,13 +22,6 @@ from vllm_rollout.adapter.weights import Changes
 OWN_SALT = "vllm_rollout/"
 FIRST_VERSION = "default"
 """What vLLM calls weights that nobody has named."""
-
-
-class Span(NamedTuple):
-    """From this output token on, these weights."""
-
-    start: int
-    change: int
 
 
 class Weights:
@@ -43,20 +35,14 @@ class Weights:
         """Of this engine: another one of this process may have had some before."""
         self.sampling = Changes.num
         """The change after which the step was computed that was read last."""
-        self._numbers: list[int] = [Changes.num]
-        """Changes after which something was sampled, in order: one that nobody names is called by its place."""
         self._names: dict[int, str] = {}
-        self._may_still_load = False
-        """The newest name came first, and its weights may follow."""
 
     def look(self) -> None:
         """Between two steps: salt requests anew if weights have changed."""
         change = Changes.num
         if change == self._known:
             return
-        if self._may_still_load and self._known in self._names and self.sampling != self._known:
-            self._names[change] = self._names[self._known]
-        self._known, self._may_still_load = change, False
+        self._known = change
         for request in self._scheduler.requests.values():
             if not self._is_ours(request):
                 continue
@@ -66,9 +52,10 @@ class Weights:
                 self._isolate(request)
 
     def begin(self, request: Request) -> None:
-        """A request comes."""
+        """A request comes, for the first time or from another engine."""
         self.look()
-        if self._known != self._first and request.cache_salt is None:
+        begins = request.cache_salt is None or (self._is_ours(request) and not request.num_output_tokens)
+        if begins and self._known != self._first:
             salt(request, self._salt)
 
     def sampled_by(self, change: int) -> bool:
@@ -76,13 +63,11 @@ class Weights:
         if change == self.sampling:
             return False
         self.sampling = change
-        self._numbers.append(change)
         return True
 
     def name(self, version: str) -> None:
         """What the newest weights are called."""
         self._names[self._known] = version
-        self._may_still_load = True
 
     def is_named_otherwise(self, version: str) -> bool:
         """Whether a name tells of weights whose coming nobody has noticed."""
@@ -90,15 +75,8 @@ class Weights:
         return known is not None and known != version
 
     def version(self, change: int) -> str:
-        """The name of the weights after a change, or its number."""
-        if change == self._first:
-            return self._names.get(change, FIRST_VERSION)
-        return self._names.get(change) or str(self._numbers.index(change))
-
-    def forget_all_but(self, changes: set[int]) -> None:
-        """Names of weights that no candidate has a token of."""
-        kept = changes | {self._first, self._known, self.sampling}
-        self._names = {change: name for change, name in self._names.items() if change in kept}
+        """The name of the weights after a change, or its number, which is the same on all ranks."""
+        return self._names.get(change) or (FIRST_VERSION if change == self._first else str(change))
 
     @property
     def _salt(self) -> str:
