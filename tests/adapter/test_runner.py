@@ -11,6 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.adapter.worker import runner as runner_module
 from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
@@ -178,6 +179,22 @@ def step(runner: Any, rows: list[Row], new: tuple = (), finished: tuple = ()) ->
     if isinstance(output, AsyncModelRunnerOutput):
         output = output.get_output()
     return output, output.__dict__.get(REPORT_ATTRIBUTE)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_each_step_says_which_weights_computed_it(new_runner, monkeypatch, asynchronous):
+    monkeypatch.setattr(Changes, "num", 0)
+    runner = new_runner(new_ring(), asynchronous=asynchronous)
+    rows, new = [Row("a", 3, 3), Row("plain", 3, 3)], (new_request("a", 3, 1),)
+    assert step(runner, rows, new)[1].weights == 0
+    assert step(runner, rows[1:])[1] is None, "nobody is observed, and no weights have come"
+    monkeypatch.setattr(Changes, "num", 2)
+    runner.execute_model(SimpleNamespace(rows=rows[1:], scheduled_new_reqs=(), finished_req_ids=set()))
+    output = runner.sample_tokens()
+    monkeypatch.setattr(Changes, "num", 3)  # before the output is read
+    output = output.get_output() if asynchronous else output
+    assert output.__dict__[REPORT_ATTRIBUTE].weights == 2
+    assert step(runner, rows)[1].weights == 3
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -79,10 +79,10 @@ class ObservedOutput(AsyncModelRunnerOutput):
 class StepReport:
     """What a step showed and which weights computed it, on their way to the scheduler."""
 
-    def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing) -> None:
-        """`step`: None where nobody was observed."""
+    def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing, weights: int = 0) -> None:
+        """`step`: None where nobody was observed. `weights`: as of a RunnerReport."""
         self._step = step
-        self._weights = Changes.num
+        self._weights = weights
         self._failed = observing.take_failed()
         self._ring = ring
         self._observing = observing
@@ -226,9 +226,9 @@ class RunnerMixin:
         if output is None:
             return None
         step = self.candidate_tracker.step
-        if step is None and not (self.observing.has_failed or Changes.num):
+        if step is None and not (self.observing.has_failed or self._weights):
             return output
-        report = StepReport(step, self.feature_ring, self.observing)
+        report = StepReport(step, self.feature_ring, self.observing, self._weights)
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
             report.begin_copy()
             report.attach(output)
