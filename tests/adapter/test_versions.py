@@ -6,7 +6,7 @@ import pytest
 from vllm.outputs import CompletionOutput
 
 from vllm_rollout.adapter.api.calls import versions
-from vllm_rollout.adapter.api.calls.versions import refuse_missing_flags, weight_spans
+from vllm_rollout.adapter.api.calls.versions import refuse_missing_flags, version_spans, weight_spans
 from vllm_rollout.adapter.compat import vllm_version
 
 
@@ -41,3 +41,13 @@ def test_flags_that_the_oldest_vllm_has_are_left_to_its_own_parser(oldest):
 def test_there_are_no_weight_spans_where_vllm_makes_none(oldest):
     completion = CompletionOutput(0, "", [], None, None)
     assert weight_spans(completion) == ()
+
+
+@pytest.mark.parametrize(("starts", "num_tokens", "spans"), [
+    ([], 5, []),
+    ([(0, "a")], 0, []),
+    ([(0, "a")], 5, [("a", 0, 5)]),
+    ([(0, "a"), (3, "b"), (5, "c")], 5, [("a", 0, 3), ("b", 3, 5)]),
+])  # fmt: skip
+def test_spans_end_where_the_next_begins_or_the_tokens_do(starts, num_tokens, spans):
+    assert [tuple(span.values()) for span in version_spans(starts, num_tokens)] == spans

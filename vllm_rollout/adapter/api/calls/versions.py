@@ -49,14 +49,17 @@ def weight_spans(completion: CompletionOutput) -> Sequence[Any]:
 
 def mend_weight_spans(completion: CompletionOutput, starts: Sequence[tuple[int, str]]) -> None:
     """Say of vLLM's spans, if it has some, where each begins and of which version it is."""
-    if spans := weight_spans(completion):
+    if starts and (spans := weight_spans(completion)):
         known = version_spans(starts, spans[-1].end)
         completion.weight_versions = [replace(spans[0], **span) for span in known]
 
 
 def version_spans(starts: Sequence[tuple[int, str]], num_tokens: int) -> list[dict[str, Any]]:
-    """Spans `{"version", "start", "end"}` over so many output tokens; each ends where the next begins."""
-    ends = [start for start, _ in starts[1:]] + [num_tokens]
+    """Spans `{"version", "start", "end"}` over so many output tokens; each ends where the next begins.
+
+    None where nothing is known: of a request that was in no group any more when it ended.
+    """
+    ends = [*(start for start, _ in starts), num_tokens][1:]
     return [
         {"version": version, "start": start, "end": min(end, num_tokens)}
         for (start, version), end in zip(starts, ends, strict=True)
