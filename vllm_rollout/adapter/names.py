@@ -43,6 +43,8 @@ class AdapterNames:
 
     def told_apart(self, lora: LoRARequest) -> LoRARequest:
         """`lora` itself, or one of another name where the name was an earlier adapter's."""
+        if NUMBER_FOLLOWS in lora.lora_name:
+            return lora
         first = self._first.setdefault(lora.lora_name, lora.lora_int_id)
         if len(self._first) > MAX_NAMES:
             self._first.popitem(last=False)

@@ -123,7 +123,8 @@ class GroupClient:
         if kwargs.get("lora_request") is not None:
             kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
         extra_args = sampling_params.extra_args
-        refuse_unwritable(extra_args)
+        if extra_args:
+            refuse_unwritable(extra_args)
         if self.sessions is not None and self.sessions.names_session(extra_args or {}):
             return self._turn(prompt, sampling_params, request_id, **kwargs)
         if not extra_args:

@@ -33,7 +33,7 @@ def refuses_prompt_logprobs(vllm_config: VllmConfig) -> bool:
     return vllm_config.lora_config is not None and current_platform.is_cpu()
 
 
-def refuse_unwritable(extra_args: Mapping[str, Any] | None) -> None:
+def refuse_unwritable(extra_args: Mapping[str, Any]) -> None:
     """Raises: VLLMValidationError (400) for half a surrogate pair, which JSON admits and no message to the engine."""
     try:
         json.dumps(extra_args, ensure_ascii=False, default=repr).encode()
