@@ -89,7 +89,7 @@ class Weights:
     def _isolate(self, request: Request) -> None:
         """What it computes from now on has a name that no other request can have."""
         hasher = request._block_hasher
-        if hasher is None or (isinstance(hasher, partial) and hasher.func is _own_hashes):
+        if hasher is None or _has_own_hashes(hasher):
             return
         num_computed = request.num_computed_tokens // self._scheduler.kv_cache_manager.block_pool.hash_block_size
         del request.block_hashes[num_computed:]
@@ -100,16 +100,20 @@ class Weights:
 def salt(request: Request, value: str) -> None:
     """Its blocks are found by requests of this salt only."""
     request.cache_salt, request.block_hashes = value, []
-    if isinstance(hasher := request._block_hasher, partial) and hasher.func is _own_hashes:
+    if _has_own_hashes(hasher := request._block_hasher):
         request._block_hasher = hasher.args[0]
     request.update_block_hashes()
 
 
 def salt_to_move(request: Request) -> str | None:
     """The salt with which it goes on in another engine: its own, where its blocks rest on KV of several weights."""
-    if isinstance(hasher := request._block_hasher, partial) and hasher.func is _own_hashes:
+    if _has_own_hashes(request._block_hasher):
         return f"{OWN_SALT}{request.request_id}"
     return request.cache_salt
+
+
+def _has_own_hashes(hasher: Callable[[Request], list[BlockHash]] | None) -> bool:
+    return isinstance(hasher, partial) and hasher.func is _own_hashes
 
 
 def _own_hashes(hasher: Callable[[Request], list[BlockHash]], owner: bytes, request: Request) -> list[BlockHash]:

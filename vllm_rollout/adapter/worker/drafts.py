@@ -120,14 +120,12 @@ class Drafts:
     ) -> list[list[int]]:
         """Drafts of the next step, a list for each row of the batch, empty where there are none."""
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            return self._propose(sampled_token_ids, num_tokens_no_spec)
         except Exception as error:
             self._begin_again(error)
             return [[] for _ in sampled_token_ids]
 
-    def _propose(
-        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray
-    ) -> list[list[int]]:
+    def _propose(self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray) -> list[list[int]]:
         request_ids = self._batch().req_ids
         rows = [row for row, id in enumerate(request_ids) if id in self._running]
         drafts: list[list[int]] = [[] for _ in request_ids]

@@ -106,15 +106,18 @@ class StepReport:
             if self._error is not None:
                 raise self._error
             if self._copy is None:
-                report = nothing_seen(len(output.req_ids), failed=self._failed)
+                report = nothing_seen(len(output.req_ids))
             else:
                 report = _report(output, self._copy.get(), self._ring, self._observing)
-                report = report._replace(failed={**self._failed, **report.failed})
         except Exception as error:
             reason = self._observing.faults.caught("reporting", error)
             seen = [output.req_ids[row] for row in self._step.rows]
-            report = nothing_seen(len(output.req_ids), failed={**self._failed, **dict.fromkeys(seen, reason)})
-        report = report._replace(num_internal_errors=self._observing.faults.num, weights=self._weights)
+            report = nothing_seen(len(output.req_ids), failed=dict.fromkeys(seen, reason))
+        report = report._replace(
+            failed={**self._failed, **report.failed},
+            num_internal_errors=self._observing.faults.num,
+            weights=self._weights,
+        )
         setattr(output, REPORT_ATTRIBUTE, report)
 
 

@@ -47,14 +47,7 @@ from vllm_rollout.server.runs.rewards import RunRewards
 from vllm_rollout.server.runs.rollout_round import RolloutRound
 from vllm_rollout.server.runs.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.runs.stored import (
-    EndedGroup,
-    Looked,
-    PlannedRound,
-    StoredRun,
-    UnreadableRun,
-    run_answer,
-)
+from vllm_rollout.server.runs.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 from vllm_rollout.server.shaping import history_key
