@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.work import faster_than_linear
 from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.group.plans.xargs import turn_from_xargs
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.rewards.time_limits import TimeLimits
 from vllm_rollout.rewards.values import Grade
+from vllm_rollout.server.sessions.body import FinishRequest, SessionGroupRequest
+from vllm_rollout.server.sessions.service import SessionService
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
@@ -68,6 +71,37 @@ def test_a_rollout_takes_work_by_its_candidates(name):
         assert response.status_code == 200, response.text
 
     assert faster_than_linear(lambda num: asyncio.run(roll(num)), SMALL, LARGE) == {}
+
+
+SESSIONS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = {
+    # Fields, how each second session ends, and group_size and redundancy as shares of all.
+    "a race": ({}, {}, (0.5, 0.5)),
+    "all": ({}, {}, (1, 0)),
+    "void ones are replaced": ({"max_sessions": 4}, {"void": True}, (1, 0)),
+    "hopeless": ({"until": "variance", "max_sessions": 1}, {"reward": 0.0}, (1, 0)),
+    "without a reward": ({"until": "variance", "max_sessions": 2}, {}, (0.5, 0)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_group_of_sessions_takes_work_by_its_sessions(name):
+    fields, other, (group_size, redundancy) = SESSIONS[name]
+
+    async def play(num: int) -> None:
+        service: SessionService = make_app(FakeEngine()).state.session_service
+        most = {"max_sessions": fields["max_sessions"] * num} if "max_sessions" in fields else {}
+        sizes = {"group_size": int(group_size * num), "redundancy": int(redundancy * num)}
+        group = service.declare(SessionGroupRequest(**{**fields, **most, **sizes}), "")
+        for number, session in enumerate(iter(group.declared)):
+            turn = service.turn(turn_from_xargs({}, session, n=1), None, [1])
+            if turn is not None:
+                assert service.begin(turn)
+                service.end(turn, [1], [2], finish_reason="stop")
+                await service.finish(session, FinishRequest(**(other if number % 2 else {"reward": 0.0})))
+        assert group.status in ("complete", "incomplete"), group.answer(0.0)
+
+    assert faster_than_linear(lambda num: asyncio.run(play(num)), SMALL, LARGE) == {}
 
 
 @pytest.mark.parametrize("audit", [False, True])

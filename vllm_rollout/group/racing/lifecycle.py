@@ -71,7 +71,8 @@ class Group:
     """Candidates that ended since the last settlement."""
     _settled: list[int] = field(default_factory=list)
     """Candidates that the last settlement was about."""
-    _num_running: int = 0
+    _running: dict[int, None] = field(default_factory=dict)
+    """Indices, in the order of launch."""
     _num_valid: int = 0
     """Candidates that have finished by themselves, until it is closed."""
     _num_truncated: int = 0
@@ -95,7 +96,7 @@ class Group:
         assert index not in self._candidates, f"candidate {index} launched twice"
         has_place = self._num_places_left > 0
         self._candidates[index] = _Candidate(has_place=has_place)
-        self._num_running += 1
+        self._running[index] = None
         self._num_holders += has_place
         if not has_place:
             self._without_place.append(index)
@@ -110,7 +111,7 @@ class Group:
         candidate.truncated = reason == "length"
         candidate.num_tokens = num_tokens
         candidate.step = self._num_steps + 1  # the one that the next settlement closes
-        self._num_running -= 1
+        del self._running[index]
         self._num_valid += candidate.state == "finished" and not candidate.truncated
         self._num_truncated += candidate.state == "finished" and candidate.truncated
         self._num_holders -= candidate.state == "failed" and candidate.has_place
@@ -182,7 +183,7 @@ class Group:
 
     def give_up(self, indices: Collection[int]) -> list[int]:
         """Whoever launched it does not need these: those that run are surplus. Returns them."""
-        given_up = [index for index in self.running if index in indices]
+        given_up = [index for index in self._running if index in indices]
         self._stop(given_up, "surplus")
         return given_up
 
@@ -203,7 +204,7 @@ class Group:
     @property
     def running(self) -> list[int]:
         """Indices of the candidates that run."""
-        return [index for index, candidate in self._candidates.items() if candidate.state == "running"]
+        return list(self._running)
 
     def has(self, index: int) -> bool:
         """Whether a candidate of that index was launched."""
@@ -226,12 +227,17 @@ class Group:
 
     @property
     def num_running(self) -> int:
-        return self._num_running
+        return len(self._running)
+
+    @property
+    def num_finished(self) -> int:
+        """Candidates that have finished, cut ones too; of a group that is not closed."""
+        return self._num_valid + self._num_truncated
 
     @property
     def over(self) -> bool:
         """Nothing is running and nobody is still to come."""
-        return not self._num_running and not self.num_to_come
+        return not self._running and not self.num_to_come
 
     @property
     def complete(self) -> bool:
@@ -255,7 +261,7 @@ class Group:
 
     def num_unjudged(self, assessments: Mapping[int, Assessment]) -> int:
         """Candidates that run, or are to come, and are not among these."""
-        return self.num_to_come + sum(index not in assessments for index in self.running)
+        return self.num_to_come + sum(index not in assessments for index in self._running)
 
     @property
     def _num_places_left(self) -> int:
@@ -285,7 +291,7 @@ class Group:
     @property
     def _num_usable(self) -> int:
         """Finished candidates that count now: truncated ones only where too few others are left."""
-        num_others = self._num_valid + self._num_running + self.num_to_come
+        num_others = self._num_valid + len(self._running) + self.num_to_come
         return self._num_valid + (self._num_truncated if num_others < self.terms.group_size else 0)
 
     def _uncount(self, candidate: _Candidate) -> None:
@@ -311,7 +317,7 @@ class Group:
             self.length_cap = ceil(self.terms.patience * max(c.num_tokens for c in first))
 
     def _give_up_rest(self, state: StopState = "surplus") -> tuple[int, ...]:
-        running = tuple(self.running) if self._num_running else ()
+        running = tuple(self._running)
         self._stop(running, state)
         return running
 
@@ -320,5 +326,5 @@ class Group:
             candidate = self._candidates[index]
             assert candidate.state == "running", f"verdict on candidate {index} after its end"
             candidate.state, candidate.step = state, self._num_steps
-            self._num_running -= 1
+            del self._running[index]
             self._num_holders -= candidate.has_place

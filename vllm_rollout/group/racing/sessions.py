@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.lifecycle import Group
 from vllm_rollout.group.racing.selection import conclude, deferred
-from vllm_rollout.group.rewards.until import CandidateReward, UntilTerms, decide, num_to_refill
+from vllm_rollout.group.rewards.until import GroupRewards, UntilTerms, num_to_refill
 from vllm_rollout.group.types import Ending, EndReason, GroupResult, GroupStatus
 
 SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
@@ -79,7 +79,7 @@ class Settled(NamedTuple):
 
 @dataclass(slots=True)
 class SessionRace:
-    """The sessions of one group. Time is any clock's, in seconds."""
+    """The sessions of one group. Time is any clock's, in seconds. No event takes a loop over the sessions."""
 
     plan: GroupPlan
     limits: SessionLimits
@@ -100,6 +100,12 @@ class SessionRace:
     """When a session was last heard of."""
     _returned: tuple[int, ...] | None = None
     """Indices, where the rewards decide."""
+    _rewards: GroupRewards | None = None
+    """Likewise."""
+    _by_index: list[Session] = field(default_factory=list)
+    _ended: list[Session] = field(default_factory=list)
+    """Since `take_ended` was asked last."""
+    _num_pruned: int = 0
 
     def __post_init__(self) -> None:
         terms = self.plan.terms
@@ -109,6 +115,9 @@ class SessionRace:
         self._num_places = self.plan.num_candidates
         self.max_sessions = max(self.max_sessions, self._num_places)
         self.active_s = self.now_s
+        if self.until is not None:
+            self._rewards = GroupRewards(self.until)
+            self._rewards.launched(range(self._num_places))
 
     @property
     def num_to_enter(self) -> int:
@@ -142,6 +151,7 @@ class SessionRace:
             )
         session = Session(session_id, self._group.launch(), now_s)
         self.sessions[session_id] = session
+        self._by_index.append(session)
         self.active_s = now_s
         if self.is_over:
             self._group.settle()
@@ -193,7 +203,9 @@ class SessionRace:
         limits = self.limits
         if pruned:
             session.ended_by = "score"
+            self._num_pruned += 1
             self._group.prune([session.index])
+            self._has_ended(session)
         elif limits.max_tokens is not None and session.num_tokens >= limits.max_tokens:
             self._end(session, "last_turn" if last and not cut else "max_tokens")
         elif cut and limits.cut_turn_ends:
@@ -224,6 +236,8 @@ class SessionRace:
             return
         if void or (self.until is not None and reward is None):
             self._withdraw(session)  # a limit ended it, and it is worth nothing; or rewards decide, and it has none
+        elif self._rewards is not None and reward is not None:
+            self._rewards.graded(session.index, reward)
 
     @property
     def has_open(self) -> bool:
@@ -247,8 +261,8 @@ class SessionRace:
             self.is_abandoned = True
             self.max_sessions = len(self.sessions)
             self._set_places(self.max_sessions)
-            for session in self._usable if self.until is not None else ():
-                if session.reward is None:
+            for session in self.sessions.values() if self.until is not None else ():
+                if session.reward is None and self._group.state(session.index) == "finished":
                     self._withdraw(session)
             return True
         return bool(silent)
@@ -265,16 +279,15 @@ class SessionRace:
             return Settled()
         settlement = self._group.settle()
         lost, num_wanted = [*settlement.stop, *settlement.lost_ties], 0
-        lost += self._group.too_long({each.index: each.num_tokens for each in self.sessions.values() if each.is_open})
-        if self.until is None:
-            alive = len(self._usable) + self._group.num_running + self.num_to_enter
+        if self._rewards is None:
+            alive = self._group.num_finished + self._group.num_running + self.num_to_enter
             if self.plan.pruning is not None and self.plan.pruning.allow_fewer:
-                alive += sum(self.state(session) == "pruned" for session in self.sessions.values())
+                alive += self._num_pruned
             num_wanted = num_to_refill(self.plan.group_size, self.max_sessions, self._num_places, alive)
             self.is_over = self._group.closed
         else:
-            decision = decide(self.until, self._rewards)
-            lost += self._group.give_up(decision.stop)
+            decision = self._rewards.decision()
+            lost += self._group.give_up(set(decision.stop)) if decision.stop else []
             num_wanted = min(decision.launch, self.max_sessions - self._num_places)
             if decision.kind != "wait":
                 self.is_over, self._returned = True, decision.returned
@@ -284,6 +297,11 @@ class SessionRace:
         if nothing_comes and not self.is_over:
             self.is_over, self._returned = True, self._graded
         return Settled(self._lose(lost), 0 if self.is_over else num_wanted)
+
+    def take_ended(self) -> list[Session]:
+        """Sessions that have ended since this was asked last, by index."""
+        ended, self._ended = sorted(self._ended, key=lambda session: session.index), []
+        return ended
 
     @property
     def result(self) -> GroupResult:
@@ -312,55 +330,42 @@ class SessionRace:
         ]
 
     @property
-    def _usable(self) -> list[Session]:
-        ended = [session for session in self.sessions.values() if not session.is_open and not session.is_void]
-        return [session for session in ended if self._group.state(session.index) == "finished"]
-
-    @property
     def _awaited(self) -> bool:
         """Some session has ended, and its reward is to come and decides."""
-        return self.until is not None and any(session.reward is None for session in self._usable)
+        return self._rewards is not None and self._group.num_finished > self._rewards.num_graded
 
     @property
     def _graded(self) -> tuple[int, ...] | None:
         """All that have a reward, where rewards decide."""
-        graded = sorted(session.index for session in self._usable if session.reward is not None)
-        return None if self.until is None else tuple(graded[: self.plan.group_size])
-
-    @property
-    def _rewards(self) -> list[CandidateReward]:
-        """All sessions, as the rule on rewards knows them; those that are to come run."""
-        known = []
-        for session in self.sessions.values():
-            index, state = session.index, self._group.state(session.index)
-            if session.is_open:
-                known.append(CandidateReward(index, "running"))
-            elif session.is_void or state != "finished":
-                known.append(CandidateReward(index, "gone"))
-            elif session.reward is None:
-                known.append(CandidateReward(index, "awaited"))
-            else:
-                known.append(CandidateReward(index, "graded", session.reward))
-        to_come = range(len(self.sessions), self._num_places)
-        return known + [CandidateReward(index, "running") for index in to_come]
+        return None if self._rewards is None else tuple(self._rewards.indices[: self.plan.group_size])
 
     def _set_places(self, num_places: int) -> None:
+        if self._rewards is not None:
+            self._rewards.launched(range(self._num_places, num_places))
         self._num_places = num_places
         self._group.terms = replace(self._group.terms, num_candidates=num_places)
 
     def _withdraw(self, session: Session) -> None:
         session.is_void = True
         self._group.withdraw(session.index)
+        if self._rewards is not None:
+            self._rewards.gone(session.index)
 
     def _end(self, session: Session, by: EndedBy, *, void: bool = False) -> None:
         session.ended_by, session.is_void = by, void
         reason: EndReason = "failed" if void else "length" if by in TRUNCATED_BY else "stop"
         self._group.end(session.index, reason, session.num_tokens)
+        self._has_ended(session)
 
     def _lose(self, indices: Iterable[int], by: EndedBy = "race") -> tuple[Session, ...]:
         """The open ones of these have ended."""
-        of = {session.index: session for session in self.sessions.values()}
-        lost = tuple(of[index] for index in indices if index in of and of[index].is_open)
+        lost = tuple(self._by_index[index] for index in indices if self._by_index[index].is_open)
         for session in lost:
             session.ended_by = by
+            self._has_ended(session)
         return lost
+
+    def _has_ended(self, session: Session) -> None:
+        self._ended.append(session)
+        if self._rewards is not None and self._group.state(session.index) != "finished":
+            self._rewards.gone(session.index)

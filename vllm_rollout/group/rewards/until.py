@@ -303,6 +303,15 @@ class GroupRewards:
         if self._close(index):
             del self._alive[bisect_left(self._alive, index)]
 
+    @property
+    def num_graded(self) -> int:
+        return len(self._rewards)
+
+    @property
+    def indices(self) -> list[int]:
+        """Those of graded candidates, ascending."""
+        return sorted(self._rewards)
+
     def decision(self) -> Decision:
         size, launches_left = self._terms.group_size, self._terms.max_candidates - self._num_launched
         num = self._num_that_teach

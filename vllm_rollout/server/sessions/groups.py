@@ -153,6 +153,11 @@ class OpenGroup:
     """It is over, and nothing of it runs any more."""
     ended_s: dict[str, float] = field(default_factory=dict)
     """When the end of each session was told, in seconds since it began."""
+    status: Status = "running"
+    selected: list[str] = field(default_factory=list)
+    """Sessions that it returns, when it is over."""
+    _to_finish: list[str] = field(default_factory=list)
+    """Those of them that its harness may not have finished."""
     _readers: list[asyncio.Queue[Event | None]] = field(default_factory=list)
 
     @property
@@ -160,25 +165,16 @@ class OpenGroup:
         return self.key[1]
 
     @property
-    def status(self) -> Status:
-        return self.race.result.status if self.race.is_over else "running"
-
-    @property
     def to_begin(self) -> list[str]:
         """Declared sessions that have not begun."""
         return [] if self.race.is_over else [id for id in self.declared or () if id not in self.race.sessions]
 
     @property
-    def selected(self) -> list[str]:
-        if not self.race.is_over:
-            return []
-        wanted = set(self.race.result.selected)
-        return [session.id for session in self.race.sessions.values() if session.index in wanted]
-
-    @property
     def awaits_finish(self) -> bool:
         """Its harness is still to say of a session that it returns that it is over, with its reward."""
-        return any(not self.race.sessions[id].is_told for id in self.selected)
+        while self._to_finish and self.race.sessions[self._to_finish[-1]].is_told:
+            self._to_finish.pop()
+        return bool(self._to_finish)
 
     @property
     def num_held_tokens(self) -> int:
@@ -210,10 +206,9 @@ class OpenGroup:
 
     def tell_ends(self, now_s: float) -> None:
         """Tells of the sessions that have ended since the last time."""
-        for session in self.race.sessions.values():
-            if not session.is_open and session.id not in self.ended_s:
-                self.ended_s[session.id] = self.since(now_s)
-                self._tell(self._end_of(session))
+        for session in self.race.take_ended():
+            self.ended_s[session.id] = self.since(now_s)
+            self._tell(self._end_of(session))
 
     def tell_wanted(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -221,6 +216,11 @@ class OpenGroup:
 
     def over(self, now_s: float) -> None:
         self.seconds = now_s - self.began_s
+        result = self.race.result
+        wanted = set(result.selected)
+        self.status = result.status
+        self.selected = [session.id for session in self.race.sessions.values() if session.index in wanted]
+        self._to_finish = [*self.selected]
         self._tell(self._over_event)
         for queue in self._readers:
             _put(queue, None)
