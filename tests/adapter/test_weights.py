@@ -47,6 +47,7 @@ class KnownKV:
         self._weights: dict[int, int] = {}
         self._schedule, run.scheduler.schedule = run.scheduler.schedule, self.schedule
         self._sample, run.sample = run.sample, self.sample
+        self._update, run.scheduler.update_from_output = run.scheduler.update_from_output, self.update_from_output
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         scheduled = self._schedule(*args, **kwargs)
@@ -93,13 +94,27 @@ class KnownKV:
                     self._mixed[block, position] = owner
 
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        weights = self._weights.pop(id(scheduled))
+        weights = self._weights[id(scheduled)]
         output = self._sample(scheduled)
-        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            self.sampled.setdefault(request_id, []).extend([weights] * len(tokens))
         report: RunnerReport = output.__dict__.get(REPORT_ATTRIBUTE) or nothing_seen(len(output.req_ids))
         setattr(output, REPORT_ATTRIBUTE, report._replace(weights=weights))
         return output
+
+    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+        requests = [self.run.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
+        before = [request.num_output_tokens for request in requests]
+        outputs = self._update(scheduled, output)
+        weights = self._weights.pop(id(scheduled))
+        for request, num in zip(requests, before, strict=True):
+            self.sampled.setdefault(request.request_id, []).extend([weights] * (request.num_output_tokens - num))
+        return outputs
+
+    def recompute(self) -> None:
+        """All groups: from now on none of their candidates may read KV of older weights."""
+        running = {request.request_id for request in self.run.scheduler.running}
+        of_groups = {candidate.request.request_id for candidate in self.run.scheduler._by_id.values()}
+        self.run.scheduler.recompute(None)
+        self.born |= dict.fromkeys(running & of_groups, Changes.num)
 
     def step(self) -> bool:
         goes_on = self.run.step()
@@ -210,6 +225,40 @@ def test_a_request_that_straddles_moves_with_a_salt_of_its_own(known):
     assert salt_to_move(known.run.requests["g-0"]) != salt_to_move(known.run.requests["g-1"])
 
 
+def test_what_is_computed_again_reads_no_older_kv_and_finds_its_siblings(known):
+    run = known.run
+    ids = add_group(run, "chat-1-0123abcd", [60, 90], group_size=2)
+    others = add_group(run, "chat-2-0123abcd", [60, 90], group_size=2)
+    run.add("plain", 80)
+    own = run.add("own", 80)
+    own.cache_salt = "client"
+    steps(run, 20)
+    assert run.scheduler.recompute(None) == 0, "no weights have come"
+    Changes.num += 1
+    steps(run, 2)
+    assert run.scheduler.recompute(frozenset({"chat-1"})) == 2
+    assert [run.requests[id].num_computed_tokens for id in ids] == [0, 0]
+    assert [run.requests[id].num_preemptions for id in [*others, "plain", "own"]] == [0] * 4, "others are undisturbed"
+    assert run.scheduler.recompute(frozenset({"chat-1"})) == 0, "its KV is the new weights' own"
+    assert run.scheduler.num_preemptions == 0
+    known.born |= dict.fromkeys(ids, 1)
+    assert run.requests[ids[0]].cache_salt == run.requests[ids[1]].cache_salt == "vllm_rollout/1"
+    run.run()
+    assert [run.note(id).weights for id in ids] == [known.spans(id) for id in ids]
+    assert_nothing_left(run)
+
+
+def test_a_candidate_with_its_clients_salt_is_computed_again_too(known):
+    (id,) = add_group(known.run, "g", [60], group_size=1)
+    known.run.requests[id].cache_salt = "client"
+    steps(known.run, 20)
+    Changes.num += 1
+    assert known.run.scheduler.recompute(None) == 1
+    scheduled = known.run.scheduler.schedule()
+    assert scheduled.num_scheduled_tokens[id] == known.run.requests[id].num_tokens, "nothing of it is found"
+    assert known.run.requests[id].cache_salt == "client"
+
+
 def test_before_the_first_change_nothing_is_salted(known):
     add_group(known.run, "g", [30, 30], group_size=2)
     known.run.run()
@@ -234,7 +283,9 @@ def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_ranks, se
     live: dict[str, list[str]] = {}
     for number in range(40):
         run = chance.choice(runs)
-        act = chance.choice(["group", "other", "update", "update", "name", "abort", "move", "move", "pause", "steps"])
+        act = chance.choice(
+            ["group", "other", "update", "update", "name", "abort", "move", "move", "pause", "recompute", "steps"]
+        )
         if act == "group":
             live[f"g{number}"] = add_prompts(run, f"g{number}", chance.choice(prompts), chance)
         elif act == "other":
@@ -254,6 +305,8 @@ def test_random_schedules_show_no_stale_block_and_no_wrong_version(new_ranks, se
                 each.abort(chance.choice(chance.choice(list(live.values()))))
         elif act == "move" and live:
             two.move(chance.choice(list(live)), chance.randrange(2))
+        elif act == "recompute":
+            chance.choice(two.known).recompute()
         elif act == "pause":
             for state in (PauseState.PAUSED_ALL, PauseState.UNPAUSED):
                 run.scheduler.set_pause_state(state)
@@ -315,14 +368,14 @@ def test_each_load_of_a_model_is_counted_also_one_that_fails():
 
 
 class Executor:
-    """Workers that are processes of their own: they count for themselves."""
+    """Workers that are processes of their own: they count for themselves, if they are ours."""
 
-    def __init__(self) -> None:
-        self.num_changes, self.calls = 0, []
+    def __init__(self, *, is_ours: bool = True) -> None:
+        self.num_changes, self.calls, self.is_ours = 0, [], is_ours
 
     def collective_rpc(self, method: str, *args: Any) -> list[int]:
         self.calls.append(method)
-        if method == "no such method":
+        if method == "no such method" or (method.startswith("rollout_") and not self.is_ours):
             raise AttributeError(method)
         self.num_changes += method in ("reload_weights", "rollout_count_change")
         return [self.num_changes]
@@ -355,6 +408,15 @@ def test_an_engine_core_hears_of_new_weights_by_the_call_that_brought_them(core)
     assert Changes.num == 1
     core.add_lora(SimpleNamespace(load_inplace=True))
     assert Changes.num == 2
+
+
+def test_of_workers_that_are_not_ours_names_are_noticed(core):
+    core.model_executor = Executor(is_ours=False)
+    for name in ("one", "two", "two"):
+        core.set_weight_version(name)
+    core.collective_rpc("something else")
+    assert (Changes.num, core.scheduler.weights.version(2)) == (2, "two")
+    assert sum(call.startswith("rollout_") for call in core.model_executor.calls) == 1
 
 
 def test_a_name_is_that_of_the_weights_that_came_last_or_tells_of_some_that_came_unheard(core):

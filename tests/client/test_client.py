@@ -506,23 +506,23 @@ def test_a_run_that_is_made_by_a_request_that_is_sent_again_is_one_run() -> None
     assert (len(ids), len(set(ids))) == (2, 1)
 
 
-LOAD, RESET, NAME = "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"
+LOAD, NAME, RECOMPUTE = "/collective_rpc", "/update_weight_version", "/v1/weights/recompute"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 
 
 class Routes:
     """vLLM's routes, of which some fail, and what was asked of them."""
 
-    def __init__(self, *, is_reset: bool = True, **statuses: int) -> None:
+    def __init__(self, **statuses: int) -> None:
         self.asked: list[str] = []
         self.bodies: dict[str, bytes] = {}
         self._statuses = {f"/{path}": status for path, status in statuses.items()}
-        self.is_reset = is_reset
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         self.asked.append(path)
         self.bodies[path] = request.content
-        return httpx.Response(self._statuses.get(path, 200), json={"success": self.is_reset})
+        return httpx.Response(self._statuses.get(path, 200), json={})
 
 
 @pytest.fixture
@@ -539,7 +539,7 @@ def give(routes: Routes, weights: Path | Callable[[], object]) -> str | None:
 def test_a_folder_is_read_by_the_server_between_pause_and_resume(folder: Path) -> None:
     routes = Routes()
     assert give(routes, folder) == "step-3"
-    assert routes.asked == ["/pause", LOAD, RESET, NAME, "/resume"]
+    assert routes.asked == ["/pause", LOAD, NAME, RECOMPUTE, "/resume"]
     assert str(folder).encode() in routes.bodies[LOAD]
     assert b"step-3" in routes.bodies[NAME]
 
@@ -553,10 +553,25 @@ def test_kv_of_answers_that_run_is_kept_where_that_is_asked_for(folder: Path) ->
     assert routes.asked == ["/pause", LOAD, NAME, "/resume"]
 
 
+def test_an_adapters_weights_take_the_place_of_those_of_its_name(folder: Path) -> None:
+    routes = Routes()
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        client.give_weights(folder, "step-3", kv="keep", adapter="sql")
+        with pytest.raises(ValueError, match="weights of the adapter 'sql' must be a folder, got a function"):
+            client.give_weights(lambda: None, "step-3", adapter="sql")
+    assert routes.asked == ["/pause", LOAD_ADAPTER, NAME, "/resume"]
+    assert json.loads(routes.bodies[LOAD_ADAPTER]) == {
+        "lora_name": "sql", "lora_path": str(folder), "load_inplace": True,
+    }  # fmt: skip
+    refuses = httpx.MockTransport(Routes(**{LOAD_ADAPTER.removeprefix("/"): 404}))
+    with RolloutClient(transport=refuses) as client, pytest.raises(RolloutError, match="RUNTIME_LORA_UPDATING=1"):
+        client.give_weights(folder, "step-3", adapter="sql")
+
+
 def test_a_function_sends_while_the_server_pauses() -> None:
     routes = Routes()
     give(routes, lambda: routes.asked.append("sent"))
-    expected = ["/pause", "sent", RESET, NAME, "/resume"]
+    expected = ["/pause", "sent", NAME, RECOMPUTE, "/resume"]
     assert routes.asked == expected
 
     async def give_async() -> None:
@@ -580,7 +595,7 @@ def test_an_async_function_is_waited_for_and_needs_the_async_client() -> None:
             await client.give_weights(send, "step-3")
 
     asyncio.run(give_async())
-    assert routes.asked == ["/pause", "sent", RESET, NAME, "/resume"]
+    assert routes.asked == ["/pause", "sent", NAME, RECOMPUTE, "/resume"]
     routes.asked.clear()
     with pytest.raises(TypeError, match="AsyncRolloutClient"):
         give(routes, send)
@@ -628,9 +643,8 @@ def fail() -> None:
 @pytest.mark.parametrize(
     ("routes", "weights", "said"),
     [
-        *((Routes(**{path.removeprefix("/"): 500}), None, "500") for path in ("/pause", LOAD, RESET, NAME)),
+        *((Routes(**{path.removeprefix("/"): 500}), None, "500") for path in ("/pause", LOAD, NAME, RECOMPUTE)),
         (Routes(), fail, "the trainer's side"),
-        (Routes(is_reset=False), None, "kept its prefix cache"),
     ],
 )
 def test_a_server_is_resumed_when_something_fails(folder: Path, routes: Routes, weights: Any, said: str) -> None:

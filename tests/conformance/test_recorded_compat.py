@@ -33,7 +33,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.engine_core = self
-        self.lora_requests = {"adapter": SimpleNamespace(load_inplace=True, lora_int_id=1)}
+        self.lora_requests = {"adapter": SimpleNamespace(lora_int_id=1)}
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any, **kwargs: Any) -> bool:

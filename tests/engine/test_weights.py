@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import Server, paused, serve_command
+from vllm_rollout.client.client import RolloutClient
 
 pytestmark = pytest.mark.versions
 
@@ -61,14 +62,16 @@ def roll(server: Server, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     return group
 
 
-def worst(folder: str, prompt: list[int], trajectory: dict[str, Any], num_tokens: int | None = None) -> float:
-    """How far its log probabilities are from those of the model in that folder, at most, up to a token."""
+def worst(
+    folder: str, prompt: list[int], trajectory: dict[str, Any], num_tokens: int | None = None, begin: int = 0
+) -> float:
+    """How far its log probabilities are from those of the model in that folder, at most, from one token to another."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor(trajectory["token_ids"])
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(-1, ids[:, None]).flatten()
-    return (expected - torch.tensor(trajectory["logprobs"])).abs()[:num_tokens].max().item()
+    return (expected - torch.tensor(trajectory["logprobs"])).abs()[begin:num_tokens].max().item()
 
 
 @pytest.mark.parametrize("pauses", [True, False])
@@ -100,6 +103,30 @@ def test_what_begins_after_an_update_is_the_new_weights_own_and_what_runs_says_w
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"] + 3) > TOLERANCE, "the boundary is exact"
         assert (old["version"], new["version"]) == ("old", "new")
+
+
+def test_kv_of_a_group_is_computed_again_and_others_are_undisturbed(changing: Server, folders: list[str]) -> None:
+    """Log probabilities after the update are those of the new weights alone, as if the tokens before were a prompt."""
+    give(changing, folders[0], "old")
+    plain = {"prompt": PROMPTS[0], "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+    before = changing.counter("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(2) as pool, RolloutClient(str(changing.http.base_url)) as client:
+        running = pool.submit(roll, changing, PROMPTS[1], 900)
+        other = pool.submit(changing.http.post, "/v1/completions", json=plain)
+        changing.wait_until(lambda: changing.num_in_engine >= 5 or running.done())
+        client.give_weights(folders[1], "new")
+        later = roll(changing, PROMPTS[1], 10)
+        straddling = running.result()
+        other.result().raise_for_status()
+    (engine,) = changing.engines
+    assert worst(folders[1], PROMPTS[1], later["trajectories"][0]) < TOLERANCE
+    for trajectory in straddling["trajectories"]:
+        old, new = trajectory["weight_versions"]
+        assert (old["version"], new["version"]) == ("old", "new")
+        assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
+        assert worst(folders[1], PROMPTS[1], trajectory, begin=new["start"]) < TOLERANCE
+    assert (engine["weight_version"], engine["num_preemptions"]) == ("new", 0), "but those of another reason"
+    assert changing.counter("vllm:num_preemptions_total") == before + 4
 
 
 def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, folders: list[str]) -> None:

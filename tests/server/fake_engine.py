@@ -126,6 +126,8 @@ class FakeEngine:
     lost_groups: set[str] = field(default_factory=set)
     launched_at_cuts: list[int] = field(default_factory=list)
     """How many candidates had been launched, at each `cut_race`."""
+    recomputed: list[Sequence[str] | None] = field(default_factory=list)
+    """Whose KV was to be computed again, each time."""
     last_step_s: float = 0.0
     """When a group last made a step."""
 
@@ -255,6 +257,11 @@ class FakeEngine:
     async def current_weight_version(self) -> str | None:
         self.learning.check_alive()
         return self.weight_version
+
+    async def recompute(self, request_ids: Sequence[str] | None) -> int:
+        self.learning.check_alive()
+        self.recomputed.append(request_ids)
+        return 3
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         self.learning.check_alive()

@@ -284,6 +284,9 @@ CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str]
 """Stop what runs of these groups as `deferred`, in the next step; unknown ones are passed over."""
 ABORT_REQUESTS: Operation[list[str], list[str]] = Operation("abort_requests", list[str], list[str])
 """Names of requests -> ids in the engine of their candidates that ran and end as aborted ones, in the next step."""
+RECOMPUTE: Operation[list[str] | None, int] = Operation("recompute", list[str] | None, int)
+"""Names of requests, or None for all groups -> how many of their candidates compute their KV again, by the newest
+weights."""
 GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
 """Candidates, by group, that their API process needs no more: stop those that run as `surplus`, in the next step."""
 CUT_RACE: Operation[str, None] = Operation("cut_race", str, None)
@@ -313,8 +316,8 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     for operation in (
         POST_REWARDS, NAME_CHOICES, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED,
         LEARNING_WINDOW, OPEN_STATE, TRIED_LENGTHS, OPEN_PROMPTS, READ, PUT_STATE, CANCEL_GROUPS, ABORT_REQUESTS,
-        GIVE_UP, CUT_RACE, WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS, TAKE_STEPS,
-        SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS, ENGINE_LOAD, LAST_TOKENS, HOLD, RELEASE_GROUP, KEEP_GROUP,
+        RECOMPUTE, GIVE_UP, CUT_RACE, WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS,
+        TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS, ENGINE_LOAD, LAST_TOKENS, HOLD, RELEASE_GROUP, KEEP_GROUP,
         ADOPT_GROUP, CONFIRM_MOVE,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""New weights, noticed where they arrive: every way into a model ends in its `load_weights`.
+"""New weights, noticed where they arrive: in a model's `load_weights`, and in the calls of a worker that bring some.
 
 The worker counts. Each step's report says by which weights the step was computed, so that a token's version is that of
 the step which sampled it, whichever loop runs and whoever pauses. The engine core asks for the count after each call of
@@ -86,13 +86,17 @@ def _name(core: EngineCore, name: str) -> None:
 
 
 def _count(core: EngineCore) -> None:
-    Changes.num = max(Changes.num, _asked(core, "rollout_count_change"))
+    Changes.num = max(Changes.num + 1, _asked(core, "rollout_count_change"))
     core.scheduler.weights.look()
 
 
 def _asked(core: EngineCore, method: str) -> int:
-    """What the workers say: one that is not ours says nothing, and then nothing is known."""
+    """What the workers say. Those that are not ours have no such method, and are asked once."""
+    weights = core.scheduler.weights
+    if not weights.workers_count:
+        return 0
     try:
         return max(core.model_executor.collective_rpc(method))
-    except Exception:  # not our worker, or one that has failed: the call itself has said so
+    except Exception:  # one of ours that has failed ends the engine, which the call itself has said
+        weights.workers_count = False
         return 0

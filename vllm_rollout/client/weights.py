@@ -1,4 +1,4 @@
-"""New weights for the server: pause, send, forget the old cache, name the version, resume.
+"""New weights for the server: pause, send, compute again what runs, name the version, resume.
 
 Invariant: a server that was paused here is resumed, whatever failed meanwhile.
 """
@@ -6,14 +6,13 @@ Invariant: a server that was paused here is resumed, whatever failed meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-import httpx
 
 from vllm_rollout.client.calls import Call
 from vllm_rollout.client.connection import RolloutError
@@ -32,7 +31,7 @@ class GivenWeights:
     pause_s: float
     send_s: float
     finish_s: float
-    """What forgetting the cache, naming the version and going on took."""
+    """What came after sending took: what runs, naming the version, going on."""
 
     @property
     def seconds(self) -> float:
@@ -44,6 +43,8 @@ async def give_weights(
     weights: str | PathLike[str] | Callable[[], object],
     version: str,
     kv: KV = "recompute",
+    *,
+    adapter: str | None = None,
 ) -> GivenWeights:
     """Put new weights in place of the server's, and name them. Needs a server with VLLM_SERVER_DEV_MODE=1.
 
@@ -52,9 +53,11 @@ async def give_weights(
     TrainerWeightTransferEngine. Check them before: what is not finite is sent as it is.
     version: what trajectories say of the tokens that these weights sampled (`weight_versions`).
 
-    kv: what becomes of the KV of answers that run. "recompute" computes it again by the new weights, so that from then
+    kv: what becomes of the KV of groups that run. "recompute" computes it again by the new weights, so that from then
     on their log probabilities are those of the new weights. "keep" goes on at once, on KV of the old ones. Whatever
     begins later reads KV of the new weights only.
+    adapter: the name of a LoRA adapter, whose weights these are, in a folder. One of that name gets them in its place.
+    The server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 
     What runs meanwhile is frozen, and goes on with the new weights. A server that was paused is resumed, also when
     sending fails. Raises: ValueError for a folder without weights; RolloutError, 404 without the development mode. When
@@ -62,6 +65,8 @@ async def give_weights(
     """
     if kv not in get_args(KV):
         raise ValueError(f'kv must be "keep" or "recompute", got {kv!r}')
+    if adapter is not None and callable(weights):
+        raise ValueError(f"weights of the adapter {adapter!r} must be a folder, got a function")
     if not callable(weights) and not any(next(Path(weights).glob(pattern), None) for pattern in WEIGHTS):
         # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none
         raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
@@ -69,29 +74,32 @@ async def give_weights(
     may_be_paused = True
     try:
         try:
-            await self.send(_post("/pause?mode=keep&clear_cache=false"))
+            with _explained(
+                "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
+            ):
+                await self.send(_post("/pause?mode=keep&clear_cache=false"))
         except RolloutError as error:
             # a proxy in front of a server that pauses may have lost patience
             may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            if error.status == HTTPStatus.NOT_FOUND:
-                remedy = "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
-                raise RolloutError(error.status, remedy, error.type) from error
             raise
         paused = time.perf_counter()
         if callable(weights):
             await self._aside(weights)
-        else:
+        elif adapter is None:
             folder = str(Path(weights).resolve())
             call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             await self.send(_post("/collective_rpc", call))
+        else:
+            with _explained(
+                "The server takes no adapters: start it with --enable-lora and the environment variable "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            ):
+                body = {"lora_name": adapter, "lora_path": str(Path(weights).resolve()), "load_inplace": True}
+                await self.send(_post("/v1/load_lora_adapter", body))
         sent = time.perf_counter()
-        if kv == "recompute" and not await self.send(
-            Call("POST", "/reset_prefix_cache?reset_running_requests=true", _is_reset)
-        ):
-            raise RolloutError(
-                None, "the server kept its prefix cache of the old weights; give them again.", "NotReset"
-            )
         name = await _name_version(self, version)
+        if kv == "recompute":  # after the name, which tells of weights that nobody has heard coming
+            await self.send(_post("/v1/weights/recompute"))
     finally:
         if may_be_paused:
             await self.send(_post("/resume"))
@@ -108,8 +116,15 @@ async def _name_version(client: Sender, version: str) -> str | None:
     return version
 
 
-def _is_reset(response: httpx.Response) -> bool:
-    return not response.content or bool(response.json().get("success", True))
+@contextmanager
+def _explained(remedy: str) -> Iterator[None]:
+    """A server that does not have this endpoint is told with what to do."""
+    try:
+        yield
+    except RolloutError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            raise RolloutError(error.status, remedy, error.type) from error
+        raise
 
 
 def _post(path: str, body: dict[str, Any] | None = None) -> Call[None]:

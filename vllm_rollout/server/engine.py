@@ -391,6 +391,14 @@ class Engine(Protocol):
         """The version of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead
         engine."""
 
+    async def recompute(self, request_ids: Sequence[str] | None) -> int:
+        """Candidates of groups compute their KV again where older weights have computed it; how many do.
+
+        request_ids: as clients know the requests that made the groups; None: all groups. Raises: RequestError (503) for
+        a dead engine.
+        """
+        ...
+
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         """Nobody wants the rest of these groups: what runs, or still comes, ends as `deferred`.
 

@@ -170,6 +170,7 @@ class Metrics:
             "Exceptions in our own code in a rank, since it started: they failed candidates or groups.",
             "rank",
         )
+        self._weight_changes = gauge("weight_changes", "How often new weights came, since the start.", "rank")
         self._task_errors = counter(
             "background_task_errors", "Exceptions in tasks that nobody awaits, by task: they are in the log.", task=()
         )
@@ -227,6 +228,7 @@ class Metrics:
                 (self._kv_blocks, load.kv.num_blocks),
                 (self._kv_fallbacks, load.kv.num_fallbacks),
                 (self._internal_errors, load.num_internal_errors),
+                (self._weight_changes, load.num_weight_changes),
             ):
                 gauge.labels(str(rank)).set(value)
 

@@ -221,6 +221,7 @@ class Rollout:
             kind=seen.kind,
             state=seen.state,
             receipt=self.receipt,
+            weight_versions=sorted(self.outcome.versions) or None,
             prompts=seen.rows(running=running) if with_prompts else [],
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_rollout.server import votes
+from vllm_rollout.server import votes, weights
 from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.server.boundary import RolloutRoute
 from vllm_rollout.server.engines import routes as engine_routes
@@ -77,5 +77,6 @@ router.include_router(learning_routes.state_router)
 router.include_router(run_routes.router)
 router.include_router(engine_routes.router)
 router.include_router(session_routes.router)
+router.include_router(weights.router)
 router.include_router(watch_routes.router)
 router.include_router(page_router())

@@ -100,6 +100,10 @@ class RolloutService:
         """The engine's part that moves groups between its ranks."""
         return self._engine.moves
 
+    async def recompute(self, request_ids: Sequence[str] | None) -> int:
+        """As the engine does. Raises: RequestError (503) for a dead engine."""
+        return await self._engine.recompute(request_ids)
+
     @property
     def progress(self) -> Progress:
         """The progress of all rollouts on their way, together."""

@@ -193,6 +193,8 @@ class RolloutRow(Row):
     """By which it was simulated; None: it has run."""
     state: RolloutState | None = None
     receipt: Receipt | None = None
+    weight_versions: list[StrictStr] | None = None
+    """Of the weights that sampled a token."""
     prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
 
 

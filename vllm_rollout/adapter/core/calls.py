@@ -90,6 +90,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "read": lambda core, reader: core.scheduler.readings.read(reader),
     "put_state": lambda core, put: _learning(core).put_state(put),
     "abort_requests": lambda core, names: core.scheduler.abort_named(frozenset(names)),
+    "recompute": lambda core, names: core.scheduler.recompute(names and frozenset(names)),
     "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     "give_up": lambda core, candidates: core.scheduler.give_up(candidates),
     "cut_race": lambda core, race_id: core.scheduler.group_steps.cut(race_id),

@@ -68,6 +68,13 @@ class EngineCandidate:
         """Output tokens."""
         return self.request.num_output_tokens - self.num_dropped
 
+    def sampled_by(self, change: int) -> None:
+        """The tokens that it gets from now on are those of the weights that came with this change."""
+        start = self.request.num_output_tokens
+        if self.weights and self.weights[-1][0] == start:
+            self.weights.pop()
+        self.weights.append((start, change))
+
 
 def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
     """What the last token of a candidate that ended in this step showed; None where nobody asks for a final score, or

@@ -61,8 +61,9 @@ class MovableGroups(Protocol):
 
     group_steps: GroupSteps
     clock: Callable[[], float]
-    num_preemptions: int
     weights: Weights
+
+    def preempt(self, request: Request) -> None: ...
 
     def stays_because(self, group_id: str) -> StayReason | None: ...
 
@@ -117,7 +118,10 @@ class GroupMoves:
             self._unpack(core, parcel, None)
             del self._released[group_id]
         elif (candidates := self._stopped.pop(group_id, None)) is not None:
-            queue_again(self._scheduler, [candidate.request for candidate in candidates])
+            requests = [candidate.request for candidate in candidates]
+            for request in requests:
+                self._groups.weights.preempted(request)
+            queue_again(self._scheduler, requests)
         else:
             return
         self.kv.drop(core, group_id)
@@ -159,8 +163,7 @@ class GroupMoves:
                 if refusal is not None:
                     return Released("refused", reason=refusal)
                 self._stopped[group_id] = candidates
-                num_stopped = stop(self._scheduler, [candidate.request for candidate in candidates])
-                self._groups.num_preemptions -= num_stopped
+                stop(self._groups, self._scheduler, [candidate.request for candidate in candidates])
             if any(candidate.request.num_in_flight_tokens for candidate in candidates):
                 return Released("in_flight")
             self._released[group_id] = wanted.epoch, self._pack(core, group_id, candidates)
@@ -243,18 +246,17 @@ def move_refusal(request: Request) -> str | None:
     return None
 
 
-def stop(scheduler: Scheduler, requests: Sequence[Request]) -> int:
-    """Take requests out of every queue. Returns how many ran: those are preempted by vLLM's own method."""
+def stop(groups: MovableGroups, scheduler: Scheduler, requests: Sequence[Request]) -> None:
+    """Take requests out of every queue. Those that run are preempted."""
     running = {request for request in requests if request.status == RequestStatus.RUNNING}
     if running:
         scheduler.running = [request for request in scheduler.running if request not in running]
     for request in running:
         num_events = len(request.events)
-        scheduler._preempt_request(request, time.monotonic())
+        groups.preempt(request)
         del request.events[num_events:]
     scheduler.waiting.remove_requests(requests)
     leave_deferred(scheduler, requests)
-    return len(running)
 
 
 def queue_again(scheduler: Scheduler, requests: Sequence[Request]) -> None:

@@ -72,7 +72,7 @@ class GroupSchedulerMixin:
         end_with_parent()
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
-        self.weights = Weights(self)
+        self.weights = Weights(self, scheduler=self)
         self.judge = Judge()
         self.readings = Readings()
         self.step_times = StepTimes()
@@ -120,6 +120,8 @@ class GroupSchedulerMixin:
             moves.seconds,
             moves.kv.arrived,
             num_internal_errors=self.faults.num + self._num_worker_errors,
+            num_weight_changes=self.weights.num_changes,
+            weight_version=self.weights.newest,
         )
 
     def cancel_groups(self, group_ids: Iterable[str]) -> None:
@@ -132,14 +134,24 @@ class GroupSchedulerMixin:
 
     def abort_named(self, names: frozenset[str]) -> list[str]:
         """Abort the candidates whose request or group has one of these names; returns the ids of those that ran."""
-        found = [
-            candidate.request.request_id
+        found = [request.request_id for request in self._named(names)]
+        self.finish_requests(found, RequestStatus.FINISHED_ABORTED)
+        return found
+
+    def recompute(self, names: frozenset[str] | None) -> int:
+        """Have candidates of groups computed again by the newest weights: of groups with one of these names, or of all.
+        Returns how many there are, see `Weights.recompute`."""
+        requests = self._named(names) if names is not None else [each.request for each in self._by_id.values()]
+        return self.weights.recompute(requests)
+
+    def _named(self, names: frozenset[str]) -> list[Request]:
+        """Requests of candidates that have not ended, whose own name or whose group's is among these."""
+        return [
+            candidate.request
             for id, candidate in self._by_id.items()
             if candidate.end_reason is None
             and not names.isdisjoint(names_of_group(id.group_id) | names_of_group(candidate.request.request_id))
         ]
-        self.finish_requests(found, RequestStatus.FINISHED_ABORTED)
-        return found
 
     def give_up(self, candidates: Mapping[str, Iterable[int]]) -> None:
         """Nobody needs these, by group: who runs is surplus in the next step. Unknown ones are passed over."""
@@ -187,7 +199,7 @@ class GroupSchedulerMixin:
         self._know(candidate, CandidateId(group_id, moved.index), group)
         candidate.held.attach(moved.held, passes_next=moved.passes_next)
         candidate.weights = [*moved.weights]
-        self._sampled_from_now_on(candidate)
+        candidate.sampled_by(self.weights.sampling)
         if request.sampling_params.stop:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
             candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
@@ -196,7 +208,7 @@ class GroupSchedulerMixin:
 
     def _know(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None:
         candidate.id, candidate.group, candidate.is_launched = id, group, True
-        self._sampled_from_now_on(candidate)
+        candidate.sampled_by(self.weights.sampling)
         self._candidates[candidate.request.request_id] = self._by_id[id] = candidate
 
     def add_request(self, request: Request) -> None:
@@ -356,6 +368,15 @@ class GroupSchedulerMixin:
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.num_preemptions += 1
         super()._preempt_request(request, *args, **kwargs)
+        try:
+            self.weights.preempted(request)
+        except Exception as error:
+            self.faults.caught("weights", error)
+            request.skip_reading_prefix_cache = True
+
+    def preempt(self, request: Request, *, drop_stale_output: bool = False) -> None:
+        """As vLLM does where memory is short, which counts them: this is for other reasons."""
+        super()._preempt_request(request, time.monotonic(), drop_stale_output)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Called once per request that ends, whatever ended it: work happens only here.
@@ -371,9 +392,11 @@ class GroupSchedulerMixin:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+        if report is not None:
+            self._num_worker_errors = max(self._num_worker_errors, report.num_internal_errors)
         if report is not None and self.weights.sampled_by(report.weights):
             for candidate in self._candidates.values():
-                self._sampled_from_now_on(candidate)
+                candidate.sampled_by(self.weights.sampling)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         try:
             self.step_times.step(scheduler_output, self.running)
@@ -411,7 +434,6 @@ class GroupSchedulerMixin:
         due: dict[CandidateId, Observation] = {}
         if not (report.due or report.failed):
             return due
-        self._num_worker_errors = max(self._num_worker_errors, report.num_internal_errors)
         failed = dict(report.failed)
         try:
             for request_id, observation in report.observations():
@@ -586,7 +608,7 @@ class GroupSchedulerMixin:
             state=group.state(id.index),
             end_step=group.end_step(id.index),
             confidence=confidence_of(candidate, model_runner_output),
-            weights=self._named(candidate),
+            weights=self.weights.named(candidate.weights),
             assessment=group.assessments.get(id.index),
             final=group.finals.get(id.index),
             ended_by_itself=candidate.end_reason == "stop",
@@ -596,22 +618,6 @@ class GroupSchedulerMixin:
             error=candidate.error,
         )
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
-
-    def _sampled_from_now_on(self, candidate: EngineCandidate) -> None:
-        """The tokens that a candidate gets from now on are the newest weights'."""
-        start = candidate.request.num_output_tokens
-        if candidate.weights and candidate.weights[-1][0] == start:
-            candidate.weights.pop()
-        candidate.weights.append((start, self.weights.sampling))
-
-    def _named(self, candidate: EngineCandidate) -> list[tuple[int, str]]:
-        """The versions that sampled a candidate's tokens, each with its first one. Neighbours of one name are one."""
-        named: list[tuple[int, str]] = []
-        for start, change in candidate.weights:
-            version = self.weights.version(change)
-            if not named or named[-1][1] != version:
-                named.append((start, version))
-        return named
 
     def _explain(self, candidate: EngineCandidate, output: EngineCoreOutput) -> None:
         """Why it was not let in, or failed: in a note, or, where nobody reads notes, as an error for its client, and in

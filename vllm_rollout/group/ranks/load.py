@@ -88,6 +88,9 @@ class EngineLoad(NamedTuple):
     """Nothing runs there any more."""
     num_internal_errors: int = 0
     """Exceptions of our own code that were caught since it started: candidates or groups have failed of them."""
+    num_weight_changes: int = 0
+    """How often weights have come since it started, and how the newest are called:"""
+    weight_version: str = ""
 
 
 DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)

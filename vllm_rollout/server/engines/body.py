@@ -60,6 +60,10 @@ class EngineAnswer(BaseModel):
     """What taking over costs, moving average; null where no KV comes along."""
     num_internal_errors: int
     """Exceptions in our own code since the rank started: candidates or groups failed of them, others went on."""
+    num_weight_changes: int
+    """How often new weights have come since the rank started."""
+    weight_version: str
+    """The name of the newest, or their number where nobody has named them."""
 
     @classmethod
     def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:

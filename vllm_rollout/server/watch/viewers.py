@@ -281,7 +281,7 @@ class Viewers:
             told = EngineAnswer.of(rank, load)
             ranks.append({
                 "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
-                "kv": load.kv_cache_usage,
+                "kv": load.kv_cache_usage, "weights": load.weight_version,
             })  # fmt: skip
             for running in load.groups:
                 rollout_id, _, position = running.group_id.rpartition("-")

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -44,7 +45,7 @@ NUM_ABORTS = 3
 class RolloutAsyncLLM(GroupClient, AsyncLLM):
     """AsyncLLM that runs groups, over as many ranks as it has.
 
-    Overrides: __init__, generate, add_request, abort, shutdown, collective_rpc, pause_generation, sleep.
+    Overrides: __init__, generate, add_request, add_lora, abort, shutdown, collective_rpc, pause_generation, sleep.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -104,6 +105,13 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         if self.routes.held:
             self.routes.check_open(kwargs.get("data_parallel_rank"))
         return super().generate(prompt, sampling_params, request_id, **kwargs)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """An adapter that takes the place of one has done so: else every request would have its files read again."""
+        try:
+            return await super().add_lora(lora_request)
+        finally:
+            lora_request.load_inplace = False
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests. A candidate ends with the scheduler's last output, so that tokens held there are not lost."""

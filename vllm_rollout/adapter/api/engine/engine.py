@@ -41,6 +41,7 @@ from vllm_rollout.adapter.call_table import (
     GIVE_UP,
     HELD_GROUPS,
     LAST_TOKENS,
+    RECOMPUTE,
     WIDEN_RACE,
     WiderRace,
 )
@@ -49,6 +50,7 @@ from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.group.judging.ledger import Scoring
 from vllm_rollout.group.plans.launch import num_launch_places
 from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.group.plans.request_names import names_of_request
 from vllm_rollout.group.types import Ending, HeldGroups
 from vllm_rollout.server.engine import (
     CandidateEnd,
@@ -205,6 +207,10 @@ class VLLMEngine:
         except EngineDeadError as error:
             raise engine_stopped() from error
         return None if version == UNNAMED_WEIGHTS else version
+
+    async def recompute(self, request_ids: Sequence[str] | None) -> int:
+        names = None if request_ids is None else sorted(set().union(*map(names_of_request, request_ids)))
+        return sum(await self.calls.call_all(RECOMPUTE, names))
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self.moves.tell_all_groups(CANCEL_GROUPS, list(group_ids))

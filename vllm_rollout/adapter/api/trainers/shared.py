@@ -39,9 +39,7 @@ async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> J
     answer = await models.load_lora_adapter(body)
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), answer.error.code)
-    adapter = models.lora_requests[name]
-    adapter.load_inplace = False  # every request carries it along, and would have the files read again in each step
-    return adapter.lora_int_id
+    return models.lora_requests[name].lora_int_id
 
 
 def _has_weights(folder: Path) -> bool:

@@ -11,7 +11,7 @@ function ranksOf(model) {
     const fill = el("i");
     fill.style.width = `${100 * (rank.kv ?? 0)}%`;
     const said = `rank ${rank.rank}: ${rank.state}, ${number(rank.running)} run`
-      + (rank.waiting ? `, ${number(rank.waiting)} wait` : "");
+      + (rank.waiting ? `, ${number(rank.waiting)} wait` : "") + (rank.weights ? `, weights ${safe(rank.weights)}` : "");
     return el("div", { className: `rank ${rank.state}`, title: `KV cache ${number(100 * (rank.kv ?? 0))} %` },
       el("div", { textContent: said }), el("div", { className: "bar" }, fill));
   }));
@@ -115,6 +115,7 @@ export function show(root, context) {
         ...(queued > 0 ? [["groups wait for places", number(queued)]] : []),
         ["tokens", number(generated)],
         ["mean reward", number(reward, 3)],
+        ...(rollout.weight_versions?.length > 1 ? [["versions of the weights", number(rollout.weight_versions.length)]] : []),
       ]),
       round ? el("p", { className: "soft" }, `round: ${round}`, foreign(rollout.run)) : "",
       ranksOf(model),

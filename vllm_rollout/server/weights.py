@@ -1,0 +1,54 @@
+"""The endpoint about KV that older weights have computed (docs/weights.md)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, Field
+
+from vllm_rollout.server.admin import require_admin
+from vllm_rollout.server.body import Body
+from vllm_rollout.server.boundary import RolloutRoute
+from vllm_rollout.server.errors import CHANGE_ERRORS
+from vllm_rollout.server.serialised import json_response
+from vllm_rollout.server.service import RolloutService
+
+router = APIRouter(route_class=RolloutRoute, tags=["weights"])
+
+MAX_REQUEST_IDS = 4096
+
+
+class RecomputeRequest(Body):
+    """Whose KV is computed again."""
+
+    request_ids: list[str] | None = Field(
+        default=None,
+        max_length=MAX_REQUEST_IDS,
+        description="Ids of rollouts, or of requests with `n`, as `X-Request-Id` or an answer says them. "
+        "Default: all groups.",
+    )
+
+
+ALL = RecomputeRequest()
+
+
+class RecomputeAnswer(BaseModel):
+    object: Literal["weights.recompute"] = "weights.recompute"
+    num_candidates: int
+    """That compute their KV again."""
+
+
+@router.post(
+    "/v1/weights/recompute",
+    summary="Compute again what runs on KV of older weights",
+    response_model=RecomputeAnswer,
+    responses=CHANGE_ERRORS,
+    dependencies=[Depends(require_admin)],
+)
+async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:
+    """Candidates of groups that began under older weights compute their prompt and their tokens again, by the newest
+    weights, before they go on. Other requests go on undisturbed, and the prefix cache is kept.
+    """
+    service: RolloutService = request.app.state.rollout_service
+    return json_response(RecomputeAnswer(num_candidates=await service.recompute(body.request_ids)))
