@@ -6,6 +6,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.api.client.refusals import refuses_prompt_logprobs
 from vllm_rollout.adapter.names import MAX_NAMES, AdapterNames, learned_name
 
@@ -31,3 +32,23 @@ def test_log_probabilities_of_prompts_are_refused_beside_adapters_on_a_cpu(monke
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
     config = SimpleNamespace(lora_config=object() if lora else None)
     assert refuses_prompt_logprobs(config) == (lora and is_cpu)
+
+
+async def test_an_adapter_that_took_the_place_of_another_is_not_read_again_in_each_step():
+    """Every request carries the adapter along as it was loaded."""
+
+    class Core:
+        async def add_lora_async(self, lora: LoRARequest) -> bool:
+            loaded.append(lora.load_inplace)
+            return True
+
+    class Client(RolloutAsyncLLM):
+        def shutdown(self, timeout: float | None = None) -> None:
+            """Nothing has started."""
+
+    loaded: list[bool] = []
+    client = Client.__new__(Client)
+    client.engine_core = Core()
+    lora = LoRARequest("a", 1, "/a", load_inplace=True)
+    assert await client.add_lora(lora)
+    assert (loaded, lora.load_inplace) == ([True], False)

@@ -15,6 +15,8 @@ import pytest
 
 from tests.engine.conftest import Server, emulating, lives, said_in, serve_command
 from tests.engine.run_rounds import assert_nothing_left
+from vllm_rollout.client.client import RolloutClient
+from vllm_rollout.client.connection import RolloutError
 from vllm_rollout.emulation.fate import Fate, Fates
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.emulation.step_log import LoggedSteps, read_steps
@@ -334,6 +336,17 @@ def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server
     _, kept = (tmp_path / "state" / LEARNED).read_bytes().split(b"\n", 1)
     assert kept == parse_saved(read[-1]).learned != parse_saved(state).learned
     assert f"kept what was learned in {tmp_path / 'state'}" in (tmp_path / "second" / "server.log").read_text()
+
+
+@pytest.mark.versions
+def test_an_engine_that_dies_amid_an_update_is_told_at_once_and_the_server_ends(tiny_model, tmp_path):
+    """vLLM leaves the calls to it without an answer."""
+    with Emulated(tiny_model, tmp_path) as server, RolloutClient(str(server.http.base_url)) as client:
+        api = psutil.Process(server._process.pid)
+        (engine,) = api.children(recursive=True)
+        with pytest.raises(RolloutError, match=r"500.*EngineCore"):
+            client.give_weights(engine.kill, "step-1")
+        server.wait_until(lambda: not lives(api))
 
 
 def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, slow):

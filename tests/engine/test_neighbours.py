@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import HERE, TIMEOUT_S, Server, mild_adapter, python_path, serve_command
 from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
+from vllm_rollout.client.client import RolloutClient
 
 SEEDS = [int(os.environ["NIGHTLY_SEED"])] if "NIGHTLY_SEED" in os.environ else [1, 2]
 NUM_REQUESTS = 40
@@ -254,6 +255,11 @@ def test_an_adapter_is_loaded_again_under_its_name_while_the_old_one_runs(crowd:
         ask("y", 10)
         assert new.result() == alone[1] != alone[0]
         assert old.result()[:200] == alone[0]
+    with RolloutClient(str(crowd.http.base_url)) as client:
+        for kv, path, expected in zip(("recompute", "keep"), crowd.adapters[:2], alone, strict=True):
+            client.give_weights(path, kv, kv, adapter="x")
+            assert ask("x", 200) == expected, "what it says alone, and no KV of the one before"
+            assert crowd.engines[0]["weight_version"] == kv
     unload(crowd, "x")
     unload(crowd, "y")
     assert crowd.http.get("/health").status_code == 200

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -66,12 +73,17 @@ def worst(
     folder: str, prompt: list[int], trajectory: dict[str, Any], num_tokens: int | None = None, begin: int = 0
 ) -> float:
     """How far its log probabilities are from those of the model in that folder, at most, from one token to another."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = _model(folder)
     ids = torch.tensor(trajectory["token_ids"])
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits, -1).gather(-1, ids[:, None]).flatten()
     return (expected - torch.tensor(trajectory["logprobs"])).abs()[begin:num_tokens].max().item()
+
+
+@cache
+def _model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("pauses", [True, False])
@@ -143,3 +155,104 @@ def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, fold
     assert [len(spans) for spans in versions] == [1, 1]
     assert versions[0][0]["version"] != versions[1][0]["version"]
     assert trajectory["off_policy"] is True
+
+
+NUM_UPDATES = 20
+
+
+def test_twenty_updates_under_load_lose_nothing_and_say_whose_each_token_is(
+    changing: Server, folders: list[str]
+) -> None:
+    """Rollouts, sessions, raced and plain requests, and a client that leaves. Each update keeps KV, or has it computed
+    again, with a pause or without; the same weights come twice, and older ones again."""
+    chance = random.Random(int(os.environ.get("NIGHTLY_SEED", 20)))
+    over = threading.Event()
+    url = str(changing.http.base_url)
+
+    def rollouts(seed: int) -> list[tuple[list[int], dict[str, Any]]]:
+        told = []
+        while not over.is_set():
+            prompt = PROMPTS[len(told) % 2]
+            group = roll(changing, prompt, 250)
+            assert (group["status"], len(group["trajectories"])) == ("complete", 4)
+            told += [(prompt, each) for each in group["trajectories"]]
+        return told
+
+    def sessions() -> list[tuple[list[int], dict[str, Any]]]:
+        """Each turn as a trajectory of its own, which begins with the turns before."""
+        told = []
+        while not over.is_set():
+            (session,) = changing.http.post("/v1/groups", json={"group_size": 1, "cut_turn": "goes_on"}).json()[
+                "to_begin"
+            ]
+            prompts = [list(PROMPTS[1])]
+            for _ in range(3):
+                body = {
+                    "prompt": prompts[-1],
+                    "max_tokens": 40,
+                    "return_token_ids": True,
+                    "logprobs": 0,
+                    "ignore_eos": True,
+                }
+                (choice,) = changing.http.post("/v1/completions", json=body, headers={"x-session-id": session}).json()[
+                    "choices"
+                ]
+                told.append(
+                    (prompts[-1], {"token_ids": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]})
+                )
+                prompts.append([*prompts[-1], *choice["token_ids"]])
+            turns = changing.http.get(f"/v1/sessions/{session}").json()["turns"]
+            for (_, trajectory), turn in zip(told[-3:], turns, strict=True):
+                trajectory["weight_versions"] = turn["weight_versions"]
+        return told
+
+    def others() -> int:
+        num = 0
+        while not over.is_set():
+            body = {
+                "prompt": PROMPTS[0],
+                "max_tokens": 60,
+                "n": 1 + num % 3,
+                "vllm_xargs": {"rollout_redundancy": num % 2},
+            }
+            changing.http.post("/v1/completions", json=body).raise_for_status()
+            with suppress(httpx.TimeoutException):
+                httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 900, "ignore_eos": True}, timeout=0.2)
+            num += 1
+        return num
+
+    kinds: dict[str, str] = {}
+    with ThreadPoolExecutor(4) as pool, RolloutClient(url) as client:
+        give(changing, folders[0], "0-begin")
+        kinds["0-begin"] = "recompute"
+        running = [pool.submit(rollouts, 1), pool.submit(rollouts, 2), pool.submit(sessions)]
+        loaded = pool.submit(others)
+        for number in range(NUM_UPDATES):
+            folder, kind = chance.randrange(2), chance.choice(["keep", "recompute", "no pause"])
+            version = f"{folder}-{number}"
+            kinds[version] = kind
+            if kind == "no pause":
+                give(changing, folders[folder], version)
+            else:
+                client.give_weights(folders[folder], version, kv=kind)
+            time.sleep(chance.random() / 2)
+        over.set()
+        trajectories = [each for thread in running for each in thread.result()]
+        assert loaded.result() > 0
+    changing.wait_until_idle()
+    (engine,) = changing.engines
+    assert engine["num_internal_errors"] == 0
+    num_straddling = num_recomputed = 0
+    for prompt, trajectory in trajectories:
+        spans = trajectory["weight_versions"]
+        assert [spans[0]["start"], *(span["end"] for span in spans[:-1])] == [span["start"] for span in spans]
+        assert spans[-1]["end"] == len(trajectory["token_ids"])
+        num_straddling += len(spans) > 1
+        for span in spans:
+            version = span["version"]
+            if version in kinds and (span is spans[0] or kinds[version] == "recompute"):  # else its name came later
+                folder = folders[int(version[0])]
+                assert worst(folder, prompt, trajectory, span["end"], span["start"]) < TOLERANCE, (span, spans)
+                num_recomputed += span is not spans[0]
+    assert num_straddling > 10
+    assert num_recomputed > 0

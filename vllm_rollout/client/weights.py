@@ -6,8 +6,8 @@ Invariant: a server that was paused here is resumed, whatever failed meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from os import PathLike
@@ -71,17 +71,7 @@ async def give_weights(
         # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none
         raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
     began = time.perf_counter()
-    may_be_paused = True
-    try:
-        try:
-            with _explained(
-                "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
-            ):
-                await self.send(_post("/pause?mode=keep&clear_cache=false"))
-        except RolloutError as error:
-            # a proxy in front of a server that pauses may have lost patience
-            may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            raise
+    async with _paused(self):
         paused = time.perf_counter()
         if callable(weights):
             await self._aside(weights)
@@ -100,10 +90,30 @@ async def give_weights(
         name = await _name_version(self, version)
         if kv == "recompute":  # after the name, which tells of weights that nobody has heard coming
             await self.send(_post("/v1/weights/recompute"))
-    finally:
-        if may_be_paused:
-            await self.send(_post("/resume"))
     return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
+
+
+@asynccontextmanager
+async def _paused(client: Sender) -> AsyncIterator[None]:
+    """What runs is frozen meanwhile."""
+    may_be_paused = True
+    try:
+        try:
+            with _explained(
+                "The server takes no weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1."
+            ):
+                await client.send(_post("/pause?mode=keep&clear_cache=false"))
+        except RolloutError as error:
+            # a proxy in front of a server that pauses may have lost patience
+            may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            raise
+        yield
+    except BaseException:
+        if may_be_paused:
+            with suppress(RolloutError):  # what failed first is told
+                await client.send(_post("/resume"))
+        raise
+    await client.send(_post("/resume"))
 
 
 async def _name_version(client: Sender, version: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
@@ -45,7 +47,8 @@ NUM_ABORTS = 3
 class RolloutAsyncLLM(GroupClient, AsyncLLM):
     """AsyncLLM that runs groups, over as many ranks as it has.
 
-    Overrides: __init__, generate, add_request, add_lora, abort, shutdown, collective_rpc, pause_generation, sleep.
+    Overrides: __init__, generate, add_request, add_lora, abort, shutdown, collective_rpc, pause_generation, sleep,
+    _run_output_handler.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -187,6 +190,11 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
                 await self.lost_weights.found(self.get_weight_version)
             yield
 
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None:
+            super()._run_output_handler()
+            self.output_handler.add_done_callback(partial(_fail_calls, self.engine_core))
+
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
         await self._weights_come()
         return await super().collective_rpc(*args, **kwargs)
@@ -247,3 +255,11 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
             if state is not None:
                 self.output_processor.abort_requests([request_id], internal=True)
                 state.queue.put(error)
+
+
+def _fail_calls(engine_core: AsyncMPClient, handler: asyncio.Task[None]) -> None:
+    """Nothing is read from this engine any more. vLLM leaves the calls that are on their way without an answer, and the
+    server would wait for their clients before it ends."""
+    for answer in engine_core.utility_results.values():
+        if not answer.done():
+            answer.set_exception(EngineDeadError())
