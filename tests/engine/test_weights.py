@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,12 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.conftest import Server, paused, serve_command
+from tests.engine.conftest import V2, Server, paused, serve_command
 from vllm_rollout.client.client import RolloutClient
 
 pytestmark = pytest.mark.versions
 
 PROMPTS = [[(7 * i * (j + 1)) % 300 + 3 for i in range(70)] for j in range(2)]
+FLAGS = ["--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32"]
 TOLERANCE = 1e-4
 """In nats: float32 here and there. Stale KV was off by up to 4.8."""
 
@@ -45,9 +47,8 @@ def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[s
 
 @pytest.fixture(scope="module")
 def changing(folders: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "float32"]
     log = tmp_path_factory.mktemp("changing") / "log"
-    with Server(serve_command(folders[0], *flags), log, VLLM_SERVER_DEV_MODE="1") as server:
+    with Server(serve_command(folders[0], *FLAGS), log, VLLM_SERVER_DEV_MODE="1") as server:
         yield server
 
 
@@ -117,20 +118,20 @@ def test_what_begins_after_an_update_is_the_new_weights_own_and_what_runs_says_w
         assert (old["version"], new["version"]) == ("old", "new")
 
 
-def test_kv_of_a_group_is_computed_again_and_others_are_undisturbed(changing: Server, folders: list[str]) -> None:
+def update_under(server: Server, folders: list[str], num_tokens: int) -> None:
     """Log probabilities after the update are those of the new weights alone, as if the tokens before were a prompt."""
-    give(changing, folders[0], "old")
-    plain = {"prompt": PROMPTS[0], "max_tokens": 900, "ignore_eos": True, "temperature": 0}
-    before = changing.counter("vllm:num_preemptions_total")
-    with ThreadPoolExecutor(2) as pool, RolloutClient(str(changing.http.base_url)) as client:
-        running = pool.submit(roll, changing, PROMPTS[1], 900)
-        other = pool.submit(changing.http.post, "/v1/completions", json=plain)
-        changing.wait_until(lambda: changing.num_in_engine >= 5 or running.done())
+    give(server, folders[0], "old")
+    plain = {"prompt": PROMPTS[0], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    before = server.counter("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(2) as pool, RolloutClient(str(server.http.base_url)) as client:
+        running = pool.submit(roll, server, PROMPTS[1], num_tokens)
+        other = pool.submit(server.http.post, "/v1/completions", json=plain)
+        server.wait_until(lambda: server.num_in_engine >= 5 or running.done())
         client.give_weights(folders[1], "new")
-        later = roll(changing, PROMPTS[1], 10)
+        later = roll(server, PROMPTS[1], 10)
         straddling = running.result()
         other.result().raise_for_status()
-    (engine,) = changing.engines
+    (engine,) = server.engines
     assert worst(folders[1], PROMPTS[1], later["trajectories"][0]) < TOLERANCE
     for trajectory in straddling["trajectories"]:
         old, new = trajectory["weight_versions"]
@@ -138,7 +139,16 @@ def test_kv_of_a_group_is_computed_again_and_others_are_undisturbed(changing: Se
         assert worst(folders[0], PROMPTS[1], trajectory, old["end"]) < TOLERANCE
         assert worst(folders[1], PROMPTS[1], trajectory, begin=new["start"]) < TOLERANCE
     assert (engine["weight_version"], engine["num_preemptions"]) == ("new", 0), "but those of another reason"
-    assert changing.counter("vllm:num_preemptions_total") == before + 4
+    assert server.counter("vllm:num_preemptions_total") == before + 4
+
+
+def test_kv_of_a_group_is_computed_again_and_others_are_undisturbed(changing: Server, folders: list[str]) -> None:
+    update_under(changing, folders, 900)
+
+
+def test_model_runner_v2_computes_it_again_too(folders: list[str], tmp_path: Path) -> None:
+    with Server(serve_command(folders[0], *FLAGS), tmp_path / "log", VLLM_SERVER_DEV_MODE="1", **V2) as server:
+        update_under(server, folders, 60)
 
 
 def test_turns_of_a_session_say_which_weights_they_are_of(changing: Server, folders: list[str]) -> None:
