@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from vllm_rollout.adapter.api.engine import moving
 from vllm_rollout.group.ranks.load import EngineLoad
-from vllm_rollout.server.engine import Drained, RequestError
+from vllm_rollout.server.engine import Drained, EngineStopped, RequestError
 
 pytestmark = pytest.mark.anyio
 
@@ -129,7 +129,7 @@ async def test_processes_follow_holds_of_others(new_cluster):
     await cluster.done(*cluster.readers.values())
 
 
-@pytest.mark.parametrize("error", [RequestError("a rank has died"), ZeroDivisionError()])
+@pytest.mark.parametrize("error", [EngineStopped("a rank has died"), ZeroDivisionError()])
 async def test_a_process_follows_holds_on_after_a_look_that_failed(new_cluster, monkeypatch, error):
     monkeypatch.setattr(moving, "FOLLOW_S", 0.02)
     cluster = new_cluster(num_api_processes=2)

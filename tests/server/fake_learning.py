@@ -28,7 +28,7 @@ from vllm_rollout.group.judging.ledger import NamedReward, Reward
 from vllm_rollout.group.judging.length_trial import TriedCandidate
 from vllm_rollout.group.judging.memory import Memories, Memory
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
-from vllm_rollout.server.engine import HeadInfo, KeepState, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.server.engine import EngineStopped, HeadInfo, KeepState, LearningReport, RequestError, RewardsReceipt
 
 MODEL = "fake-model"
 HIDDEN_SIZE = 16
@@ -187,7 +187,7 @@ class FakeLearning:
     def check_alive(self) -> None:
         """Raises: RequestError (503) when the engine is dead."""
         if self.dead:
-            raise RequestError(
+            raise EngineStopped(
                 "the engine has stopped; restart the server and see its log for the reason.",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
             )

@@ -101,7 +101,7 @@ async def test_a_put_without_the_key_is_refused(guarded, http: httpx.AsyncClient
     assert "wrong" not in answer.text
 
 
-@pytest.mark.parametrize("path", ["/v1/engines/0/drain", "/v1/engines/0/restore"])
+@pytest.mark.parametrize("path", ["/v1/engines/0/drain", "/v1/engines/0/restore", "/v1/weights/recompute"])
 async def test_ranks_are_emptied_by_whoever_has_the_key(guarded, engine: FakeEngine, http: httpx.AsyncClient, path):
     engine.moves.num_ranks = 2
     assert (await http.post(path)).status_code == 401

@@ -24,7 +24,7 @@ from vllm_rollout.server.admin import AdminKey
 from vllm_rollout.server.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.server.attempts import Attempt, attempts
 from vllm_rollout.server.clients import owned_name
-from vllm_rollout.server.engine import Engine, GroupOrder, MovesPart, Outlook, RequestError
+from vllm_rollout.server.engine import Engine, EngineStopped, GroupOrder, MovesPart, Outlook
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.grading.candidates import LaunchedCandidates
 from vllm_rollout.server.grading.group import GradedGroup, TeachingGroup, WholeGroup
@@ -217,7 +217,7 @@ class RolloutService:
                 await self._engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
-        except RequestError:  # the engine is dead, and says so elsewhere
+        except EngineStopped:  # it says so elsewhere
             pass
         finally:
             dropping.cancel()

@@ -21,7 +21,7 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.group.types import Ending
 from vllm_rollout.server.answers import Allocation, RedundancyBudget
-from vllm_rollout.server.engine import Engine, PreparedPrompt, RequestError
+from vllm_rollout.server.engine import Engine, EngineStopped, PreparedPrompt
 from vllm_rollout.server.metrics import Metrics
 
 
@@ -191,14 +191,14 @@ class ShapingService:
             self._metrics.steps_drifted(await self._engine.shaping.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
             self._metrics.ranks_moved(await self._engine.moves.engine_loads())
-        except RequestError:  # the engine is dead, and says so elsewhere
+        except EngineStopped:  # it says so elsewhere
             return
 
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         self._metrics.know(adapter)
         try:
             await self._engine.shaping.observe_lengths(key, lengths, adapter)
-        except RequestError:  # the engine is dead, and says so elsewhere
+        except EngineStopped:  # it says so elsewhere
             return
 
 

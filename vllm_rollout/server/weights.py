@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from vllm_rollout.server.admin import require_admin
 from vllm_rollout.server.body import Body
 from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.errors import CHANGE_ERRORS
+from vllm_rollout.server.errors import ERRORS, errors_of
 from vllm_rollout.server.serialised import json_response
 from vllm_rollout.server.service import RolloutService
 
@@ -43,7 +43,7 @@ class RecomputeAnswer(BaseModel):
     "/v1/weights/recompute",
     summary="Compute again what runs on KV of older weights",
     response_model=RecomputeAnswer,
-    responses=CHANGE_ERRORS,
+    responses=ERRORS | errors_of(401),
     dependencies=[Depends(require_admin)],
 )
 async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from vllm_rollout.background import spawn
 from vllm_rollout.group.ranks.scaling import Progress, not_now
 from vllm_rollout.server.answers import RanksFreeEvent
-from vllm_rollout.server.engine import MovesPart, RequestError
+from vllm_rollout.server.engine import EngineStopped, MovesPart, RequestError
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -69,7 +69,7 @@ class ScaleDownWatch:
     async def _give_back(self) -> None:
         """What this rollout keeps empty, and nobody else."""
         while self._held:
-            with suppress(RequestError):  # it is dead, which is said elsewhere
+            with suppress(EngineStopped):  # it says so elsewhere
                 await self._moves.restore(self._held.pop(), self._owner)
 
     async def _check(self, started: float) -> RanksFreeEvent | None:

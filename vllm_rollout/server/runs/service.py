@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from vllm_rollout.background import begin, heard, spawn
 from vllm_rollout.group.rounds.rounds import FreshPrompt, RoundError, Run
 from vllm_rollout.server.clients import client_namespace, id_of, owned_name
-from vllm_rollout.server.engine import Engine, RequestError
+from vllm_rollout.server.engine import Engine, EngineStopped, RequestError
 from vllm_rollout.server.learning.service import not_empty
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.resumed import Resumption
@@ -384,7 +384,7 @@ class RunService:
 
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
-            with suppress(RequestError):  # the engine is dead, and says so elsewhere
+            with suppress(EngineStopped):  # it says so elsewhere
                 await self._engine.forget_race(race_id)
 
         spawn(forget(), "forgetting a race")

@@ -27,7 +27,7 @@ from vllm_rollout.group.racing.sessions import Session, SessionRace, SessionRefu
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Trajectory
 from vllm_rollout.server.clients import client_namespace, client_session
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.engine import EngineStopped, RequestError
 from vllm_rollout.server.grading.body import RewardOptions, options_of
 from vllm_rollout.server.grading.service import GradingService
 from vllm_rollout.server.learning.body import RewardEntry
@@ -393,7 +393,7 @@ class SessionService:
         while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
             self._stopping = turns
             self._more_to_stop.clear()
-            with survived("stopping turns"), suppress(RequestError):  # the engine is dead, and says so elsewhere
+            with survived("stopping turns"), suppress(EngineStopped):  # it says so elsewhere
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)

@@ -20,7 +20,7 @@ from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.group.judging.ledger import Reward
 from vllm_rollout.group.ranks.load import EngineLoad
 from vllm_rollout.server.answers import RoundSummary
-from vllm_rollout.server.engine import CandidateTokens, Engine, PreparedPrompt, RequestError
+from vllm_rollout.server.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.server.engines.body import EngineAnswer
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.sessions.seen import SeenSessions
@@ -256,7 +256,7 @@ class Viewers:
         while True:
             with survived("the page"):
                 loads: Sequence[EngineLoad] = ()
-                with survived("the page"), suppress(RequestError, TimeoutError):  # it is dead, or has more to do
+                with survived("the page"), suppress(EngineStopped, TimeoutError):  # it is dead, or has more to do
                     async with asyncio.timeout(LOOK_S):
                         loads = await self._engine.moves.engine_loads()
                 self._look(loads)

@@ -115,7 +115,7 @@ class EngineCalls:
             rank = self.first_rank
             try:
                 return await ask(rank)
-            except RequestError:
+            except EngineStopped:
                 if rank in self.living_ranks or not self.living_ranks:
                     raise
 
@@ -125,7 +125,7 @@ class EngineCalls:
         """One operation on one rank; None when it is dead, or dies meanwhile."""
         try:
             return await self.call_rank(rank, operation, argument)
-        except RequestError:
+        except EngineStopped:
             if rank in self.living_ranks:
                 raise
             return None

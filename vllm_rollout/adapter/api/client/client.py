@@ -36,7 +36,7 @@ from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.background import spawn
 from vllm_rollout.group.plans.request_names import may_name_rollout, names_of_request
 from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.engine import EngineStopped
 from vllm_rollout.server.metrics import Metrics
 
 ABORT_AGAIN_S = 0.1
@@ -155,7 +155,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
         try:
             stopped = await found(names)
-        except RequestError:  # the engine is dead, and says so elsewhere
+        except EngineStopped:  # it says so elsewhere
             return []
         if stopped:
             spawn(stop_the_rest(), "abort")

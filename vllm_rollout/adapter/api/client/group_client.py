@@ -71,7 +71,7 @@ from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.racing.selection import conclude
 from vllm_rollout.group.types import STOP_STATES, Ending
 from vllm_rollout.server.clients import client_namespace
-from vllm_rollout.server.engine import Beginnings, Outlook, RequestError
+from vllm_rollout.server.engine import Beginnings, EngineStopped, Outlook
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.metrics import LeftBy, Metrics
 from vllm_rollout.server.sessions.groups import OpenTurn
@@ -415,7 +415,7 @@ class GroupClient:
     async def _name_choices(self, answer: AnswerName, group_id: str, indices: Sequence[int]) -> None:
         """So that rewards can name them. Without an engine there is nothing to be learned."""
         choices = dict(enumerate(indices, start=answer.choice))
-        with suppress(RequestError):
+        with suppress(EngineStopped):
             await EngineCalls(self).call_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
 
     async def _generate_joined(

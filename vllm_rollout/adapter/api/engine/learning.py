@@ -49,7 +49,7 @@ from vllm_rollout.group.judging.ledger import NamedReward, Reward
 from vllm_rollout.group.judging.length_trial import TriedCandidate
 from vllm_rollout.group.judging.report import HeadInfo, rules_report
 from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.server.engine import KeepState, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.server.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -257,7 +257,7 @@ class EngineLearning:
             if self._calls.num_ranks > 1:
                 await self._share_heads()
             self._calls.after_change()
-        except RequestError:  # the engine is dead, and says so everywhere else
+        except EngineStopped:  # it says so elsewhere
             logger.warning("training of the quality head ended with the engine")
 
     async def settled(self) -> None:

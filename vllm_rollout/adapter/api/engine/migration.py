@@ -16,7 +16,7 @@ from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.engine.shaping import EngineShaping
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.engine import EngineStopped
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -51,7 +51,7 @@ class MigrationWatch:
             if not is_look_due(num_left, num_left_at_look):
                 continue
             num_left_at_look = num_left
-            with survived("planning moves"), suppress(RequestError):  # a dead engine, or rank, which says so elsewhere
+            with survived("planning moves"), suppress(EngineStopped):  # it says so elsewhere
                 moves, delay = await self._next_moves(delay)
                 for move in moves:
                     await self._moves.move_group(move.group_id, move.target)

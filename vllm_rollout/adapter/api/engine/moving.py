@@ -54,7 +54,7 @@ from vllm_rollout.group.ranks.migration import plan_drain
 from vllm_rollout.group.ranks.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.group.ranks.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.group.step.moving import MoveOutcome
-from vllm_rollout.server.engine import Drained, RequestError
+from vllm_rollout.server.engine import Drained, EngineStopped, RequestError
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -172,7 +172,7 @@ class EngineMoves:
                 break
             await asyncio.sleep(LOOK_S)
         if load.is_dead:
-            raise RequestError(str(RankDied.of(rank)), status=HTTPStatus.SERVICE_UNAVAILABLE)
+            raise EngineStopped(str(RankDied.of(rank)), status=HTTPStatus.SERVICE_UNAVAILABLE)
         reasons = Counter(move.reason for move in moves if move.outcome in ("stays", "failed", "lost"))
         num_moved = sum(move.outcome == "moved" for move in moves)
         num_left = load.num_running + load.num_waiting
@@ -226,7 +226,7 @@ class EngineMoves:
         before: frozenset[int] = frozenset()
         while not self._client.errored:
             await asyncio.sleep(FOLLOW_S)
-            with survived("following holds"), suppress(RequestError):  # a dead rank, or engine, which says so elsewhere
+            with survived("following holds"), suppress(EngineStopped):  # it says so elsewhere
                 async with self._one_move:
                     held = self._held(await self.engine_loads())
                     if len(held) < self.num_ranks or held == before:  # else drains that meet, and give back
