@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.common import percentile, record_of_run
+from benchmarks.drafts_ahead import Answers, play
 from benchmarks.group_race import (
     TINY,
     Race,
@@ -23,6 +24,21 @@ from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, RacedCandidate, compare_kept, first_finished
+from vllm_rollout.tracker.draft_memory import DraftMemory
+
+ANSWERS = Answers([5, 6], [[*range(10, 60)], [*range(10, 40), *range(70, 90)], [*range(10, 60)]])
+
+
+def test_drafts_that_come_late_make_the_same_tokens_in_more_steps():
+    rows = {}
+    for late in (False, True):
+        memory = DraftMemory(1 << 20)
+        tokens, *_ = play(memory, ANSWERS, 0, 2, most=4, least=0.05, late=late)
+        assert tokens == 100
+        tokens, rows[late], _ = play(memory, ANSWERS, 2, 3, most=4, least=0.05, late=late)
+        assert tokens == 50
+    assert 10 <= rows[False] < rows[True] < 50
+
 
 METRICS = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
 vllm:generation_tokens_total{engine="0",model_name="m"} 12.0
