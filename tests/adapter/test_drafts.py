@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.adapter.worker import verification
@@ -57,7 +58,8 @@ class Runner:
         self.now = 0.0
         self.drafts = Drafts(config, clock=lambda: self.now)
         self.drafts.rule = self.rule = Every()
-        self.drafts.attend(lambda: SimpleNamespace(req_ids=list(self.tokens)))
+        self.faults = Faults()
+        self.drafts.attend(lambda: SimpleNamespace(req_ids=list(self.tokens)), self.faults)
         self.tokens: dict[str, list[int]] = {}
         self.proposed: dict[str, list[int]] = {}
 
@@ -283,7 +285,7 @@ def test_where_the_memory_raises_candidates_go_on_without_drafts_and_later_ones_
     monkeypatch.setattr(runner.drafts.memory, place, fail)
     runner.step({"a": ANSWER[:5]}, new=(request("a"),))
     assert not any(runner.step({"b": ANSWER[:3]}, new=(request("b"),), finished=("a",)).values())
-    assert runner.drafts.faults.num
+    assert runner.faults.num
     monkeypatch.undo()
     assert not any(runner.step({"b": ANSWER[3:5]}).values())
     runner.step({"c": ANSWER[:9]}, new=(request("c"),), finished=("b",))

@@ -51,13 +51,13 @@ class Drafts:
                 "drafts are chosen by what steps take, and with distributed_executor_backend 'external_launcher' each "
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
-        self.faults = Faults()
         self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._batch: Callable[[], InputBatch] | None = None
+        self._faults = Faults()
         self._running: dict[str, Running] = {}
         """Candidates, by request id."""
         self._verifying: dict[int, np.ndarray] = {}
@@ -65,9 +65,10 @@ class Drafts:
         self._step: tuple[int, int, float] | None = None
         """Rows, drafts and beginning of the step before, which only decoded; None where it did more."""
 
-    def attend(self, batch: Callable[[], InputBatch]) -> None:
-        """`batch`: the runner's, whose requests are the rows of what `propose` is given."""
-        self._batch = batch
+    def attend(self, batch: Callable[[], InputBatch], faults: Faults) -> None:
+        """`batch`: the runner's, whose requests are the rows of what `propose` is given. `faults`: the runner's, which
+        its reports count."""
+        self._batch, self._faults = batch, faults
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none."""
@@ -88,7 +89,7 @@ class Drafts:
 
     def _begin_again(self, error: Exception) -> None:
         """Nothing that is known is trusted any more."""
-        self.faults.caught("drafts", error)
+        self._faults.caught("drafts", error)
         self.memory.clear()
         self._running, self._verifying, self._step = {}, {}, None
 

@@ -258,7 +258,7 @@ class RunnerV1Mixin(RunnerMixin):
         super().start_tracking(*args, **kwargs)
         if self.speculative_config is not None and get_pp_group().is_last_rank and isinstance(self.drafter, Drafts):
             self.drafts = self.drafter
-            self.drafts.attend(lambda: self.input_batch)
+            self.drafts.attend(lambda: self.input_batch, self.observing.faults)
 
     def _generator_state(self, request_id: str) -> bytes | None:
         request = self.requests.get(request_id)
