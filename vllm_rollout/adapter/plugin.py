@@ -1,8 +1,11 @@
-"""General plugin, loaded in every process. Invariant: unless VLLM_PLUGINS names us it changes nothing."""
+"""General plugin, loaded in every process. Invariant: unless VLLM_PLUGINS or VLLM_ROLLOUT names us it changes
+nothing."""
 
 from __future__ import annotations
 
 import os
+from functools import wraps
+from typing import Any
 
 from vllm_rollout.adapter import PLUGIN
 
@@ -13,6 +16,7 @@ def register() -> None:
     vLLM has no setting for these classes. It looks up their names when it builds the objects, so each name is replaced
     by a subclass, which leaves what we have nothing to do with to the original.
     """
+    take_engines()
     if PLUGIN not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
     from vllm.v1.engine import async_llm, core_client, utils
@@ -28,3 +32,22 @@ def register() -> None:
     async_llm.AsyncLLM = RolloutAsyncLLM  # type: ignore[misc]
     core_client.DPLBAsyncMPClient = RankClient  # type: ignore[misc]
     utils.CoreEngineProcManager = RankProcesses  # type: ignore[misc]
+
+
+def take_engines() -> None:
+    """Engines that are built in this process while VLLM_ROLLOUT is set are ours (`in_process/environment.py`)."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, "__wrapped__"):
+        return
+
+    @wraps(create)
+    def create_ours(engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("VLLM_ROLLOUT"):
+            from vllm_rollout.adapter.in_process.environment import taken_over
+
+            engine_args = taken_over(engine_args)
+        return create(engine_args, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_ours  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,47 @@ ROLLOUT, PROMPT, INDEX = "rollout_id", "rollout_prompt_id", "rollout_index"
 SURVIVAL, REWARD = "rollout_survival_probability", "rollout_reward"
 SEED_STRIDE, MAX_SEED = 0x9E3779B97F4A7C15, 1 << 62
 RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
+
+
+class colocate:
+    """Race the groups of a GRPOTrainer that has vLLM in its own process (`vllm_mode="colocate"`).
+
+        colocate(redundancy=8, num_generations=config.num_generations)
+        trainer = GRPOTrainer(...)
+
+    TRL asks for each completion by itself. Equal prompts in a row become groups of `num_generations`, with `redundancy`
+    spare candidates, and TRL gets its rows in their order. A group that is cut between two processes is not raced: give
+    each process whole groups (`per_device_train_batch_size * steps_per_generation` a multiple of num_generations).
+    Spare candidates need places and KV cache: max_num_seqs grows by `redundancy / num_generations`.
+
+    It sets the environment variables of docs/in_process.md, which processes that are started later inherit; in a `with`
+    statement, until its end. Raises: ValueError for sizes that are no group's, and where VLLM_PLUGINS leaves us out.
+    """
+
+    def __init__(self, redundancy: int = 8, num_generations: int = 8) -> None:
+        for name, value, least in (("redundancy", redundancy, 0), ("num_generations", num_generations, 2)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        plugins = os.environ.get("VLLM_PLUGINS")
+        if plugins is not None and "vllm_rollout" not in plugins.split(","):
+            raise ValueError(f"VLLM_PLUGINS must name vllm_rollout, got {plugins!r}. Unset it, or add the name.")
+        wanted = {
+            "VLLM_ROLLOUT": "scheduler,worker",
+            "VLLM_ROLLOUT_REDUNDANCY": str(redundancy),
+            "VLLM_ROLLOUT_GROUP_SIZE": str(num_generations),
+        }
+        self._before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class TRLRollouts:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import core_client, utils
 
 from vllm_rollout.adapter.api.calls.rank_client import RankClient
@@ -13,6 +16,7 @@ from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
 from vllm_rollout.adapter.in_process.engine_args import UninterruptedProcesses, with_groups
 from vllm_rollout.adapter.in_process.methods import async_streamed, awaited
 from vllm_rollout.adapter.in_process.rollouts import Rewards, Rollouts
+from vllm_rollout.adapter.in_process.runs import with_spares
 from vllm_rollout.client import calls
 
 
@@ -21,7 +25,7 @@ class AsyncLLM(RolloutAsyncLLM):
 
     `generate` runs a group where `extra_args` has `rollout_*` fields: `n` outputs, of `n + rollout_redundancy`.
 
-    Overrides: __init__, from_engine_args.
+    Overrides: __init__, generate, from_engine_args.
     """
 
     rollout = awaited(calls.rollout)
@@ -38,6 +42,10 @@ class AsyncLLM(RolloutAsyncLLM):
     vote = awaited(calls.vote)
 
     fields_in = "extra_args"
+    spares = 0
+    """Spare candidates of requests with `n` that say nothing of groups."""
+    group_size: int | None = None
+    """Of groups that have spares; None: any."""
     chat_template: str | None = None
     """In place of the model's own."""
     rollout_profile: str | None = None
@@ -54,6 +62,13 @@ class AsyncLLM(RolloutAsyncLLM):
         super().__init__(*args, **kwargs)
         self._opening = asyncio.Lock()
         self._rollouts: Rollouts | None = None
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self.spares and isinstance(sampling_params, SamplingParams):
+            sampling_params = with_spares(sampling_params, self.spares, self.group_size)
+        return super().generate(prompt, sampling_params, request_id, **kwargs)
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, *args: Any, **kwargs: Any) -> AsyncLLM:

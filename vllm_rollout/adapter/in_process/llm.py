@@ -17,6 +17,7 @@ from vllm_rollout.adapter.in_process.engine_args import group_settings, uninterr
 from vllm_rollout.adapter.in_process.interrupts import HeldInterrupts, WaitingLoop
 from vllm_rollout.adapter.in_process.methods import done, streamed
 from vllm_rollout.adapter.in_process.rollouts import Rewards, Rollouts
+from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, sized, with_spares
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
 from vllm_rollout.group.plans.xargs import rollout_xargs
 
@@ -48,6 +49,11 @@ class LLM(vllm.LLM):
     set_state = done(AsyncLLM.set_state)
     vote = done(AsyncLLM.vote)
 
+    spares = 0
+    """Spare candidates of requests with `n` that say nothing of groups; equal prompts in a row are one, too."""
+    group_size: int | None = None
+    """Of groups that have spares; None: any."""
+
     def __init__(
         self,
         model: str,
@@ -66,7 +72,13 @@ class LLM(vllm.LLM):
         settings = group_settings(model, kwargs)
         with uninterrupted():
             super().__init__(settings.pop("model"), *args, **settings)
-        self._settings = {"profile": rollout_profile, "record": rollout_record, "rewards": rewards}
+        self.begin_groups(profile=rollout_profile, record=rollout_record, rewards=rewards)
+
+    def begin_groups(
+        self, profile: str | None = None, record: str | None = None, rewards: Rewards | None = None
+    ) -> None:
+        """Once, when the engine is there."""
+        self._settings = {"profile": profile, "record": record, "rewards": rewards}
         self._loop = WaitingLoop()
         self._client = SteppedClient(self.llm_engine)
         self._groups: list[AsyncGenerator[RequestOutput, None]] = []
@@ -99,9 +111,14 @@ class LLM(vllm.LLM):
             await self._rollouts.settled()
         return result
 
-    def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
         with self._all_or_nothing():
-            return super().generate(*args, **kwargs)
+            per_prompt = any(isinstance(kwargs.get(name), Sequence) for name in ("lora_request", "priority"))
+            runs = runs_of(prompts, sampling_params, self.group_size) if self.spares and not per_prompt else None
+            if runs is None:
+                return super().generate(prompts, sampling_params, **kwargs)
+            params = [sized(sampling_params, run.num) for run in runs]
+            return rows_of(super().generate([run.prompt for run in runs], params, **kwargs))
 
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         with self._all_or_nothing():
@@ -133,6 +150,8 @@ class LLM(vllm.LLM):
     ) -> str:
         if self._client.is_read:  # vLLM would take its outputs for answers
             raise RuntimeError("a stream of this LLM is open. Read it to its end, or close it.")
+        if self.spares and isinstance(params, SamplingParams):
+            params = with_spares(params, self.spares, self.group_size)
         if not isinstance(params, SamplingParams) or not rollout_xargs(params.extra_args or {}):
             return super()._add_request(prompt, params, lora_request=lora_request, priority=priority, **kwargs)
         params.output_kind = RequestOutputKind.FINAL_ONLY

@@ -1,0 +1,120 @@
+"""What the environment asks of engines that others build, and which requests are raced by it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from vllm_rollout.adapter.in_process import environment
+from vllm_rollout.adapter.in_process.environment import Wanted, taken_over
+from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, with_spares
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+
+ASKED = {"VLLM_ROLLOUT": "scheduler,worker"}
+SAMPLED = SamplingParams(temperature=1.0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(environment, "_become_ours", lambda wanted: None)  # classes of this process stay as they are
+    for name, value in (ASKED | {"VLLM_ROLLOUT_REDUNDANCY": "8"}).items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"VLLM_ROLLOUT": "1"}, "VLLM_ROLLOUT must be 'scheduler,worker', got '1'. Unset it"),
+        ({"VLLM_ROLLOUT": "scheduler"}, "got 'scheduler'"),
+        ({"VLLM_ROLLOUT_REDUNDANCY": "-1"}, "VLLM_ROLLOUT_REDUNDANCY must be a number of at least 0, got '-1'"),
+        ({"VLLM_ROLLOUT_REDUNDANCY": "auto"}, "got 'auto'"),
+        ({"VLLM_ROLLOUT_GROUP_SIZE": "1"}, "VLLM_ROLLOUT_GROUP_SIZE must be a number of at least 2, got '1'"),
+    ],
+)
+def test_what_the_environment_cannot_mean_is_named(more, said):
+    with pytest.raises(ValueError, match=said):
+        Wanted.of(ASKED | more)
+
+
+def test_an_engine_has_our_classes_and_places_for_spare_candidates(asked, tiny_model):
+    ours = taken_over(EngineArgs(model=tiny_model, max_num_seqs=20))
+    assert (ours.scheduler_cls, ours.worker_cls) == (SCHEDULER_CLS, WORKER_CLS)
+    assert ours.max_num_seqs == 20 + 3 * 8
+    asked.setenv("VLLM_ROLLOUT_GROUP_SIZE", "20")
+    assert taken_over(EngineArgs(model=tiny_model, max_num_seqs=20)).max_num_seqs == 28
+
+
+def test_what_cannot_be_taken_over_is_left_to_vllm_with_a_warning_or_strictly_refused(asked, tiny_model, caplog):
+    args = EngineArgs(model=tiny_model, scheduler_cls="somebody.Scheduler")
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level("WARNING", logger="vllm"):
+        assert taken_over(args) is args
+    assert "this engine stays vLLM's own, because scheduler_cls must be" in caplog.text
+    asked.setenv("VLLM_ROLLOUT_STRICT", "1")
+    with pytest.raises(ValueError, match="scheduler_cls must be"):
+        taken_over(args)
+
+
+IMAGE = object()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes"),
+    [
+        (["a", "a", "b", "b"], [2, 2]),
+        (["a", "b", "a"], None),
+        (["a", "a", "a", "a", "a"], [4, 1]),
+        ([{"prompt_token_ids": [1]}, {"prompt_token_ids": [1]}], [2]),
+        ([{"prompt_token_ids": [1]}, {"prompt_token_ids": [2]}], None),
+        ([{"prompt_token_ids": [1], "multi_modal_data": IMAGE}] * 2, [2]),
+        ([{"prompt_token_ids": [1], "multi_modal_data": object()} for _ in range(2)], None),
+        ([{"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "multi_modal_data": IMAGE}], None),
+        ([[1, 2], [1, 2], "a"], [2, 1]),
+        ("aa", None),
+    ],
+)
+def test_equal_prompts_in_a_row_are_a_group(prompts, sizes):
+    runs = runs_of(prompts, SAMPLED, 4)
+    assert (runs and [run.num for run in runs]) == sizes
+    if runs is not None:
+        assert [run.prompt for run in runs for _ in range(run.num)] == prompts
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        SamplingParams(n=2),
+        SamplingParams(extra_args={"rollout_redundancy": 0}),
+        [SAMPLED, SAMPLED],
+        None,
+    ],
+)
+def test_what_is_alike_or_has_been_said_is_left_as_it_is(params):
+    assert runs_of(["a", "a"], params, None) is None
+
+
+def test_whole_groups_have_spares_and_nobody_elses_parameters_change():
+    params = SamplingParams(n=4, temperature=1.0, extra_args={"theirs": 1})
+    assert with_spares(params, 8, None).extra_args == {"theirs": 1, "rollout_redundancy": 8}
+    assert with_spares(params, 8, 4).extra_args == {"theirs": 1, "rollout_redundancy": 8}
+    assert params.extra_args == {"theirs": 1}
+    said = SamplingParams(n=4, extra_args={"rollout_redundancy": 0})
+    for same in (SAMPLED, said):
+        assert with_spares(same, 8, None) is same
+    assert with_spares(params, 8, 16) is params, "a part of a group"
+
+
+def test_completions_become_rows():
+    completions = [CompletionOutput(number, str(number), [number], None, None) for number in range(3)]
+    rows = rows_of([RequestOutput("r", "p", [1], None, completions, True)])
+    assert [(row.request_id, row.prompt, [(each.index, each.text) for each in row.outputs]) for row in rows] == [
+        ("r", "p", [(0, str(number))]) for number in range(3)
+    ]
+    assert [each.index for each in completions] == [0, 1, 2]

@@ -1,0 +1,117 @@
+"""Engines that somebody else builds are ours, without an engine argument: by the environment.
+
+    VLLM_ROLLOUT=scheduler,worker VLLM_ROLLOUT_REDUNDANCY=8 python train.py
+
+vLLM loads our plugin wherever it makes engine arguments, in a class that a trainer has imported long before. So classes
+are not replaced: an `LLM` becomes one of ours when it is first asked, an `AsyncLLM` when it is made.
+
+Invariant: without the variable nothing changes. What cannot be taken over is left to vLLM, with one warning; it is an
+error with VLLM_ROLLOUT_STRICT=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import wraps
+from math import ceil
+from typing import Any, NamedTuple
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.v1.engine import async_llm
+
+from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
+from vllm_rollout.adapter.in_process.engine_args import with_groups
+from vllm_rollout.adapter.in_process.llm import LLM
+from vllm_rollout.adapter.names import SCHEDULER_CLS
+
+logger = init_logger("vllm.vllm_rollout")
+
+ASKED = "VLLM_ROLLOUT"
+ALLOWED = "scheduler,worker"
+REDUNDANCY, GROUP_SIZE, STRICT = "VLLM_ROLLOUT_REDUNDANCY", "VLLM_ROLLOUT_GROUP_SIZE", "VLLM_ROLLOUT_STRICT"
+ASSUMED_GROUP_SIZE = 8
+"""For places of spare candidates, where nobody says how large groups are."""
+METHODS = ("generate", "chat", "enqueue", "enqueue_chat")
+
+
+class Wanted(NamedTuple):
+    """What the environment asks for."""
+
+    redundancy: int = 0
+    group_size: int | None = None
+    strict: bool = False
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Wanted:
+        """Raises: ValueError."""
+        parts = {part.strip() for part in environment.get(ASKED, "").split(",")}
+        if parts != set(ALLOWED.split(",")):
+            raise ValueError(f"{ASKED} must be {ALLOWED!r}, got {environment.get(ASKED)!r}. Unset it for stock vLLM.")
+        return cls(
+            _number(environment, REDUNDANCY, 0) or 0,
+            _number(environment, GROUP_SIZE, 2),
+            environment.get(STRICT, "0") not in ("", "0"),
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, least: int) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name} must be a number of at least {least}, got {text!r}.")
+    return int(text)
+
+
+def taken_over(engine_args: EngineArgs) -> EngineArgs:
+    """Engine arguments with groups, and with places for spare candidates. Raises: ValueError where they are asked for
+    by what nobody knows, or strictly."""
+    wanted = Wanted.of(os.environ)
+    try:
+        ours = with_groups(engine_args)
+        if wanted.redundancy and ours.max_num_seqs is not None:
+            groups = ceil(ours.max_num_seqs / (wanted.group_size or ASSUMED_GROUP_SIZE))
+            ours = replace(ours, max_num_seqs=ours.max_num_seqs + groups * wanted.redundancy)
+        _become_ours(wanted)
+    except Exception as error:
+        if wanted.strict:
+            raise
+        logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", error)
+        return engine_args
+    logger.info(
+        "vllm_rollout: this engine has groups (%s). Requests with n, and equal prompts in a row, have %d spare "
+        "candidates; max_num_seqs is %s for it, and they take KV cache.",
+        ASKED, wanted.redundancy, ours.max_num_seqs,
+    )  # fmt: skip
+    return ours
+
+
+def _become_ours(wanted: Wanted) -> None:
+    LLM.spares = AsyncLLM.spares = wanted.redundancy
+    LLM.group_size = AsyncLLM.group_size = wanted.group_size
+    for name in METHODS:
+        method = getattr(vllm.LLM, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(vllm.LLM, name, _of_ours(name, method))
+    stock = async_llm.AsyncLLM
+    if not issubclass(stock, AsyncLLM):
+        stock.__new__ = lambda cls, *args, **kwargs: object.__new__(AsyncLLM if cls is stock else cls)
+
+
+def _of_ours(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def called(self: vllm.LLM, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, LLM):
+            return method(self, *args, **kwargs)
+        if self.llm_engine.vllm_config.scheduler_config.scheduler_cls != SCHEDULER_CLS:  # it was left to vLLM
+            return method(self, *args, **kwargs)
+        cls = type(self)
+        self.__class__ = LLM if cls is vllm.LLM else type(f"Rollout{cls.__name__}", (LLM, cls), {})
+        self.begin_groups()
+        return getattr(self, name)(*args, **kwargs)
+
+    return called

@@ -1,0 +1,79 @@
+"""Rows that are asked for one by one, as trainers do: equal prompts in a row are a group, and come back as rows.
+
+Invariant: as many rows as prompts, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from vllm_rollout.group.plans.xargs import NAMES, rollout_xargs
+
+
+class Run(NamedTuple):
+    """Equal prompts in a row."""
+
+    prompt: Any
+    num: int
+
+
+def runs_of(prompts: Any, params: object, group_size: int | None) -> list[Run] | None:
+    """The groups that these prompts are; None where they are answered as they are.
+
+    group_size: of each group; None: however many are equal. Greedy and seeded requests are left as they are, since they
+    say the same however often they are asked for.
+    """
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not isinstance(params, SamplingParams):
+        return None
+    if params.n > 1 or params.temperature == 0 or params.seed is not None or rollout_xargs(params.extra_args or {}):
+        return None
+    runs: list[Run] = []
+    for prompt in prompts:
+        if runs and runs[-1].num != group_size and _are_same(runs[-1].prompt, prompt):
+            runs[-1] = Run(prompt, runs[-1].num + 1)
+        else:
+            runs.append(Run(prompt, 1))
+    return runs if any(run.num > 1 for run in runs) else None
+
+
+def with_spares(params: SamplingParams, num: int, group_size: int | None) -> SamplingParams:
+    """The same, with so many spare candidates; as they are where nothing can be raced, or a group is not whole."""
+    is_whole = params.n > 1 and group_size in (None, params.n)
+    if not is_whole or rollout_xargs(params.extra_args or {}):
+        return params
+    raced = copy(params)
+    raced.extra_args = {**(params.extra_args or {}), NAMES["redundancy"]: num}
+    return raced
+
+
+def sized(params: SamplingParams, num: int) -> SamplingParams:
+    """The same, `num` times."""
+    group = copy(params)
+    group.n = num
+    return group
+
+
+def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """An output for each completion."""
+    rows = []
+    for output in outputs:
+        for completion in output.outputs:
+            row, one = copy(output), copy(completion)
+            one.index, row.outputs = 0, [one]
+            rows.append(row)
+    return rows
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """Images and other data are the same where they are one object, or in one list."""
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return type(first) is type(second) and isinstance(first, (str, list, tuple)) and first == second
+    return first.keys() == second.keys() and all(
+        value is second[key] or (key in ("prompt", "prompt_token_ids") and value == second[key])
+        for key, value in first.items()
+    )
