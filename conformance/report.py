@@ -58,7 +58,8 @@ def gains(results: Mapping[str, Mapping[str, Any]]) -> str:
             if row["passed"] and "generation_ratio" in row:
                 step = f"{row['step_ratio']:.2f} x" if "step_ratio" in row else "—"
                 on, off = (", ".join(f"{s:.1f}" for s in row["generation_s"][which]) for which in ("with", "without"))
-                lines.append(f"| {trainer} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
+                where = ", colocated" if row["name"].startswith("colocated") else ""
+                lines.append(f"| {trainer}{where} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
     return "\n".join(lines)
 
 

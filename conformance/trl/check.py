@@ -22,6 +22,10 @@ from conformance.trl.async_agents import (  # noqa: F401
     async_environments_converse_one_by_one,
     async_environments_race_by_their_worker,
 )
+from conformance.trl.colocated import (  # noqa: F401
+    colocated_steps_are_those_of_stock,
+    colocated_with_spare_candidates,
+)
 from conformance.trl.graded import (  # noqa: F401 (checks, by their names here)
     an_endless_comparison_costs_one_reward,
     reward_functions_grade_as_they_are,
