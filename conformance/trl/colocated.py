@@ -105,7 +105,7 @@ def main() -> None:
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         if way == "ours" and not compares:
-            type(llm).spares = gain.REDUNDANCY if turns[len(told["num_rows"])] else 0
+            llm.spares = gain.REDUNDANCY if turns[len(told["num_rows"])] else 0
         began = time.monotonic()
         answer = generate(*args, **kwargs)
         told["generation_s"].append(time.monotonic() - began)

@@ -20,7 +20,7 @@ SAMPLED = SamplingParams(temperature=1.0)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(environment, "_become_ours", lambda wanted: None)  # classes of this process stay as they are
+    monkeypatch.setattr(environment, "_let_become_ours", lambda: None)  # classes of this process stay as they are
     for name, value in (ASKED | {"VLLM_ROLLOUT_REDUNDANCY": "8"}).items():
         monkeypatch.setenv(name, value)
     return monkeypatch

@@ -7,7 +7,11 @@ import os
 from functools import wraps
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_rollout.adapter import PLUGIN
+
+logger = init_logger("vllm.vllm_rollout")
 
 
 def register() -> None:
@@ -45,9 +49,14 @@ def take_engines() -> None:
     @wraps(create)
     def create_ours(engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("VLLM_ROLLOUT"):
-            from vllm_rollout.adapter.in_process.environment import taken_over
-
-            engine_args = taken_over(engine_args)
+            try:
+                from vllm_rollout.adapter.in_process.environment import taken_over
+            except ImportError as error:  # a vLLM that is not supported
+                if os.environ.get("VLLM_ROLLOUT_STRICT", "0") not in ("", "0"):
+                    raise
+                logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", error)
+            else:
+                engine_args = taken_over(engine_args)
         return create(engine_args, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_ours  # type: ignore[method-assign]

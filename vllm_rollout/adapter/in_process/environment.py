@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.v1.engine import async_llm
@@ -35,6 +36,8 @@ ALLOWED = "scheduler,worker"
 REDUNDANCY, GROUP_SIZE, STRICT = "VLLM_ROLLOUT_REDUNDANCY", "VLLM_ROLLOUT_GROUP_SIZE", "VLLM_ROLLOUT_STRICT"
 ASSUMED_GROUP_SIZE = 8
 """For places of spare candidates, where nobody says how large groups are."""
+SPARES = "rollout_spares"
+"""Of an engine, in its additional_config."""
 METHODS = ("generate", "chat", "enqueue", "enqueue_chat")
 
 
@@ -76,7 +79,10 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
         if wanted.redundancy and ours.max_num_seqs is not None:
             groups = ceil(ours.max_num_seqs / (wanted.group_size or ASSUMED_GROUP_SIZE))
             ours = replace(ours, max_num_seqs=ours.max_num_seqs + groups * wanted.redundancy)
-        _become_ours(wanted)
+        ours = replace(
+            ours, additional_config={**(ours.additional_config or {}), SPARES: (wanted.redundancy, wanted.group_size)}
+        )
+        _let_become_ours()
     except Exception as error:
         if wanted.strict:
             raise
@@ -90,16 +96,33 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
     return ours
 
 
-def _become_ours(wanted: Wanted) -> None:
-    LLM.spares = AsyncLLM.spares = wanted.redundancy
-    LLM.group_size = AsyncLLM.group_size = wanted.group_size
+def _let_become_ours() -> None:
+    """Once in a process. An engine is ours where its scheduler is."""
     for name in METHODS:
         method = getattr(vllm.LLM, name)
         if not hasattr(method, "__wrapped__"):
             setattr(vllm.LLM, name, _of_ours(name, method))
     stock = async_llm.AsyncLLM
+
+    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("vllm_config", args[0] if args else None)
+        if cls is not stock or config is None or not _is_ours(config):
+            return object.__new__(cls)
+        engine = object.__new__(AsyncLLM)
+        engine.spares, engine.group_size = _spares_of(config)
+        return engine
+
     if not issubclass(stock, AsyncLLM):
-        stock.__new__ = lambda cls, *args, **kwargs: object.__new__(AsyncLLM if cls is stock else cls)
+        stock.__new__ = new
+
+
+def _is_ours(config: VllmConfig) -> bool:
+    return config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+
+
+def _spares_of(config: VllmConfig) -> tuple[int, int | None]:
+    """Spare candidates and group size of this engine, which may be one of several in a process."""
+    return (config.additional_config or {}).get(SPARES, (0, None))
 
 
 def _of_ours(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,11 +130,13 @@ def _of_ours(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: vllm.LLM, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, LLM):
             return method(self, *args, **kwargs)
-        if self.llm_engine.vllm_config.scheduler_config.scheduler_cls != SCHEDULER_CLS:  # it was left to vLLM
+        config = self.llm_engine.vllm_config
+        if not _is_ours(config):  # it was left to vLLM
             return method(self, *args, **kwargs)
         cls = type(self)
         self.__class__ = LLM if cls is vllm.LLM else type(f"Rollout{cls.__name__}", (LLM, cls), {})
         self.begin_groups()
+        self.spares, self.group_size = _spares_of(config)
         return getattr(self, name)(*args, **kwargs)
 
     return called

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import vllm
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -21,6 +22,7 @@ from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, sized, with_s
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
 from vllm_rollout.group.plans.xargs import rollout_xargs
 
+logger = init_logger("vllm.vllm_rollout")
 T = TypeVar("T")
 
 
@@ -117,6 +119,12 @@ class LLM(vllm.LLM):
             runs = runs_of(prompts, sampling_params, self.group_size) if self.spares and not per_prompt else None
             if runs is None:
                 return super().generate(prompts, sampling_params, **kwargs)
+            if self.group_size is not None and any(run.num != self.group_size for run in runs):
+                logger.warning_once(
+                    "vllm_rollout: %d equal prompts in a row are no group of %d, and are not raced. Give each process "
+                    "whole groups.",
+                    next(run.num for run in runs if run.num != self.group_size), self.group_size,
+                )  # fmt: skip
             params = [sized(sampling_params, run.num) for run in runs]
             return rows_of(super().generate([run.prompt for run in runs], params, **kwargs))
 
