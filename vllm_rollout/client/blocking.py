@@ -91,7 +91,7 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> C
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        returned: T = self._finish(method(self._awaited, *args, **kwargs))
+        returned: T = self._finish(getattr(self._awaited, method.__name__)(*args, **kwargs))
         return returned
 
     return done
@@ -104,7 +104,7 @@ def blocking_generator(
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        return _items(method(self._awaited, *args, **kwargs), self._finish)
+        return _items(getattr(self._awaited, method.__name__)(*args, **kwargs), self._finish)
 
     return done
 
