@@ -33,6 +33,7 @@ class FakeServer:
     """Events; then every request breaks."""
     starts_again: bool = False
     version: str = "default"
+    num_weight_changes: int = 0
     requests: list[tuple[str, str]] = field(default_factory=list)
     rollouts: int = 0
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,6 +70,12 @@ class FakeServer:
             return httpx.Response(404, json={"error": error})
         if path == "/update_weight_version":
             self.version = json.loads(request.content)["new_version"]
+            self.num_weight_changes += 1
+        if path.endswith("/rewards"):
+            rewards = json.loads(request.content)["rewards"]
+            results = [{**reward, "status": "accepted"} for reward in rewards]
+            said = {"results": results, "counts": {"accepted": len(rewards)}, "threshold": 0.5, "num_training": 0}
+            return httpx.Response(200, json={**said, "id": "x", "head_version": 0, "head_versions": {}})
         await asyncio.sleep(0)
         return httpx.Response(200, json={"id": "x", "object": "list", "data": []})
 
@@ -79,7 +86,7 @@ class FakeServer:
             *("num_internal_errors", "num_weight_changes"),
         ]
         said = {"rank": 0, "state": "active", "kv_seconds_per_token": None, "weight_version": self.version}
-        return said | dict.fromkeys(numbers, 0)
+        return said | dict.fromkeys(numbers, 0) | {"num_weight_changes": self.num_weight_changes}
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         self.rollouts += 1
@@ -251,6 +258,62 @@ def test_a_server_that_comes_back_gets_groups_again_if_its_weights_are_those_of_
         client.give_weights(lambda: None, "step-2")
         assert (first.version, second.version) == ("step-2", "step-2")
         assert [engine.state for engine in client.engines()] == ["active", "active"]
+
+
+def test_a_server_that_began_anew_between_two_looks_is_out_until_it_has_the_weights():
+    servers = Servers(count=2)
+    with servers.sync_client() as client:
+        client.give_weights(lambda: None, "step-1")
+        client.rollout(PROMPTS, 2)
+        second = servers.all[1]
+        second.version, second.num_weight_changes = "default", 0
+        client._awaited._looked_s = -1e9
+        client.rollout(PROMPTS, 2)
+        assert second.rollouts == 1
+        assert [engine.state for engine in client.engines()] == ["active", "dead"]
+        client.give_weights(lambda: None, "step-2")
+        client.rollout(PROMPTS, 2)
+        assert second.rollouts == 2
+
+
+def test_a_server_that_came_back_amid_a_rollout_takes_over_from_the_next_that_dies(monkeypatch):
+    monkeypatch.setattr("vllm_rollout.client.fleet.RETRY_S", -1.0)
+    monkeypatch.setattr("vllm_rollout.client.fleet.LOOK_S", -1.0)
+    servers = Servers(count=2)
+    first, second = servers.all
+
+    async def run() -> None:
+        async with servers.client() as client:
+            await client.engines()
+            first.dies_after = 0
+            returned: list[str] = []
+            async with aclosing(client.stream(PROMPTS, 2)) as events:
+                async for event in events:
+                    if isinstance(event, GroupEvent):
+                        returned.append(event.prompt_id)
+                        if len(returned) == 2:
+                            first.dies_after, second.dies_after = float("inf"), second.events + 1
+            assert sorted(returned) == [prompt["id"] for prompt in PROMPTS]
+
+    asyncio.run(run())
+    assert (first.is_dead, second.is_dead) == (False, True)
+
+
+def test_rewards_for_a_server_that_just_died_are_unknown_and_the_others_are_taken():
+    servers = Servers(count=2)
+    with servers.sync_client() as client:
+        answer = client.rollout(PROMPTS, 2)
+        servers.all[1].dies_after = 0
+        rewards = [(group.prompt_id, 0, 1.0) for group in answer.groups]
+        counts = client.post_rewards(answer.id, rewards).counts
+        assert (counts.accepted, counts.unknown) in ((4, 5), (5, 4))
+    servers = Servers(count=2)
+    with servers.sync_client() as client:
+        client.engines()
+        servers.all[0].dies_after = 0
+        named = client.post_named_rewards([("cmpl-1", 0, 1.0)])
+        assert named.counts.accepted == 1
+        assert client.runs() == []
 
 
 def test_weights_go_to_all_and_no_group_begins_in_between():

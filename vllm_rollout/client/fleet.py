@@ -189,6 +189,9 @@ class Fleet(Sender):
             if isinstance(its, RolloutError):
                 self._lose(number, its)
             elif its is not None:
+                if _num_changes(its) < _num_changes(self._engines[number]):
+                    url = self._members[number].base_url
+                    self._lose(number, RolloutError(None, f"{url} has begun anew, with its first weights", "Restarted"))
                 self._engines[number] = its
         versions = {each.weight_version for number in self._alive for each in self._engines[number]}
         self._versions = versions or self._versions
@@ -252,8 +255,8 @@ class Fleet(Sender):
         elif path == "/v1/runs":
             await self._look()
             runs: Call[Any] = call
-            found = await asyncio.gather(*(self._members[number].send(runs) for number in self._alive))
-            answer = [run for its in found for run in its]
+            found = await asyncio.gather(*(self._ask(number, runs) for number in self._alive))
+            answer = [run for its in found for run in its or ()]
         elif (rewards := REWARDS.fullmatch(path)) is not None:
             answer = await self._post_rewards(unquote(rewards[1]), call)
         elif (engine := OF_ENGINE.fullmatch(path)) is not None:
@@ -287,13 +290,19 @@ class Fleet(Sender):
     async def _to_any(self, call: Call[T]) -> T:
         await self._look()
         for number in self._alive:
-            try:
-                return await self._members[number].send(call)
-            except RolloutError as error:
-                if not is_loss(error):
-                    raise
-                self._lose(number, error)
+            if (answer := await self._ask(number, call)) is not None:
+                return answer
         raise self._none_left()
+
+    async def _ask(self, number: int, call: Call[T]) -> T | None:
+        """Its answer; None: it is gone."""
+        try:
+            return await self._members[number].send(call)
+        except RolloutError as error:
+            if not is_loss(error):
+                raise
+            self._lose(number, error)
+            return None
 
     async def _rollout(self, call: EventsCall) -> RolloutAnswer:
         rollout, stream, groups = await self._new_rollout(call), GroupStream(), {}
@@ -311,7 +320,12 @@ class Fleet(Sender):
 
     async def _new_rollout(self, call: EventsCall) -> FleetRollout:
         await self._look()
-        return FleetRollout(self._members, self._servers, call, self._lose)
+        return FleetRollout(self._members, self._servers, call, self._lose_amid)
+
+    async def _lose_amid(self, number: int, error: RolloutError) -> None:
+        """Before its prompts begin elsewhere. Raises: RolloutError where no server is left."""
+        self._lose(number, error)
+        await self._look()
 
     async def _events_of(self, rollout: FleetRollout) -> AsyncGenerator[Event, None]:
         try:
@@ -345,7 +359,9 @@ class Fleet(Sender):
         for (server, its_id), positions in places.items():
             path = f"/v1/rollouts/{its_id}/rewards"
             mine = {**body, "rewards": [entries[position] for position in positions]}
-            answer = await self._members[server].send(Call("POST", path, typed(RewardsAnswer), mine))
+            answer = await self._ask(server, Call("POST", path, typed(RewardsAnswer), mine))
+            if answer is None:
+                continue
             answers.append(answer)
             for position, result in zip(positions, answer.results, strict=True):
                 results[position] = result
@@ -368,20 +384,22 @@ class Fleet(Sender):
         missing: RolloutError | None = None
         for number in self._alive:
             try:
-                return await self._members[number].send(call)
+                if (answer := await self._ask(number, call)) is not None:
+                    return answer
             except RolloutError as error:
                 if error.status != HTTPStatus.NOT_FOUND:
                     raise
                 missing = error
-        assert missing is not None
-        raise missing
+        raise missing or self._none_left()
 
     async def _post_named_rewards(self, call: Call[Any]) -> NamedRewardsAnswer:
         """Each server takes those of its own candidates."""
         await self._look()
         sent = replace(call, read=typed(NamedRewardsAnswer))
-        sendings = (self._members[number].send(sent) for number in self._alive)
-        answers: list[NamedRewardsAnswer] = await asyncio.gather(*sendings)
+        said = await asyncio.gather(*(self._ask(number, sent) for number in self._alive))
+        answers: list[NamedRewardsAnswer] = [answer for answer in said if answer is not None]
+        if not answers:
+            raise self._none_left()
         per_entry = zip(*(answer.results for answer in answers), strict=True)
         results = [next((each for each in its if each.status != "unknown"), its[0]) for its in per_entry]
         return answers[0].model_copy(
@@ -481,3 +499,8 @@ class Fleet(Sender):
 
     async def close(self) -> None:
         await asyncio.gather(*(member._http.aclose() for member in self._members))
+
+
+def _num_changes(engines: Sequence[EngineAnswer]) -> int:
+    """How often weights have come to these engines since their start."""
+    return sum(each.num_weight_changes for each in engines)

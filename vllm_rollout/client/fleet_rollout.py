@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -26,7 +26,7 @@ from vllm_rollout.client.connection import CONNECTION_LOST, INCOMPLETE, RolloutE
 from vllm_rollout.client.sender import Sender
 from vllm_rollout.group.lengths.history import ObservedLength
 from vllm_rollout.group.lengths.receipt import Receipt
-from vllm_rollout.group.ranks.servers import NoServerLeft, ServedGroup, Servers
+from vllm_rollout.group.ranks.servers import ServedGroup, Servers
 from vllm_rollout.server.answers import (
     CandidateEvent,
     DoneEvent,
@@ -83,9 +83,13 @@ class FleetRollout:
     """One rollout on its way."""
 
     def __init__(
-        self, members: Sequence[Sender], servers: Servers, call: EventsCall, lose: Callable[[int, RolloutError], None]
+        self,
+        members: Sequence[Sender],
+        servers: Servers,
+        call: EventsCall,
+        lose: Callable[[int, RolloutError], Awaitable[None]],
     ) -> None:
-        """lose: called for a server that is gone."""
+        """lose: called for a server that is gone. It raises where none is left."""
         self._members, self._servers, self._call, self._lose = members, servers, call, lose
         self.id = f"rollout-{uuid.uuid4().hex}"
         prompts: Sequence[Mapping[str, Any]] = call.body.get("prompts") or []
@@ -112,7 +116,7 @@ class FleetRollout:
                 part, said = await self._events.get()
                 if isinstance(said, RolloutError):
                     await cancelled([self._reading.pop(part)])
-                    for event in self._lost(part, said):
+                    for event in await self._lost(part, said):
                         yield event
                 elif said is None:
                     del self._reading[part]
@@ -194,11 +198,11 @@ class FleetRollout:
             self._servers.ended(its.group, num_tokens)
         its.ends[index] = (num_tokens, end or "")
 
-    def _lost(self, part: Part, error: RolloutError) -> list[Event]:
+    async def _lost(self, part: Part, error: RolloutError) -> list[Event]:
         """Its prompts begin elsewhere. Raises: RolloutError."""
         if not is_loss(error):
             raise error
-        self._lose(part.server, error)
+        await self._lose(part.server, error)
         again = [id for id in part.prompt_ids if id in self._open and self._open[id].part is part]
         reason = f"its server is gone ({error.message})"
         taken_back: list[Event] = []
@@ -208,10 +212,7 @@ class FleetRollout:
             if its.group_id is not None:
                 taken_back.append(RestartedEvent(prompt_id=id, group_id=its.group_id, reason=reason))
         self._num_restarted += len(again)
-        try:
-            self._begin(again)
-        except NoServerLeft:
-            raise RolloutError(None, f"no server is left; the last one: {error.message}", error.type) from error
+        self._begin(again)
         return taken_back
 
     def _summary(self) -> DoneEvent:
