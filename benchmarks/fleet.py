@@ -6,7 +6,7 @@ servers stay up, so that a repeat is a set of pairs:
 ranks            one server with four data-parallel ranks, one request with all prompts
 client           RolloutClient([url, url, url, url]), one call with all prompts
 round_robin      vllm-router 0.1.17 before the four servers, a request per prompt, all at once
-consistent_hash  the same under its other policy, with X-Correlation-ID
+consistent_hash  the same by its hash of each request
 
 Steps are long, and candidates few, so that the host is not what is measured.
 

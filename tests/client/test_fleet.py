@@ -37,6 +37,8 @@ class FakeServer:
     requests: list[tuple[str, str]] = field(default_factory=list)
     rollouts: int = 0
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    breaks_at: str = ""
+    """The path of requests that find no connection."""
     refuses: set[str] = field(default_factory=set)
     events: int = 0
     slow: asyncio.Event | None = None
@@ -45,7 +47,12 @@ class FakeServer:
     def is_dead(self) -> bool:
         return self.events >= self.dies_after
 
+    is_lethal: bool = False
+    """Every rollout breaks, and it answers at once again."""
+
     def tick(self) -> None:
+        if self.is_lethal:
+            raise httpx.ReadError("it died")
         self.events += 1
         if self.is_dead:
             raise httpx.ReadError("it died")
@@ -53,7 +60,7 @@ class FakeServer:
     async def answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         self.requests.append((request.method, path))
-        if self.is_dead:
+        if self.is_dead or path == self.breaks_at:
             raise httpx.ConnectError("refused")
         if path in self.refuses:
             error = {"message": f"{path} is refused", "type": "BadRequest", "param": "x", "code": 422}
@@ -297,6 +304,36 @@ def test_a_server_that_came_back_amid_a_rollout_takes_over_from_the_next_that_di
 
     asyncio.run(run())
     assert (first.is_dead, second.is_dead) == (False, True)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weight_version", "/v1/weights/recompute", "/resume"])
+def test_a_server_that_was_lost_amid_an_update_is_out_until_the_next(path):
+    servers = Servers(count=2)
+    with servers.sync_client() as client:
+        servers.all[1].breaks_at = path
+        client.give_weights(lambda: None, "step-1")
+        servers.all[1].breaks_at, servers.all[1].version = "", "step-1"
+        client._awaited._tried_s = client._awaited._looked_s = -1e9
+        client.rollout(PROMPTS, 2)
+        assert (servers.all[0].rollouts, servers.all[1].rollouts) == (1, 0), "it may be paused"
+        client.give_weights(lambda: None, "step-2")
+        client.rollout(PROMPTS, 2)
+        assert servers.all[1].rollouts == 1
+
+
+def test_a_prompt_that_ends_every_server_that_has_it_is_an_error_also_where_servers_begin_anew():
+    servers = Servers(count=2)
+    with servers.sync_client() as client:
+        for server in servers.all:
+            server.is_lethal = True
+        with pytest.raises(RolloutError, match=r"prompt 'p0' .* 3 servers"):
+            client.rollout(PROMPTS[:1], 2)
+
+
+def test_a_client_may_be_closed_twice():
+    client = Servers().sync_client()
+    client.close()
+    client.close()
 
 
 def test_rewards_for_a_server_that_just_died_are_unknown_and_the_others_are_taken():

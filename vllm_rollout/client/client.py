@@ -229,9 +229,12 @@ class RolloutClient:
     run.__doc__ = AsyncRolloutClient.run.__doc__
 
     def close(self) -> None:
-        self._finish(self._awaited.close())
-        if self._loop is not None:
+        if self._loop is None:
+            self._finish(self._awaited.close())
+        elif self._finish is not finished:
+            self._finish(self._awaited.close())
             self._loop.close()
+            self._finish = finished
 
     def __enter__(self) -> Self:
         return self

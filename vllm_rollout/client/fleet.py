@@ -149,6 +149,8 @@ class Fleet(Sender):
         """Why servers are out."""
         self._versions: set[str] = set()
         """Of the weights of those that are not, when they were last looked at."""
+        self._unsure: frozenset[int] = frozenset()
+        """Servers that were lost amid an update: they may be paused, or have old weights by the new name."""
         self._looking = asyncio.Lock()
         self._looked_s = -float("inf")
         self._tried_s = -float("inf")
@@ -199,7 +201,8 @@ class Fleet(Sender):
             its = seen[number]
             if isinstance(its, list):
                 has = {each.weight_version for each in its}
-                if any_weights or not self._versions or has <= self._versions:
+                is_right = not self._versions or has <= self._versions
+                if any_weights or (is_right and number not in self._unsure and not self._gate.locked()):
                     self._servers.comes(number)
                     logger.warning("%s is back", self._members[number].base_url)
                     continue
@@ -474,6 +477,7 @@ class Fleet(Sender):
     async def give_weights(self, *args: Any, **options: Any) -> GivenWeights:
         async with self._gate:
             await self._look(any_weights=True)
+            took_part = frozenset(self._alive)
             try:
                 given = await give_weights(self, *args, **options)
             except BaseException:
@@ -481,6 +485,8 @@ class Fleet(Sender):
                 with suppress(RolloutError):
                     await self._to_all(Call("POST", "/resume", lambda _: None))
                 raise
+            finally:
+                self._unsure = (self._unsure - took_part) | (took_part - frozenset(self._alive))
             self._looked_s = -float("inf")
             return given
 

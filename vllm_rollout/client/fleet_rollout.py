@@ -105,6 +105,8 @@ class FleetRollout:
         self._events: asyncio.Queue[tuple[Part, Event | RolloutError | None]] = asyncio.Queue(MAX_UNREAD)
         self._reading: dict[Part, asyncio.Task[None]] = {}
         self._num_restarted = 0
+        self._losses: Counter[str] = Counter()
+        """Servers that were lost, by prompt."""
         self._first_s: float | None = None
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -212,6 +214,15 @@ class FleetRollout:
             if its.group_id is not None:
                 taken_back.append(RestartedEvent(prompt_id=id, group_id=its.group_id, reason=reason))
         self._num_restarted += len(again)
+        self._losses.update(again)
+        worst = max(again, key=self._losses.__getitem__, default=None)
+        if worst is not None and self._losses[worst] > len(self._members):
+            raise RolloutError(
+                None,
+                f"prompt {worst!r} was lost with {self._losses[worst]} servers, the last one: {error.message}. Leave "
+                "it out if it ends them.",
+                error.type,
+            ) from error
         self._begin(again)
         return taken_back
 
