@@ -95,12 +95,13 @@ class Kit:
         model: str | None = None,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        number: int = 0,
     ) -> Server:
         """A healthy server in vLLM's developer mode: ours, or stock vLLM. The same question gets the same server as
         long as it lives.
 
-        Servers that were asked for with another model, flags or environment are ended first, but for one of the other
-        kind: ours and stock vLLM of the same settings stand beside each other.
+        Servers that were asked for with another model, flags or environment are ended first. Those of the same settings
+        stand beside each other: ours and stock vLLM, and of each kind one for each `number`.
         """
         answer = self._ask(
             {
@@ -109,6 +110,7 @@ class Kit:
                 "model": model or self.default_model,
                 "flags": list(flags),
                 "environment": dict(environment or {}),
+                "number": number,
             }
         )
         return Server(**answer)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import server_process
 from conformance.checks import ServerKind
@@ -34,94 +34,103 @@ class Outcome:
     requests: list[dict[str, Any]] = field(default_factory=list)
 
 
+class Place(NamedTuple):
+    kind: ServerKind
+    number: int
+    """Of several that are alike."""
+
+
 class Servers:
-    """The servers of one session, by name. At most one of a kind lives at a time."""
+    """The servers of one session, by name. All that live have the same settings."""
 
     def __init__(self, folder: Path, model: str | None, say: Say) -> None:
         self._folder = folder
         self._model = model
         """Takes the place of every other model when it is given."""
         self._say = say
-        self._running: dict[ServerKind, tuple[str, ServerProcess]] = {}
-        self._settings: dict[ServerKind, str] = {}
+        self._running: dict[Place, tuple[str, ServerProcess]] = {}
+        self._settings: dict[Place, str] = {}
         self._killed: set[str] = set()
         self._count = 0
 
-    def get(self, kind: ServerKind, model: str, flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    def get(
+        self, kind: ServerKind, model: str, flags: Sequence[str], environment: Mapping[str, str], number: int = 0
+    ) -> dict[str, str]:
+        place = Place(kind, number)
         if kind not in ("rollout", "stock"):
             raise ValueError(f"kind of server must be rollout or stock, got {kind!r}")
         settings = json.dumps([self._model or model, list(flags), dict(environment)], sort_keys=True)
         for other, known in list(self._settings.items()):
             if known != settings or not self._lives(other):
                 self._end(other)
-        if kind not in self._running:
+        if place not in self._running:
             self._count += 1
             name = f"{kind}-{self._count}"
-            served, place = self._model or model, resolve(self._model or model)
-            names = ["--served-model-name", served, *([place] if place != served else [])]
+            served, path = self._model or model, resolve(self._model or model)
+            names = ["--served-model-name", served, *([path] if path != served else [])]
             process = server_process(
                 kind,
-                place,
+                path,
                 [*server_flags(MAX_CANDIDATES), *names, *flags],
                 self._folder / f"{name}.log",
                 **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", **environment},
             )
-            self._running[kind] = name, process
-            self._settings[kind] = settings
-            self._start(kind)
-        return self._answer(kind)
+            self._running[place] = name, process
+            self._settings[place] = settings
+            self._start(place)
+        return self._answer(place)
 
     def kill(self, name: str) -> None:
-        process = self._running[self._kind_of(name)][1]
+        process = self._running[self._place_of(name)][1]
         self._killed.add(name)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.stop()
 
     def restart(self, name: str) -> dict[str, str]:
-        kind = self._kind_of(name)
-        self._running[kind][1].stop()
+        place = self._place_of(name)
+        self._running[place][1].stop()
         self._killed.discard(name)
-        self._start(kind)
-        return self._answer(kind)
+        self._start(place)
+        return self._answer(place)
 
     def close(self) -> None:
-        for kind in list(self._running):
-            self._end(kind)
+        for place in list(self._running):
+            self._end(place)
 
-    def _start(self, kind: ServerKind) -> None:
-        name, process = self._running[kind]
+    def _start(self, place: Place) -> None:
+        name, process = self._running[place]
         try:
             process.__enter__()
             seconds = process.wait_until_healthy(lambda *_: None)
         except BaseException:
-            self._end(kind)
+            self._end(place)
             raise
         self._say(f"{name} answers after {seconds:.0f} s: {process.url}")
 
-    def _end(self, kind: ServerKind) -> None:
-        self._settings.pop(kind, None)
-        _, process = self._running.pop(kind)
+    def _end(self, place: Place) -> None:
+        self._settings.pop(place, None)
+        _, process = self._running.pop(place)
         process.stop()
 
-    def _lives(self, kind: ServerKind) -> bool:
-        name, process = self._running[kind]
+    def _lives(self, place: Place) -> bool:
+        name, process = self._running[place]
         try:
             return name not in self._killed and process.check_alive() is None
         except ServerError:
             return False
 
-    def _kind_of(self, name: str) -> ServerKind:
-        kinds = [kind for kind, (known, _) in self._running.items() if known == name]
-        if not kinds:
+    def _place_of(self, name: str) -> Place:
+        places = [place for place, (known, _) in self._running.items() if known == name]
+        if not places:
             known = ", ".join(known for known, _ in self._running.values())
             raise ValueError(
                 f"no server is called {name!r}; there are: {known or 'none'}. Ask for one with Kit.server."
             )
-        return kinds[0]
+        return places[0]
 
-    def _answer(self, kind: ServerKind) -> dict[str, str]:
-        name, process = self._running[kind]
+    def _answer(self, place: Place) -> dict[str, str]:
+        name, process = self._running[place]
         return {"url": process.url, "name": name, "log": str(process.log)}
 
 
@@ -194,8 +203,8 @@ def _converse(
 def _answer_to(message: Mapping[str, Any], servers: Servers, outcome: Outcome) -> dict[str, Any]:
     try:
         match message:
-            case {"ask": "server", "kind": kind, "model": model, "flags": flags, "environment": environment}:
-                return {"answer": servers.get(kind, model, flags, environment)}
+            case {"ask": "server", **its}:
+                return {"answer": servers.get(**its)}
             case {"ask": "kill", "name": name}:
                 return {"answer": servers.kill(name)}
             case {"ask": "restart", "name": name}:

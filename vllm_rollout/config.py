@@ -53,6 +53,9 @@ MAX_IDLE_S = 600.0
 """How long, in seconds: siblings are sent together, or after the environment of each has been set up. A trainer that
 died amid a group, and comes back with the same names, must not find it for ever."""
 
+UNMET_S = 30.0
+"""After how many seconds without a running or a new sibling a joined group counts as one whose siblings do not meet."""
+
 RECORD_MAX_MIB = 1024
 """What a recording takes on disk, in MiB: of 2,048 candidates a rollout, some 5,000 rollouts."""
 

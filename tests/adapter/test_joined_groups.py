@@ -22,8 +22,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from vllm_rollout.adapter.core import scheduler
 from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.config import MAX_IDLE_S
+from vllm_rollout.config import MAX_IDLE_S, UNMET_S
 from vllm_rollout.group.judging.ledger import LedgerEntry, NamedReward, Reward, request_name
 from vllm_rollout.server import clients
 from vllm_rollout.server.metrics import Metrics
@@ -478,6 +479,27 @@ async def test_a_trainer_that_never_sends_all_and_comes_back_does_not_meet_its_o
     assert await race(llm, *[Sibling(llm, f"s{i}", 5 + i) for i in range(4)]) == [WON, WON, LOST, LOST]
     assert_nothing_left(llm.run)
     assert len(llm._placement) == 0
+
+
+async def test_groups_whose_siblings_do_not_come_count_once_and_are_said_once(llm: SteppedLLM, monkeypatch) -> None:
+    now, said = [0.0], []
+    llm.run.scheduler.clock = llm.routes._clock = lambda: now[0]
+    monkeypatch.setattr(scheduler.logger, "warning", lambda text, *args: said.append(text % args))
+
+    def unmet() -> int:
+        llm.run.scheduler.forget_waiting()
+        return llm.run.scheduler.num_unmet
+
+    groups = [{**JOIN, "rollout_group_id": name} for name in "abc"]
+    for name, sent in zip("abc", (2, 3, 4), strict=True):
+        await race(llm, *[Sibling(llm, f"{name}{i}", 5 + i, groups["abc".index(name)]) for i in range(sent)])
+    now[0] = UNMET_S
+    assert unmet() == 0
+    now[0] += 1
+    assert [unmet(), unmet()] == [2, 2], "all of c have come"
+    assert len(said) == 1
+    assert "2 of the 4 siblings" in said[0]
+    assert "X-Correlation-ID" in said[0]
 
 
 async def test_a_sibling_that_comes_begins_the_wait_anew(llm: SteppedLLM) -> None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from vllm_rollout.config import UNMET_S
 from vllm_rollout.group.racing.sibling_table import SiblingTable
 from vllm_rollout.group.ranks.placement import Placement
 
@@ -66,3 +67,19 @@ def test_the_placement_forgets_as_the_engine_does():
     assert placement.forget_waiting(701.0) == ["a"]
     assert (len(placement), placement.loads) == (0, [0, 0])
     assert placement.join("a", 4) == 1, "it goes where any new group would"
+
+
+def test_what_has_waited_for_long_is_overdue_once():
+    table = waiting_table("a", "b")
+    assert table.overdue(UNMET_S) == []
+    assert table.overdue(UNMET_S + 0.5) == ["a"]
+    table.put("b", "B")
+    assert table.overdue(UNMET_S + 5) == []
+    table.wait("b", UNMET_S)
+    table.put("a", "A")
+    table.wait("a", UNMET_S)
+    assert table.overdue(2 * UNMET_S + 1) == ["b"], "the other one was told"
+    table.remove("a")
+    table.put("a", "A")
+    table.wait("a", 0.0)
+    assert table.overdue(UNMET_S + 1) == ["a"], "it is another group"

@@ -66,9 +66,10 @@ async def held(numbers: HeldGroups) -> HeldGroups:
 
 @pytest.mark.usefixtures("fresh")
 async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, monkeypatch):
-    monkeypatch.setattr(FakeEngine, "held_groups", lambda _: held(HeldGroups(2, 3, 0)))
+    monkeypatch.setattr(FakeEngine, "held_groups", lambda _: held(HeldGroups(2, 3, 0, 4)))
     values = await samples(http)
     assert (values["groups_held.running"], values["groups_held.idle"]) == (2, 3)
+    assert values["joined_groups_unmet"] == 4
 
 
 @pytest.mark.usefixtures("fresh")

@@ -99,6 +99,7 @@ class Shared:
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent must be 1 or more, got {max_concurrent}.")
         self.client, self.run, self.body = client, run, body
+        self.num_sessions: int = body.get("group_size", 1) + body.get("redundancy", 0)
         self.places = asyncio.Semaphore(max_concurrent)
         self.calls: set[asyncio.Task[Any]] = set()
         """Calls of the user's function, and turns, that have not ended."""
@@ -124,6 +125,13 @@ class RunningGroup:
 
     async def result(self) -> AgentGroup:
         """Declares it, runs it, and reads what it returns. Its first session has a place. Raises: RolloutError."""
+        try:
+            async with self._its.client._placed(self._its.num_sessions) as self._client:
+                return await self._result()
+        finally:
+            self.has_begun.set()
+
+    async def _result(self) -> AgentGroup:
         listening = None
         try:
             try:

@@ -1,11 +1,14 @@
 """What is written with await, for who does without. Invariant: a coroutine that is finished here never waits.
 
-Its client sends over `BlockingTransport` and sleeps by blocking, so that each coroutine runs to its end at once.
+Its client sends over `BlockingTransport` and sleeps by blocking, so that each coroutine runs to its end at once. A
+client that waits for several servers at once cannot do that: its coroutines run in the loop of a `LoopThread`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -56,12 +59,40 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError(f"{coroutine!r} waits for something")
 
 
+class LoopThread:
+    """An event loop in a thread of its own, which ends with the process at the latest."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+
+    def finished(self, awaitable: Awaitable[T]) -> T:
+        """What it returns. If this is interrupted, it is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """The same method of an object that has the one with await as `_awaited`."""
+    """The same method of an object that has the one with await as `_awaited`, and finishes coroutines by `_finish`."""
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return finished(method(self._awaited, *args, **kwargs))
+        returned: T = self._finish(getattr(self._awaited, method.__name__)(*args, **kwargs))
+        return returned
 
     return done
 
@@ -73,18 +104,18 @@ def blocking_generator(
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
-        return _items(method(self._awaited, *args, **kwargs))
+        return _items(getattr(self._awaited, method.__name__)(*args, **kwargs), self._finish)
 
     return done
 
 
-def _items(source: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+def _items(source: AsyncGenerator[T, None], finish: Callable[[Any], Any]) -> Generator[T, None, None]:
     try:
         while True:
             try:
-                item = finished(anext(source))
+                item = finish(anext(source))
             except StopAsyncIteration:
                 return
             yield item
     finally:
-        finished(source.aclose())
+        finish(source.aclose())

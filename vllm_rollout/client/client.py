@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import update_wrapper, wraps
 from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args, get_type_hints
@@ -22,10 +22,11 @@ from vllm_rollout.client.agent_group import AgentGroup
 from vllm_rollout.client.agent_rounds import AgentRound
 from vllm_rollout.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.client.agents import agents
-from vllm_rollout.client.blocking import BlockingTransport, blocking, blocking_generator, finished
+from vllm_rollout.client.blocking import BlockingTransport, LoopThread, blocking, blocking_generator, finished
 from vllm_rollout.client.body import PromptLike, Redundancy, RolloutOptions, Selection, rollout_body
 from vllm_rollout.client.calls import Call, EventsCall, QualityHead
-from vllm_rollout.client.connection import HEALTH_TIMEOUT_S, LIMITS, RolloutError, is_healthy, poll_s
+from vllm_rollout.client.connection import DEFAULT_URL, HEALTH_TIMEOUT_S, LIMITS, RolloutError, is_healthy, poll_s
+from vllm_rollout.client.fleet import Fleet
 from vllm_rollout.client.run import AsyncRun, Run
 from vllm_rollout.client.run_calls import RunOptions
 from vllm_rollout.client.sender import Sender
@@ -103,7 +104,13 @@ def _streamed(
 
 
 class AsyncRolloutClient(Sender):
-    """Async client. Use as an async context manager, or await `close`."""
+    """Async client of a server, or of several. Use as an async context manager, or await `close`."""
+
+    def __new__(cls, base_url: str | Sequence[str] = DEFAULT_URL, *args: Any, **settings: Any) -> Self:
+        is_one = isinstance(base_url, str) or issubclass(cls, _FleetClient)
+        return super().__new__(cls if is_one else _FleetClient)  # type: ignore[return-value]
+
+    __new__.__signature__ = signature(Sender.__init__)  # type: ignore[attr-defined]  # as `help` is to show it
 
     rollout = _awaited(calls.rollout)
     stream = _streamed(calls.stream)
@@ -158,6 +165,10 @@ class AsyncRolloutClient(Sender):
         await self.close()
 
 
+class _FleetClient(Fleet, AsyncRolloutClient):
+    """One of several servers. What it does otherwise than one of a single server, `Fleet` says."""
+
+
 class _BlockingClient(AsyncRolloutClient):
     """One whose coroutines never wait. Overrides: __init__, _sleep, _aside."""
 
@@ -198,18 +209,32 @@ class RolloutClient:
     give_weights = blocking(AsyncRolloutClient.give_weights)
     health = blocking(AsyncRolloutClient.health)
     wait_until_ready = blocking(AsyncRolloutClient.wait_until_ready)
-    close = blocking(AsyncRolloutClient.close)
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._awaited = _BlockingClient(*args, **settings)
+    _finish: Callable[[Any], Any] = staticmethod(finished)
+
+    def __init__(self, base_url: str | Sequence[str] = DEFAULT_URL, **settings: Any) -> None:
+        self._loop: LoopThread | None = None
+        if isinstance(base_url, str):
+            self._awaited: AsyncRolloutClient = _BlockingClient(base_url, **settings)
+        else:
+            self._awaited, self._loop = _FleetClient(base_url, **settings), LoopThread()
+            self._finish = self._loop.finished
         self.base_url, self.key_headers = self._awaited.base_url, self._awaited.key_headers
 
     update_wrapper(__init__, AsyncRolloutClient.__init__)
 
     def run(self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]) -> Run:
-        return Run(finished(self._awaited.run(group_size, prompts_per_round, id, **options)))
+        return Run(self._finish(self._awaited.run(group_size, prompts_per_round, id, **options)), self._finish)
 
     run.__doc__ = AsyncRolloutClient.run.__doc__
+
+    def close(self) -> None:
+        if self._loop is None:
+            self._finish(self._awaited.close())
+        elif self._finish is not finished:
+            self._finish(self._awaited.close())
+            self._loop.close()
+            self._finish = finished
 
     def __enter__(self) -> Self:
         return self

@@ -32,32 +32,37 @@ class GroupStream:
     What was sent of a group that was deferred, or runs again, is in none. Raises: what the stream raises.
     """
 
-    def __init__(self, events: Iterable[Event]) -> None:
+    def __init__(self, events: Iterable[Event] = ()) -> None:
         self._events = events
+        self._ended: defaultdict[str, dict[int, Trajectory]] = defaultdict(dict)
+        self._others: defaultdict[str, list[Candidate]] = defaultdict(list)
         self.summary: DoneEvent | None = None
         """None until the stream is over."""
 
     def __iter__(self) -> Iterator[GroupAnswer]:
-        ended: defaultdict[str, dict[int, Trajectory]] = defaultdict(dict)
-        others: defaultdict[str, list[Candidate]] = defaultdict(list)
         for event in self._events:
-            match event:
-                case TrajectoryEvent():
-                    ended[event.group_id][event.trajectory.index] = event.trajectory
-                case RewardEvent() if (its := ended[event.group_id].get(event.index)) is not None:
-                    for name in RewardFields.model_fields:
-                        setattr(its, name, getattr(event, name))
-                case CandidateEvent():
-                    others[event.group_id].append(event.candidate)
-                case RestartedEvent():
-                    ended.pop(event.group_id, None)
-                    others.pop(event.group_id, None)
-                case GroupEvent():
-                    said = {name: getattr(event, name) for name in GroupSummary.model_fields}
-                    mine = ended.pop(event.group_id, {})
-                    chosen = [mine[index] for index in event.selected]
-                    yield GroupAnswer.model_construct(
-                        **said, trajectories=chosen, candidates=others.pop(event.group_id, [])
-                    )
-                case DoneEvent():
-                    self.summary = event
+            if (group := self.take(event)) is not None:
+                yield group
+
+    def take(self, event: Event) -> GroupAnswer | None:
+        """The group that ends by the next event, if one does."""
+        match event:
+            case TrajectoryEvent():
+                self._ended[event.group_id][event.trajectory.index] = event.trajectory
+            case RewardEvent() if (its := self._ended[event.group_id].get(event.index)) is not None:
+                for name in RewardFields.model_fields:
+                    setattr(its, name, getattr(event, name))
+            case CandidateEvent():
+                self._others[event.group_id].append(event.candidate)
+            case RestartedEvent():
+                self._ended.pop(event.group_id, None)
+                self._others.pop(event.group_id, None)
+            case GroupEvent():
+                said = {name: getattr(event, name) for name in GroupSummary.model_fields}
+                mine = self._ended.pop(event.group_id, {})
+                chosen = [mine[index] for index in event.selected]
+                others = self._others.pop(event.group_id, [])
+                return GroupAnswer.model_construct(**said, trajectories=chosen, candidates=others)
+            case DoneEvent():
+                self.summary = event
+        return None

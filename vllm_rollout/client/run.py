@@ -22,7 +22,7 @@ from vllm_rollout.client import run_calls
 from vllm_rollout.client.agent_group import RunAgent, Shared
 from vllm_rollout.client.agent_rounds import AgentRound, RunningRound
 from vllm_rollout.client.agents import MAX_CONCURRENT
-from vllm_rollout.client.blocking import blocking, blocking_generator
+from vllm_rollout.client.blocking import blocking, blocking_generator, finished
 from vllm_rollout.client.body import PromptLike, prompt_body, takes_options
 from vllm_rollout.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.client.run_calls import RoundOptions
@@ -290,8 +290,9 @@ class Run:
     delete = blocking(AsyncRun.delete)
     __repr__ = AsyncRun.__repr__
 
-    def __init__(self, run: AsyncRun) -> None:
-        self._awaited = run
+    def __init__(self, run: AsyncRun, finish: Callable[[Any], Any] = finished) -> None:
+        """finish: what a coroutine returns."""
+        self._awaited, self._finish = run, finish
         self.id = run.id
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
@@ -33,6 +34,11 @@ class Sender(Connection):
             raise
         if inspect.isawaitable(returned):
             await returned
+
+    @asynccontextmanager
+    async def _placed(self, num_candidates: int) -> AsyncIterator[Sender]:
+        """The server for a new group of sessions, which stays there."""
+        yield self
 
     async def _open(
         self,

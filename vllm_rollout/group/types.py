@@ -154,3 +154,5 @@ class HeldGroups(NamedTuple):
     """Nothing runs: single requests that make up a group, of which some have not come."""
     num_races: int = 0
     """Rounds whose groups race each other."""
+    num_unmet: int = 0
+    """Joined groups, since the start, whose siblings did not come to this engine."""

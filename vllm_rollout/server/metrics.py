@@ -144,6 +144,9 @@ class Metrics:
             "state",
         )
         self._races = gauge("races_held", "Rounds of runs in the engine, on each rank that has groups of them.")
+        self._unmet = gauge(
+            "joined_groups_unmet", "Joined groups, since the start, whose siblings did not all come to one engine."
+        )
         self._drift = gauge(
             "step_time_drift",
             "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
@@ -288,6 +291,7 @@ class Metrics:
         self._held.labels("running").set(held.num_running)
         self._held.labels("idle").set(held.num_idle)
         self._races.set(held.num_races)
+        self._unmet.set(held.num_unmet)
 
     def candidate_scored(self, assessment: Assessment) -> None:
         self._score.labels(assessment.signal).observe(assessment.score)

@@ -70,7 +70,7 @@ def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
 
 def _held_groups(core: EngineCore) -> HeldGroups:
     core.scheduler.forget_waiting()
-    return core.scheduler.group_steps.held
+    return core.scheduler.group_steps.held._replace(num_unmet=core.scheduler.num_unmet)
 
 
 ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {

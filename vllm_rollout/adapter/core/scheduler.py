@@ -59,6 +59,14 @@ GRAMMAR_ERROR = (
 MOST_LAST_TOKENS = 512
 """How many of a candidate's tokens a viewer is told: a screen of text, and no time of a step."""
 
+UNMET = (
+    "vllm_rollout: only %d of the %d siblings of a joined group (rollout_group_id, rollout_group_size) have come to "
+    "this engine, and nothing else stops one of them. If a router spreads requests over several servers, let it keep a "
+    "group together: its policy consistent_hash or sticky_least_loaded, and the group's name in the header "
+    "X-Correlation-ID of each request. If nothing does, rollout_num_candidates is larger than what is sent. Said once; "
+    "the metric vllm_rollout:joined_groups_unmet counts such groups."
+)
+
 
 class GroupSchedulerMixin:
     """Obeys group verdicts.
@@ -91,6 +99,8 @@ class GroupSchedulerMixin:
         self._num_worker_errors = 0
         """Exceptions of ours that the worker has caught."""
         self.num_preemptions = 0
+        self.num_unmet = 0
+        """Joined groups whose siblings did not come."""
 
     @property
     def load(self) -> EngineLoad:
@@ -159,7 +169,11 @@ class GroupSchedulerMixin:
             self.group_steps.give_up(group_id, indices)
 
     def forget_waiting(self) -> None:
-        """Groups that have waited too long for siblings."""
+        """Groups that have waited too long for siblings. One that has waited for long counts before."""
+        for group in self.group_steps.unmet(self.clock()):
+            if not self.num_unmet:
+                logger.warning(UNMET, group.num_launched, group.terms.num_candidates)
+            self.num_unmet += 1
         for group_id in self.group_steps.forget_waiting(self.clock()):
             self.moves.forget(group_id)
 

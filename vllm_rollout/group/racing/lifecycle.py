@@ -66,6 +66,8 @@ class Group:
     """What would have been decided at each trial length, by length and index."""
     finals: dict[int, Assessment] = field(default_factory=dict)
     """What the finished candidates were worth that were scored at their end, by index."""
+    joined: bool = False
+    """Its candidates are requests of their own, which a client or a router may have sent elsewhere."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
     _new: list[int] = field(default_factory=list)
     """Candidates that ended since the last settlement."""
@@ -92,7 +94,7 @@ class Group:
         The caller has asked `has` about an index of its own.
         """
         if index is None:
-            index = len(self._candidates)
+            index, self.joined = len(self._candidates), True
         assert index not in self._candidates, f"candidate {index} launched twice"
         has_place = self._num_places_left > 0
         self._candidates[index] = _Candidate(has_place=has_place)
@@ -253,6 +255,10 @@ class Group:
     def longest(self) -> int:
         """Tokens of the longest candidate that finished; 0 without any."""
         return max((c.num_tokens for c in self._candidates.values() if c.state == "finished"), default=0)
+
+    @property
+    def num_launched(self) -> int:
+        return len(self._candidates)
 
     @property
     def num_to_come(self) -> int:

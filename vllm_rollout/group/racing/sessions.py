@@ -168,7 +168,8 @@ class SessionRace:
         if session.in_turn:
             raise SessionRefused(
                 f"session {session.id!r} has a turn on its way: one may run at a time. Wait for its answer, or give "
-                "each conversation a session of its own."
+                "each conversation a session of its own. If X-Session-ID is there for a router only, send "
+                "X-Correlation-ID in its place: it makes no session."
             )
         most = self.limits.max_tokens
         return None if most is None else most - session.num_tokens

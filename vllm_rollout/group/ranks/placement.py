@@ -10,6 +10,9 @@ rank that the group's id names, and count in its load all the same.
 
 A rank that is held, because somebody keeps it empty, gets nothing that is not pinned to it.
 
+A client with several servers places groups by the same rule (`group/ranks/servers.py`): to it a server is a rank whose
+size is its number of engines.
+
 Invariants: siblings have one rank, and a load is the work that was placed there and has not been taken away, plus that
 of others. A rank that somebody keeps empty is held, whoever else gave it back.
 """
@@ -63,6 +66,8 @@ class Placement:
         self.num_ranks = num_ranks
         self.others: Sequence[int] = [0] * num_ranks
         """Requests on each rank that were not placed here, as far as that is known."""
+        self.sizes: Sequence[float] = [1] * num_ranks
+        """Loads are divided by these."""
         self.token_cost = TokenCost()
         """What predicted work weighs; without a profile tokens are counted."""
         self._work = [RankWork() for _ in range(num_ranks)]
@@ -88,8 +93,8 @@ class Placement:
         num_predicted = sum(work.num_predicted for work in self._work)
         average = sum(weighed) / num_predicted if num_predicted else 1
         return [
-            load + average * (work.num_others + others)
-            for load, work, others in zip(weighed, self._work, self.others, strict=True)
+            (load + average * (work.num_others + others)) / size
+            for load, work, others, size in zip(weighed, self._work, self.others, self.sizes, strict=True)
         ]
 
     def next_rank(self) -> int:

@@ -225,6 +225,11 @@ class GroupSteps:
         """Forgets groups that wait for siblings and have waited too long; returns which."""
         return self._table.forget_waiting(now_s)
 
+    def unmet(self, now_s: float) -> list[Group]:
+        """Joined groups of which nothing runs, and siblings have not come for a while; each of them once."""
+        overdue = (self._table.find(group_id) for group_id in self._table.overdue(now_s))
+        return [group for group in overdue if group is not None and group.joined and group.num_to_come]
+
     def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
         """The ledger's entry of a candidate, for the reward that may come."""
         plan = group.pruning

@@ -1,0 +1,110 @@
+"""Which of a client's servers gets the next group: the one with the least predicted work per engine.
+
+Lengths of groups that are over predict the work of later ones, by prompt, else over all prompts.
+
+Invariants: a server that is out gets nothing. A group counts at its server until it is over or that server is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
+from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.group.ranks.placement import OtherRequests, Placement
+from vllm_rollout.group.ranks.work import Work
+
+
+class NoServerLeft(Exception):
+    """All servers are out."""
+
+
+@dataclass(slots=True, eq=False)
+class ServedGroup:
+    """A group on its way."""
+
+    key: str
+    """Of its prompt."""
+    num_left: int
+    """Candidates that have not ended."""
+    lengths: LengthMoments | None
+    max_tokens: int | None
+    server: int
+    work: Work
+    age: int = 0
+    """Output tokens that each of these has at least."""
+
+    def predict(self) -> Work:
+        return Work.of([self.age] * self.num_left, self.lengths, self.max_tokens, 0)
+
+
+class Servers:
+    """Loads of several servers, as one client knows them."""
+
+    def __init__(self, num_servers: int, first_turn: int = 0) -> None:
+        """first_turn: the server that gets the first group of a tie; clients had better begin differently."""
+        self._placement = Placement(num_servers, first_turn)
+        self._others = OtherRequests(num_servers)
+        self._lengths = LengthHistory()
+        self._counts = [0] * num_servers
+        self._groups: set[ServedGroup] = set()
+
+    @property
+    def out(self) -> frozenset[int]:
+        return self._placement.held
+
+    @property
+    def loads(self) -> list[float]:
+        return self._placement.loads
+
+    def leaves(self, server: int) -> None:
+        """It is out: its groups do not count any more."""
+        self._placement.held |= {server}
+        for group in [group for group in self._groups if group.server == server]:
+            self._forget(group)
+
+    def comes(self, server: int) -> None:
+        self._placement.held -= {server}
+
+    def saw(self, counts: Sequence[int | None], sizes: Sequence[int], now_s: float) -> None:
+        """counts: requests at each server, whoever sent them; None: not known. sizes: engines of each."""
+        self._placement.sizes = [max(1, size) for size in sizes]
+        self._counts = [old if new is None else new for old, new in zip(self._counts, counts, strict=True)]
+        own = self._placement.num_candidates
+        self._placement.others = self._others.look(self._counts, own, now_s)
+
+    def predicted(self, key: str, num_candidates: int, max_tokens: int | None) -> int:
+        """Tokens of a group of this prompt; 0 where nothing predicts them. For ordering groups before placing them."""
+        lengths = self._lengths.of(key) or self._lengths.dataset()
+        return Work.of([0] * num_candidates, lengths, max_tokens, 0).tokens or 0
+
+    def place(self, key: str, num_candidates: int, max_tokens: int | None = None) -> ServedGroup:
+        """A group begins. Raises: NoServerLeft."""
+        if len(self.out) == self._placement.num_ranks:
+            raise NoServerLeft
+        lengths = self._lengths.of(key) or self._lengths.dataset()
+        work = Work.of([0] * num_candidates, lengths, max_tokens, 0)
+        server = self._placement.place(work)
+        group = ServedGroup(key, num_candidates, lengths, max_tokens, server, work)
+        self._groups.add(group)
+        return group
+
+    def ended(self, group: ServedGroup, num_tokens: int) -> None:
+        """One of its candidates has, after so many tokens."""
+        if group not in self._groups or not group.num_left:
+            return  # candidates may take the place of lost ones: there are more than it began with
+        group.num_left -= 1
+        group.age = max(group.age, num_tokens)
+        before, group.work = group.work, group.predict()
+        self._placement.change(group.server, before, group.work)
+
+    def over(self, group: ServedGroup, lengths: Iterable[ObservedLength] = ()) -> None:
+        """It is, or was given up."""
+        if group in self._groups:
+            self._forget(group)
+        self._lengths.observe(group.key, list(lengths))
+
+    def _forget(self, group: ServedGroup) -> None:
+        self._groups.remove(group)
+        self._placement.leave(group.server, group.work)
