@@ -441,3 +441,12 @@ def test_without_any_server_the_error_names_all():
             with pytest.raises(RolloutError, match=r"server0.*server1"):
                 call(client)
         assert not client.health()
+
+
+def test_the_last_server_may_end_after_its_last_group():
+    servers = Servers(count=1)
+    servers.all[0].dies_after = len(PROMPTS) * 3 + 1
+    with servers.sync_client() as client:
+        answer = client.rollout(PROMPTS, 2)
+        assert [len(group.trajectories) for group in answer.groups] == [2] * len(PROMPTS)
+        assert servers.all[0].is_dead

@@ -204,8 +204,12 @@ class FleetRollout:
         """Its prompts begin elsewhere. Raises: RolloutError."""
         if not is_loss(error):
             raise error
-        await self._lose(part.server, error)
         again = [id for id in part.prompt_ids if id in self._open and self._open[id].part is part]
+        try:
+            await self._lose(part.server, error)
+        except RolloutError:
+            if again:  # else all its groups have come back
+                raise
         reason = f"its server is gone ({error.message})"
         taken_back: list[Event] = []
         for id in again:
