@@ -126,7 +126,7 @@ def rounds(llm: LLM) -> dict:
             rows.append([note.state, len(output.outputs[0].token_ids), note.group_lost])
         scheduler.group_steps.races.forget(name)
         result[name] = [rows[start : start + 3] for start in range(0, len(rows), 3)]
-        result[f"{name}_left"] = [*scheduler.group_steps.held]
+        result[f"{name}_left"] = [*scheduler.group_steps.held[:3]]
     return result
 
 
