@@ -87,7 +87,8 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """The same method of an object that has the one with await as `_awaited`, and finishes coroutines by `_finish`."""
+    """This method without await. Its object has the one with await as `_awaited`, and finishes coroutines by
+    `_finish`."""
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

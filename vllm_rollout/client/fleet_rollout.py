@@ -289,8 +289,8 @@ def _count(usage: Usage, event: GroupEvent, ends: Mapping[int, tuple[int, str]])
 
 def _at_once(receipts: Sequence[Receipt]) -> Receipt | None:
     """Of servers that worked at the same time: tokens add up, seconds do not."""
-    if not receipts:
-        return None
+    if len(receipts) < 2:
+        return receipts[0] if receipts else None
 
     def longest(name: str) -> Any:
         known = [getattr(each, name) for each in receipts if getattr(each, name) is not None]
@@ -298,6 +298,6 @@ def _at_once(receipts: Sequence[Receipt]) -> Receipt | None:
 
     names = ("seconds", "waiting_seconds", "queue_seconds")
     whole = replace(reduce(add, receipts), **{name: longest(name) for name in names})
-    if len(receipts) == 1 or whole.seconds is None or whole.waiting_seconds is None:
-        return whole if len(receipts) > 1 else receipts[0]
+    if whole.seconds is None or whole.waiting_seconds is None:
+        return whole
     return replace(whole, saved_seconds=whole.waiting_seconds - whole.seconds)

@@ -392,10 +392,11 @@ class Engine(Protocol):
         engine."""
 
     async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        """Candidates of groups compute their KV again where older weights have computed it; how many do.
+        """Candidates of groups compute their KV again where older weights have computed it. Returns how many do.
 
-        request_ids: as clients know the requests that made the groups; None: all groups. Raises: RequestError (503) for
-        a dead engine.
+        request_ids: of the requests that made the groups, as clients know them. None: all groups.
+
+        Raises: RequestError (503) for a dead engine.
         """
         ...
 

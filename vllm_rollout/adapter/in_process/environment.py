@@ -5,8 +5,8 @@
 vLLM loads our plugin wherever it makes engine arguments, in a class that a trainer has imported long before. So classes
 are not replaced: an `LLM` becomes one of ours when it is first asked, an `AsyncLLM` when it is made.
 
-Invariant: without the variable nothing changes. What cannot be taken over is left to vLLM, with one warning; it is an
-error with VLLM_ROLLOUT_STRICT=1.
+Invariant: without the variable nothing changes. An engine that cannot be taken over is left to vLLM, with one warning.
+With VLLM_ROLLOUT_STRICT=1 it is an error.
 """
 
 from __future__ import annotations
@@ -71,17 +71,13 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
 
 
 def taken_over(engine_args: EngineArgs) -> EngineArgs:
-    """Engine arguments with groups, and with places for spare candidates. Raises: ValueError where they are asked for
-    by what nobody knows, or strictly."""
+    """Engine arguments with groups, and with places for spare candidates. Raises: ValueError for variables that say
+    what cannot be, and for any engine that cannot be ours where that is strict."""
     wanted = Wanted.of(os.environ)
     try:
         ours = with_groups(engine_args)
-        if wanted.redundancy and ours.max_num_seqs is not None:
-            groups = ceil(ours.max_num_seqs / (wanted.group_size or ASSUMED_GROUP_SIZE))
-            ours = replace(ours, max_num_seqs=ours.max_num_seqs + groups * wanted.redundancy)
-        ours = replace(
-            ours, additional_config={**(ours.additional_config or {}), SPARES: (wanted.redundancy, wanted.group_size)}
-        )
+        if wanted.redundancy:
+            ours = _with_spares(ours, wanted)
         _let_become_ours()
     except Exception as error:
         if wanted.strict:
@@ -94,6 +90,15 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
         ASKED, wanted.redundancy, ours.max_num_seqs,
     )  # fmt: skip
     return ours
+
+
+def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
+    """With places for them, as far as the number of places is said."""
+    places = engine_args.max_num_seqs
+    if places is not None:
+        places += ceil(places / (wanted.group_size or ASSUMED_GROUP_SIZE)) * wanted.redundancy
+    said = {**(engine_args.additional_config or {}), SPARES: (wanted.redundancy, wanted.group_size)}
+    return replace(engine_args, max_num_seqs=places, additional_config=said)
 
 
 def _let_become_ours() -> None:

@@ -42,7 +42,8 @@ def runs_of(prompts: Any, params: object, group_size: int | None) -> list[Run] |
 
 
 def with_spares(params: SamplingParams, num: int, group_size: int | None) -> SamplingParams:
-    """The same, with so many spare candidates; as they are where nothing can be raced, or a group is not whole."""
+    """These parameters with `num` spare candidates. Single requests, parts of groups and requests with `rollout_*`
+    fields keep theirs."""
     is_whole = params.n > 1 and group_size in (None, params.n)
     if not is_whole or rollout_xargs(params.extra_args or {}):
         return params
@@ -52,7 +53,7 @@ def with_spares(params: SamplingParams, num: int, group_size: int | None) -> Sam
 
 
 def sized(params: SamplingParams, num: int) -> SamplingParams:
-    """The same, `num` times."""
+    """These parameters for `num` completions."""
     group = copy(params)
     group.n = num
     return group
@@ -70,7 +71,7 @@ def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Images and other data are the same where they are one object, or in one list."""
+    """Whether two prompts are equal. Images and other data are compared by identity."""
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return type(first) is type(second) and isinstance(first, (str, list, tuple)) and first == second
     return first.keys() == second.keys() and all(

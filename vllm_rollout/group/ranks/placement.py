@@ -10,8 +10,8 @@ rank that the group's id names, and count in its load all the same.
 
 A rank that is held, because somebody keeps it empty, gets nothing that is not pinned to it.
 
-A client with several servers places groups by the same rule (`group/ranks/servers.py`): to it a server is a rank whose
-size is its number of engines.
+A client with several servers places groups by this rule, too (`group/ranks/servers.py`). A server is then a rank, and
+its size the number of its engines.
 
 Invariants: siblings have one rank, and a load is the work that was placed there and has not been taken away, plus that
 of others. A rank that somebody keeps empty is held, whoever else gave it back.

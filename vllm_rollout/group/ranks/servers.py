@@ -68,7 +68,7 @@ class Servers:
         self._placement.held -= {server}
 
     def saw(self, counts: Sequence[int | None], sizes: Sequence[int], now_s: float) -> None:
-        """counts: requests at each server, whoever sent them; None: not known. sizes: engines of each."""
+        """counts: requests at each server, of all clients; None where that is not known. sizes: engines of each."""
         self._placement.sizes = [max(1, size) for size in sizes]
         self._counts = [old if new is None else new for old, new in zip(self._counts, counts, strict=True)]
         own = self._placement.num_candidates
@@ -76,14 +76,13 @@ class Servers:
 
     def predicted(self, key: str, num_candidates: int, max_tokens: int | None) -> int:
         """Tokens of a group of this prompt; 0 where nothing predicts them. For ordering groups before placing them."""
-        lengths = self._lengths.of(key) or self._lengths.dataset()
-        return Work.of([0] * num_candidates, lengths, max_tokens, 0).tokens or 0
+        return Work.of([0] * num_candidates, self._expected(key), max_tokens, 0).tokens or 0
 
     def place(self, key: str, num_candidates: int, max_tokens: int | None = None) -> ServedGroup:
         """A group begins. Raises: NoServerLeft."""
         if len(self.out) == self._placement.num_ranks:
             raise NoServerLeft
-        lengths = self._lengths.of(key) or self._lengths.dataset()
+        lengths = self._expected(key)
         work = Work.of([0] * num_candidates, lengths, max_tokens, 0)
         server = self._placement.place(work)
         group = ServedGroup(key, num_candidates, lengths, max_tokens, server, work)
@@ -104,6 +103,10 @@ class Servers:
         if group in self._groups:
             self._forget(group)
         self._lengths.observe(group.key, list(lengths))
+
+    def _expected(self, key: str) -> LengthMoments | None:
+        """Lengths of this prompt, else of all prompts."""
+        return self._lengths.of(key) or self._lengths.dataset()
 
     def _forget(self, group: ServedGroup) -> None:
         self._groups.remove(group)
