@@ -450,3 +450,21 @@ def test_the_last_server_may_end_after_its_last_group():
         answer = client.rollout(PROMPTS, 2)
         assert [len(group.trajectories) for group in answer.groups] == [2] * len(PROMPTS)
         assert servers.all[0].is_dead
+
+
+def test_an_exception_that_is_no_answer_of_a_server_is_raised_and_not_waited_for():
+    servers = Servers(count=2)
+
+    async def broken(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        raise ValueError("a fault of this program")
+        yield b""
+
+    servers.all[1].stream = broken
+
+    async def run() -> None:
+        async with servers.client() as client:
+            with pytest.raises(ValueError, match="a fault of this program"):
+                async with asyncio.timeout(10):
+                    await client.rollout(PROMPTS, 2)
+
+    asyncio.run(run())

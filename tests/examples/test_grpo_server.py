@@ -295,7 +295,7 @@ def test_weights_go_by_vllms_own_transfer(start, monkeypatch) -> None:
     nccl = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
     sent: list[str] = []
     app, wanted = app_of(FakeEngine()), ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-    wanted += ["/reset_prefix_cache", "/update_weight_version", "/resume"]
+    wanted += ["/update_weight_version", "/v1/weights/recompute", "/resume"]
 
     @app.get("/get_world_size")
     async def get_world_size() -> dict[str, int]:

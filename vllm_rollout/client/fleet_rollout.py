@@ -20,6 +20,7 @@ from http import HTTPStatus
 from operator import add
 from typing import Any
 
+from vllm_rollout.background import begin
 from vllm_rollout.client.agent_session import cancelled
 from vllm_rollout.client.calls import EventsCall
 from vllm_rollout.client.connection import CONNECTION_LOST, INCOMPLETE, RolloutError
@@ -102,7 +103,7 @@ class FleetRollout:
         self.parts: list[Part] = []
         self.part_of: dict[str, Part] = {}
         """The part that gave a prompt's group, by prompt."""
-        self._events: asyncio.Queue[tuple[Part, Event | RolloutError | None]] = asyncio.Queue(MAX_UNREAD)
+        self._events: asyncio.Queue[tuple[Part, Event | Exception | None]] = asyncio.Queue(MAX_UNREAD)
         self._reading: dict[Part, asyncio.Task[None]] = {}
         self._num_restarted = 0
         self._losses: Counter[str] = Counter()
@@ -120,6 +121,8 @@ class FleetRollout:
                     await cancelled([self._reading.pop(part)])
                     for event in await self._lost(part, said):
                         yield event
+                elif isinstance(said, Exception):
+                    raise said
                 elif said is None:
                     del self._reading[part]
                 elif isinstance(said, DoneEvent):
@@ -155,7 +158,7 @@ class FleetRollout:
         for part in parts.values():
             part.prompt_ids.sort(key=self.positions.__getitem__)
             self.parts.append(part)
-            self._reading[part] = asyncio.create_task(self._read(part, is_split))
+            self._reading[part] = begin(self._read(part, is_split))
 
     async def _read(self, part: Part, is_split: bool) -> None:
         mine = [self._prompts[self.positions[id]] for id in part.prompt_ids]
@@ -165,7 +168,7 @@ class FleetRollout:
             async with aclosing(self._members[part.server]._events(call)) as events:
                 async for event in events:
                     await self._events.put((part, event))
-        except RolloutError as error:
+        except Exception as error:  # its reader raises what is no answer of a server
             await self._events.put((part, error))
         else:
             await self._events.put((part, None))
