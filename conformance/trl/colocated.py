@@ -1,9 +1,9 @@
 """GRPOTrainer with vLLM in its own process: `colocate` races its groups. Runs in TRL's environment.
 
-    colocated.py stock|ours MODEL FOLDER NUM_STEPS MAX_TOKENS QUESTION...
+    colocated.py stock|ours|graded|refused|WAY MODEL FOLDER NUM_STEPS MAX_TOKENS QUESTION...
 
-prints a line of JSON. A step is one question, answered `GROUP_SIZE` times; `ours` has spare candidates in every other
-step, none where NUM_STEPS is `STEPS_TO_COMPARE`. Two seams: vLLM's CPU kernels pack weights away, after which TRL's own
+prints a line of JSON. A step is one question, answered `GROUP_SIZE` times. `ours` has spare candidates in every other step,
+none where NUM_STEPS is `STEPS_TO_COMPARE`; the others always have them. WAY: one of `CONFIGURED`. Two seams: vLLM's CPU kernels pack weights away, after which TRL's own
 synchronization finds none, so that they are kept here; and the engine is float32, as the trainer's model is.
 """
 
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,15 @@ from conformance.checks import REAL_MODEL, Kit, check
 
 STEPS_TO_COMPARE = 3
 TOLERANCE = 1e-4
+OUR_MODULE = "vllm_rollout.adapter.in_process.llm"
+REGEX = r"[a-z]{3,9} [0-9]{1,5}"
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "regex": {"vllm_structured_outputs_regex": REGEX},
+    "kwargs": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
+    "importance": {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 5.0},
+}
+"""Settings of trainers, by way."""
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
@@ -46,7 +57,7 @@ def colocated_steps_are_those_of_stock(kit: Kit) -> dict[str, Any]:
     of the weights that TRL has synchronized."""
     asked = (kit.default_model, STEPS_TO_COMPARE, 100, *gain.QUESTIONS[:STEPS_TO_COMPARE])
     stock, ours = run(kit, "stock", *asked), run(kit, "ours", *asked)
-    assert (stock["module"], ours["module"]) == ("vllm.entrypoints.llm", "vllm_rollout.adapter.in_process.llm")
+    assert (stock["module"], ours["module"]) == ("vllm.entrypoints.llm", OUR_MODULE)
     assert ours["rewards"] == stock["rewards"]
     assert max(ours["off_by"]) < TOLERANCE, ours["off_by"]
     assert ours["num_weight_changes"] > 0
@@ -67,6 +78,56 @@ def colocated_with_spare_candidates(kit: Kit) -> dict[str, Any]:
     return {"detail": f"max_num_seqs {told['max_num_seqs']}; {gain.words(numbers)}", **numbers}
 
 
+@check("on")
+def colocated_as_trl_tests_its_own(kit: Kit) -> dict[str, Any]:
+    """What TRL's own tests of training with vLLM configure, with spare candidates: LoRA with whole modules, a regular
+    expression, further sampling parameters, importance sampling. Each trains, and changes the parameters that it is to
+    change. With top_k and the like TRL leaves all samples out, with or without us, so that nothing changes there."""
+    for way in CONFIGURED:
+        told = run(kit, way, kit.default_model, STEPS_TO_COMPARE, 40, *gain.QUESTIONS[:STEPS_TO_COMPARE])
+        assert told["num_rows"] == [gain.GROUP_SIZE] * STEPS_TO_COMPARE, (way, told)
+        assert told["num_candidates"] == STEPS_TO_COMPARE * (gain.GROUP_SIZE + gain.REDUNDANCY), (way, told)
+        assert way == "kwargs" or told["changed"] == told["to_change"] > 0, (way, told)
+        assert way != "regex" or all(map(re.compile(REGEX).fullmatch, told["texts"])), told["texts"]
+        assert way in ("regex", "kwargs") or max(told["off_by"]) < TOLERANCE, (way, told["off_by"])
+    return {"detail": f"{', '.join(CONFIGURED)}: {STEPS_TO_COMPARE} steps each, groups raced, parameters changed"}
+
+
+@check("on")
+def colocated_rewards_are_graded_while_others_run(kit: Kit) -> dict[str, Any]:
+    """colocate(reward=…): another process calls the function, and TRL trains on what it said."""
+    told = run(kit, "graded", kit.default_model, STEPS_TO_COMPARE, 100, *gain.QUESTIONS[:STEPS_TO_COMPARE])
+    assert told["num_rows"] == [gain.GROUP_SIZE] * STEPS_TO_COMPARE
+    assert told["rewards"] == told["expected"], told
+    assert len(set(told["rewards"])) > 1
+    assert max(told["off_by"]) < TOLERANCE, told["off_by"]
+    return {"detail": f"{STEPS_TO_COMPARE} steps: mean rewards {told['rewards']}, no call in the trainer's process"}
+
+
+@check("on")
+def colocated_what_cannot_race_is_refused(kit: Kit) -> dict[str, Any]:
+    """A trainer with tools, and one that lacks the reward function, are a ValueError before they are built."""
+    refused = run(kit, "refused", kit.default_model, 1, 40, gain.QUESTIONS[0])["refused"]
+    assert "tools and environment_factory must be None" in refused["tools"]
+    assert "reward_funcs must have the reward" in refused["reward"]
+    return {"detail": "; ".join(refused.values())}
+
+
+def a_tool(number: int) -> int:
+    """Doubles.
+
+    Args:
+        number: what is doubled.
+    """
+    return 2 * number
+
+
+def elsewhere(completion_ids: list[list[int]], trainer_pid: list[int], **_: Any) -> list[float]:
+    """`by_variety`, which must not be called in the trainer's process."""
+    assert os.getpid() != trainer_pid[0], "called in the trainer's process"
+    return [len(set(ids)) / len(ids) for ids in completion_ids]
+
+
 def main() -> None:
     way, model, folder, num_steps, max_tokens, *questions = sys.argv[1:]
     import torch
@@ -85,47 +146,97 @@ def main() -> None:
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
     vllm_generation.empty_cache = lambda: None  # it asks for an accelerator
     compares = int(num_steps) == STEPS_TO_COMPARE
-    if way == "ours":
-        colocate(redundancy=0 if compares else gain.REDUNDANCY, num_generations=gain.GROUP_SIZE)
+    is_timed = way == "ours" and not compares
+    reward = elsewhere if way == "graded" else by_variety
+    if way != "stock":
+        redundancy = 0 if way == "ours" and compares else gain.REDUNDANCY
+        colocate(redundancy=redundancy, reward=elsewhere if way in ("graded", "refused") else None)
     settings = {
         "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2,
         "vllm_max_model_length": 512, "use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"},
         "num_generations": gain.GROUP_SIZE, "per_device_train_batch_size": gain.GROUP_SIZE,
         "gradient_accumulation_steps": 1, "max_completion_length": int(max_tokens), "max_steps": int(num_steps),
         "learning_rate": 1e-3 if compares else 1e-6, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
-        "seed": 1, "shuffle_dataset": False, "disable_tqdm": True,
+        "seed": 1, "shuffle_dataset": False, "disable_tqdm": True, **CONFIGURED.get(way, {}),
     }  # fmt: skip
-    trainer = GRPOTrainer(
-        model, [by_variety], GRPOConfig(**settings), processing_class=AutoTokenizer.from_pretrained(model),
-        train_dataset=Dataset.from_list([{"prompt": gain.chat(question)} for question in questions]),
-    )  # fmt: skip
-    llm, generate = trainer.vllm_generation.llm, trainer.vllm_generation.generate
+    rows = [{"prompt": gain.chat(question), "trainer_pid": os.getpid()} for question in questions]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def trainer_of(reward: Any, **given: Any) -> GRPOTrainer:
+        data = Dataset.from_list(rows)
+        return GRPOTrainer(
+            model, [reward], GRPOConfig(**settings), processing_class=tokenizer, train_dataset=data, **given
+        )
+
+    if way == "refused":
+        asked = {
+            "tools": lambda: trainer_of(elsewhere, tools=[a_tool]),
+            "reward": lambda: trainer_of(by_variety),
+        }
+        print("RESULT " + json.dumps({"refused": {name: refusal(build) for name, build in asked.items()}}))
+        return
+    peft = {}
+    if way == "lora":
+        from peft import LoraConfig
+
+        peft["peft_config"] = LoraConfig(target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"])
+    trainer = trainer_of(reward, **peft)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    llm = trainer.vllm_generation.llm
+    core = llm.llm_engine.engine_core.engine_core
+    add, num_added = core.scheduler.add_request, 0
+
+    def counted(*args: Any) -> None:
+        nonlocal num_added
+        num_added += 1
+        add(*args)
+
+    core.scheduler.add_request = counted
     turns = [is_on for _, is_on in gain.turns()]
-    told: dict[str, list[Any]] = {"generation_s": [], "num_rows": [], "off_by": []}
+    told: dict[str, list[Any]] = {
+        "generation_s": [], "num_rows": [], "off_by": [], "texts": [], "expected": []
+    }  # fmt: skip
+    generate = trainer._generate
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        if way == "ours" and not compares:
+        if is_timed:
             llm.spares = gain.REDUNDANCY if turns[len(told["num_rows"])] else 0
         began = time.monotonic()
         answer = generate(*args, **kwargs)
         told["generation_s"].append(time.monotonic() - began)
-        told["num_rows"].append(len(answer[1]))
-        told["off_by"].append(off_by(trainer.model, *(each[0] for each in answer[:3])))
+        prompt_ids, completion_ids, logprobs = answer[0], answer[1], answer[4]
+        told["num_rows"].append(len(completion_ids))
+        told["texts"] += tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        told["expected"].append(torch.tensor(by_variety(completion_ids)).mean().item())
+        told["off_by"].append(off_by(trainer.model, prompt_ids[0], completion_ids[0], logprobs[0]))
         return answer
 
-    trainer.vllm_generation.generate = timed
+    trainer._generate = timed
     trainer.train()
-    config, core = llm.llm_engine.vllm_config, llm.llm_engine.engine_core.engine_core
+    config = llm.llm_engine.vllm_config
+    to_change = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     result = told | {
         "rewards": [logs["reward"] for logs in trainer.state.log_history if "reward" in logs],
         "module": type(llm).__module__,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "num_weight_changes": core.scheduler.weights.num_changes if way == "ours" else None,
+        "num_weight_changes": core.scheduler.weights.num_changes if way != "stock" else None,
+        "num_candidates": num_added,
+        "to_change": len(to_change),
+        "changed": sum(not torch.equal(before[name], trainer.model.get_parameter(name)) for name in to_change),
     }
     print("RESULT " + json.dumps(result))
 
 
-def off_by(model: Any, prompt: list[int], completion: list[int], logprobs: list[list[float]]) -> float:
+def refusal(build: Callable[[], object]) -> str:
+    """What a trainer is refused with. Raises: AssertionError where it is built."""
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it was built")
+
+
+def off_by(model: Any, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
     """How far these log probabilities are from the trainer's own, at most."""
     import torch
 
@@ -133,7 +244,7 @@ def off_by(model: Any, prompt: list[int], completion: list[int], logprobs: list[
     with torch.no_grad():
         logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).flatten()
-    return (expected - torch.tensor([each[0] for each in logprobs])).abs().max().item()
+    return (expected - torch.tensor(logprobs)).abs().max().item()
 
 
 if __name__ == "__main__":

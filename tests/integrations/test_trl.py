@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from tests.server import fake_engine
 from tests.server.test_grading import FakeGraders
 from vllm_rollout import RolloutClient, RolloutError
-from vllm_rollout.integrations.trl import TRLRollouts, columns_by_prompt, runs_of, tokenized
+from vllm_rollout.integrations.trl import TRLRollouts
+from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, tokenized
 from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.metrics import Metrics
 

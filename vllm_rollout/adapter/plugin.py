@@ -50,13 +50,13 @@ def take_engines() -> None:
     def create_ours(engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("VLLM_ROLLOUT"):
             try:
-                from vllm_rollout.adapter.in_process.environment import taken_over
+                from vllm_rollout.adapter.in_process.environment import created
             except ImportError as error:  # a vLLM that is not supported
                 if os.environ.get("VLLM_ROLLOUT_STRICT", "0") not in ("", "0"):
                     raise
                 logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", error)
             else:
-                engine_args = taken_over(engine_args)
+                return created(create, engine_args, *args, **kwargs)
         return create(engine_args, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_ours  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from vllm_rollout.client.agent_session import AgentSession
 from vllm_rollout.client.agents import MAX_CONCURRENT, AgentOptions
 from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.client.connection import DEFAULT_URL
-from vllm_rollout.integrations.trl import columns_by_prompt, runs_of, sampling_of, seeded, with_columns
+from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, sampling_of, seeded, with_columns
 from vllm_rollout.integrations.whole import whole
 
 NOT_TOOLS = ("reset", "get_reward")

@@ -38,7 +38,7 @@ ASSUMED_GROUP_SIZE = 8
 """For places of spare candidates, where nobody says how large groups are."""
 SPARES = "rollout_spares"
 """Of an engine, in its additional_config."""
-METHODS = ("generate", "chat", "enqueue", "enqueue_chat")
+METHODS = ("generate", "chat", "enqueue", "enqueue_chat", "beam_search")
 
 
 class Wanted(NamedTuple):
@@ -68,6 +68,19 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"{name} must be a number of at least {least}, got {text!r}.")
     return int(text)
+
+
+def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+    """The configuration that `create` makes of them, with groups where the model generates."""
+    ours = taken_over(engine_args)
+    config = create(ours, *args, **kwargs)
+    if ours is engine_args or config.model_config.runner_type == "generate":
+        return config
+    said = f"its runner is {config.model_config.runner_type!r}, and groups need one that generates"
+    if Wanted.of(os.environ).strict:
+        raise ValueError(f"{ASKED} takes no engine of a model like this: {said}. Unset it.")
+    logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", said)
+    return create(engine_args, *args, **kwargs)
 
 
 def taken_over(engine_args: EngineArgs) -> EngineArgs:
@@ -130,18 +143,41 @@ def _spares_of(config: VllmConfig) -> tuple[int, int | None]:
     return (config.additional_config or {}).get(SPARES, (0, None))
 
 
+def become_ours(llm: vllm.LLM, **settings: Any) -> LLM | None:
+    """The same object with groups, once; None where its engine was left to vLLM. settings: of `LLM.begin_groups`."""
+    if isinstance(llm, LLM):
+        return llm
+    config = llm.llm_engine.vllm_config
+    if not _is_ours(config):
+        return None
+    cls = type(llm)
+    llm.__class__ = LLM if cls is vllm.LLM else type(f"Rollout{cls.__name__}", (LLM, cls), {})
+    assert isinstance(llm, LLM)
+    llm.begin_groups(**settings)
+    llm.spares, llm.group_size = _spares_of(config)
+    if said := too_little_memory(config, llm.spares, llm.group_size or ASSUMED_GROUP_SIZE):
+        logger.warning("vllm_rollout: %s", said)
+    return llm
+
+
+def too_little_memory(config: VllmConfig, spares: int, group_size: int) -> str | None:
+    """A sentence where the KV cache does not hold one group with its spare candidates, each of the longest."""
+    cache, num_tokens = config.cache_config, config.model_config.max_model_len
+    num_blocks, num_candidates = cache.num_gpu_blocks, group_size + spares
+    held = (num_blocks or 0) * cache.block_size
+    if not spares or num_blocks is None or held >= num_candidates * num_tokens:
+        return None
+    return (
+        f"the KV cache holds {held} tokens, and {group_size} candidates with {spares} spare ones of max_model_len "
+        f"({num_tokens}) need {num_candidates * num_tokens}. Long groups will be preempted: raise "
+        f"gpu_memory_utilization, or lower {REDUNDANCY}."
+    )
+
+
 def _of_ours(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def called(self: vllm.LLM, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, LLM):
-            return method(self, *args, **kwargs)
-        config = self.llm_engine.vllm_config
-        if not _is_ours(config):  # it was left to vLLM
-            return method(self, *args, **kwargs)
-        cls = type(self)
-        self.__class__ = LLM if cls is vllm.LLM else type(f"Rollout{cls.__name__}", (LLM, cls), {})
-        self.begin_groups()
-        self.spares, self.group_size = _spares_of(config)
-        return getattr(self, name)(*args, **kwargs)
+        ours = None if isinstance(self, LLM) else become_ours(self)
+        return method(self, *args, **kwargs) if ours is None else getattr(ours, name)(*args, **kwargs)
 
     return called

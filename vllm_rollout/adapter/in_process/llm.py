@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import vllm
+from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -35,7 +36,7 @@ class LLM(vllm.LLM):
     Everything happens while a method is called: a quality head is trained before `post_rewards` returns. When a method
     raises, whatever it was (Ctrl-C, a bad prompt among others), nothing that it has begun runs on.
 
-    Overrides: __init__, generate, chat, enqueue, enqueue_chat, _add_request, _run_engine.
+    Overrides: __init__, generate, chat, beam_search, enqueue, enqueue_chat, _add_request, _run_engine.
     """
 
     rollout = done(AsyncLLM.rollout)
@@ -131,6 +132,11 @@ class LLM(vllm.LLM):
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
         with self._all_or_nothing():
             return super().chat(*args, **kwargs)
+
+    def beam_search(self, *args: Any, **kwargs: Any) -> list[BeamSearchOutput]:
+        if self.spares:
+            logger.warning_once("vllm_rollout: beams are not raced. beam_search answers as vLLM's own.")
+        return super().beam_search(*args, **kwargs)
 
     def enqueue(self, *args: Any, **kwargs: Any) -> list[str]:
         with self._all_or_nothing():

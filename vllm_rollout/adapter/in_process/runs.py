@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -71,10 +73,22 @@ def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Whether two prompts are equal. Images and other data are compared by identity."""
-    if not (isinstance(first, dict) and isinstance(second, dict)):
-        return type(first) is type(second) and isinstance(first, (str, list, tuple)) and first == second
-    return first.keys() == second.keys() and all(
-        value is second[key] or (key in ("prompt", "prompt_token_ids") and value == second[key])
-        for key, value in first.items()
-    )
+    """Whether two prompts are equal, images and other data in them included."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_are_same(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)):
+        if len(first) != len(second):
+            return False
+        return first == second if _are_plain(first) else all(map(_are_same, first, second))
+    if isinstance(first, np.ndarray):
+        return np.array_equal(first, second)
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return first is second or bool(first == second)
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Token ids: all are compared at once."""
+    return not values or isinstance(values[0], (int, str))

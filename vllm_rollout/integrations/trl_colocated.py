@@ -1,0 +1,153 @@
+"""TRL's GRPOTrainer with vLLM in its own process (`vllm_mode="colocate"`): its groups race, by one line.
+
+    colocate(redundancy=8)
+    trainer = GRPOTrainer(...)
+
+TRL asks its engine for each completion by itself. By the environment (`adapter/in_process/environment.py`) the engine
+is ours, equal prompts in a row are a group, and its answers come back as TRL's rows. What the environment cannot see is
+looked at when a trainer is built: tools, the size of groups, and the reward function.
+
+Invariant: a trainer gets as many completions as it has asked for, in their order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import BoundArguments, signature
+from typing import Any
+
+from typing_extensions import Unpack
+
+from vllm_rollout.client.client import RolloutOptions
+from vllm_rollout.integrations.trl_rollouts import GroupsOfSize, Placed, TRLRollouts
+
+NAME = "reward"
+"""Of the reward function, in the engine."""
+
+
+class colocate:
+    """Race the groups of each GRPOTrainer that is built from now on with `use_vllm=True, vllm_mode="colocate"`, and of
+    what derives from it.
+
+    redundancy: spare candidates of each group. max_num_seqs grows by them, and they take KV cache.
+    num_generations: the size of groups, for trainers that do not derive from GRPOTrainer. A GRPOTrainer says its own.
+    reward: one of the trainer's `reward_funcs`. It grades each completion as that ends, in processes beside the engine,
+        and TRL reads what it said. Then `options` may be those of `RolloutClient.rollout`, `pruning` for one.
+
+    A group that is cut between two processes is not raced: give each process a multiple of num_generations.
+
+    It sets the environment variables of docs/in_process.md, which processes that are started later inherit. In a `with`
+    statement all of it holds until the end of the block.
+
+    Raises: ValueError for a size that is no group's, for options without a reward, and where VLLM_PLUGINS leaves us
+    out. Building a trainer then raises ValueError for one that cannot race: with tools, without a whole group, or, with
+    a reward, one that lacks the function, has a rollout_func, sleeps, or shares its engine with other processes.
+    """
+
+    def __init__(
+        self,
+        redundancy: int = 8,
+        num_generations: int | None = None,
+        reward: Callable[..., Any] | None = None,
+        **options: Unpack[RolloutOptions],
+    ) -> None:
+        for name, value, least in (("redundancy", redundancy, 0), ("num_generations", num_generations, 2)):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if options and reward is None:
+            raise ValueError(f"{', '.join(options)} must come with reward. Give one of the trainer's reward_funcs.")
+        plugins = os.environ.get("VLLM_PLUGINS")
+        if plugins is not None and "vllm_rollout" not in plugins.split(","):
+            raise ValueError(f"VLLM_PLUGINS must name vllm_rollout, got {plugins!r}. Unset it, or add the name.")
+        from trl import GRPOTrainer
+
+        self._redundancy, self._reward, self._options = redundancy, reward, options
+        self._trainer, self._before = GRPOTrainer, GRPOTrainer.__init__
+        GRPOTrainer.__init__ = self._racing(getattr(self._before, "__before_colocate__", self._before))
+        wanted = {"VLLM_ROLLOUT": "scheduler,worker", "VLLM_ROLLOUT_REDUNDANCY": str(redundancy)}
+        self._environment = {name: os.environ.get(name) for name in (*wanted, "VLLM_ROLLOUT_GROUP_SIZE")}
+        os.environ.update(wanted)
+        _set("VLLM_ROLLOUT_GROUP_SIZE", None if num_generations is None else str(num_generations))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._trainer.__init__ = self._before
+        for name, value in self._environment.items():
+            _set(name, value)
+
+    def _racing(self, init: Callable[..., None]) -> Callable[..., None]:
+        """That `__init__`, of a trainer whose groups race. The call of `colocate` before has no part in it."""
+
+        @wraps(init)
+        def racing(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature(init).bind(trainer, *args, **kwargs)
+            config = given.arguments.get("args")
+            if config is None or not config.use_vllm or config.vllm_mode != "colocate":
+                init(trainer, *args, **kwargs)
+                return
+            self._check(given, config)
+            _set("VLLM_ROLLOUT_GROUP_SIZE", str(config.num_generations))
+            init(trainer, *args, **kwargs)
+            if self._reward is not None:
+                self._grade(trainer, self._reward)
+
+        racing.__before_colocate__ = init  # type: ignore[attr-defined]
+        return racing
+
+    def _check(self, given: BoundArguments, config: Any) -> None:
+        """Raises: ValueError."""
+        its = given.arguments
+        if its.get("tools") or its.get("environment_factory"):
+            raise ValueError(
+                "tools and environment_factory must be None under colocate: each turn would race by itself, and short "
+                'turns would win. Leave colocate out, or use TRLAgents with vllm_mode="server".'
+            )
+        num_rows = config.per_device_train_batch_size * config.steps_per_generation * config.vllm_tensor_parallel_size
+        if num_rows < config.num_generations:
+            raise ValueError(
+                f"each process must have a whole group, got {num_rows} completions a generation for num_generations="
+                f"{config.num_generations}. Raise per_device_train_batch_size or steps_per_generation."
+            )
+        if self._reward is None:
+            return
+        functions = its.get("reward_funcs")
+        if self._reward not in (functions if isinstance(functions, list) else [functions]):
+            raise ValueError(f"reward_funcs must have the reward of colocate ({self._reward!r:.80}). Add it.")
+        refused = {
+            "rollout_func must be None": its.get("rollout_func") is not None,
+            "vllm_enable_sleep_mode must be False": config.vllm_enable_sleep_mode,
+            "vllm_tensor_parallel_size must be 1": config.vllm_tensor_parallel_size > 1,
+        }
+        for said, is_so in refused.items():
+            if is_so:
+                raise ValueError(f"{said} where colocate has a reward. Leave reward out: TRL then grades by itself.")
+
+    def _grade(self, trainer: Any, reward: Callable[..., Any]) -> None:
+        """From now on the engine asks that function, and TRL reads what it said."""
+        from vllm_rollout.adapter.in_process.environment import become_ours
+
+        engine = become_ours(trainer.vllm_generation.llm, rewards={NAME: reward})
+        if engine is None:  # it was left to vLLM, which has said why
+            return
+        rollouts = ColocatedRollouts(engine, redundancy=self._redundancy, **{**self._options, "reward": NAME})
+        trainer.rollout_func = rollouts
+        trainer.reward_funcs = [rollouts.graded if each is reward else each for each in trainer.reward_funcs]
+
+
+class ColocatedRollouts(TRLRollouts):
+    """Groups of an engine of this process, which is stepped by its thread alone. Overrides: _of_sizes."""
+
+    def _of_sizes(self, sizes: Sequence[int], roll_out: GroupsOfSize) -> list[Placed]:
+        return [found for size in sizes for found in roll_out(size)]
+
+
+def _set(name: str, value: str | None) -> None:
+    """An environment variable; None: it is not set."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

@@ -1,0 +1,189 @@
+"""A `rollout_func` for TRL's GRPOTrainer: groups by our client, with spare candidates, pruning, rewards posted back.
+
+    rollouts = TRLRollouts("http://127.0.0.1:8000", redundancy=8, pruning={"detection_length": 64})
+    GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.teaching(is_right), style])
+
+    rollouts = TRLRollouts("http://127.0.0.1:8000", reward="accuracy")  # the server grades, by that reward
+    GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.graded])
+
+TRL computes rewards after `rollout_func` has returned, and gives a reward function every field that this returned
+beside its own. So each completion carries its address (rollout, prompt, index), and a reward function that is marked
+with `teaching` posts what it says to that address. The server's reward comes the same way. Its function gets the
+columns of the data set, looked up by prompt, since TRL does not hand them to a `rollout_func`. Invariant: a prompt that
+comes G times gets exactly G completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any, Protocol, TypeVar
+
+from typing_extensions import Unpack
+
+from vllm_rollout.client.body import PromptLike
+from vllm_rollout.client.client import Redundancy, RolloutClient, RolloutError, RolloutOptions
+from vllm_rollout.client.connection import DEFAULT_URL
+from vllm_rollout.integrations.trl_rows import (
+    INDEX,
+    PROMPT,
+    REWARD,
+    ROLLOUT,
+    columns_by_prompt,
+    rows_of,
+    runs_of,
+    sampling_of,
+    seeded,
+    tokenized,
+    with_columns,
+)
+from vllm_rollout.server.answers import GroupAnswer
+
+RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
+Placed = tuple[int, str, GroupAnswer]
+"""A group with the place of its prompt, and its rollout's id."""
+GroupsOfSize = Callable[[int], list[Placed]]
+
+
+class RollsOut(Protocol):
+    """A client, or an LLM of this process."""
+
+    rollout: Callable[..., Any]
+    post_rewards: Callable[..., Any]
+
+
+class TRLRollouts:
+    """Generates for a GRPOTrainer. Its weights are synchronized as ever: `use_vllm=True, vllm_mode="server"`."""
+
+    def __init__(
+        self,
+        server: str | RollsOut = DEFAULT_URL,
+        *,
+        redundancy: Redundancy = 0,
+        **options: Unpack[RolloutOptions],
+    ) -> None:
+        """`server`: its URL, or a client. The others are those of `RolloutClient.rollout`.
+
+        `sampling` goes before what the trainer's configuration says. Raises: ValueError for options by which a group
+        could come back smaller than TRL needs.
+        """
+        pruning = options.get("pruning")
+        if pruning is not None and dict(pruning).get("allow_fewer"):
+            raise ValueError(
+                "pruning.allow_fewer must be false, got true: TRL takes groups of exactly num_generations. Give "
+                "redundancy instead, from which pruning may take."
+            )
+        self._client: RollsOut = RolloutClient(server) if isinstance(server, str) else server
+        self._redundancy = redundancy
+        self._sampling = dict(options.pop("sampling", None) or {})
+        self._options: RolloutOptions = {**options, "return_logprobs": True}
+        self._columns: dict[bool, dict[str, Any]] = {}
+        """Columns of the data sets of training and of evaluation, by prompt."""
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.
+
+        Raises: RolloutError with the server's words, RuntimeError when a group could not be completed.
+        """
+        training = trainer.model.training
+        num_generations = trainer.num_generations if training else trainer.num_generations_eval
+        runs = runs_of(prompts, num_generations)
+        asked = self._asked([prompt for prompt, _ in runs], trainer)
+        sampling = seeded({**sampling_of(trainer), **self._sampling}, trainer)
+
+        def roll_out(size: int) -> list[Placed]:
+            places = [place for place, (_, count) in enumerate(runs) if count == size]
+            chosen = [asked[place] for place in places]
+            answer = self._client.rollout(chosen, size, self._redundancy, sampling=sampling, **self._options)
+            return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
+
+        # One size as a rule; two or three where a group is cut in two between processes.
+        sizes = sorted({count for _, count in runs})
+        groups = sorted(self._of_sizes(sizes, roll_out), key=lambda found: found[0])
+        rows = [row for place, rollout, group in groups for row in rows_of(rollout, group, runs[place][1])]
+        return {field: [row[field] for row in rows] for field in rows[0]}
+
+    def _of_sizes(self, sizes: Sequence[int], roll_out: GroupsOfSize) -> list[Placed]:
+        """The groups of all sizes, at once."""
+        with ThreadPoolExecutor(len(sizes)) as pool:
+            return [found for part in pool.map(roll_out, sizes) for found in part]
+
+    def _asked(self, prompts: Sequence[Any], trainer: Any) -> Sequence[PromptLike]:
+        """As token ids, by the trainer's tokenizer. A chat that is graded is one for the server, too: TRL's reward
+        functions look at messages. Raises: ValueError for a prompt that is not in the data set.
+        """
+        token_ids = tokenized(prompts, trainer)
+        if self._options.get("reward") is None:
+            return token_ids
+        training = trainer.model.training
+        if training not in self._columns:
+            self._columns[training] = columns_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
+        return [
+            {**({"prompt_token_ids": ids} if isinstance(prompt, str) else {"messages": prompt}), "data": columns}
+            for (prompt, columns), ids in zip(with_columns(prompts, self._columns[training]), token_ids, strict=True)
+        ]
+
+    def graded(self, **columns: Any) -> Sequence[float | None]:
+        """A reward function for TRL, which says what the server has said; None where there is no reward.
+
+        Raises: ValueError without the option `reward`.
+        """
+        if self._options.get("reward") is None or REWARD not in columns:
+            raise ValueError("graded needs TRLRollouts(..., reward=NAME), which is the trainer's rollout_func too.")
+        rewards: Sequence[float | None] = columns[REWARD]
+        return rewards
+
+    def teaching(self, reward_function: RewardFunction, *, threshold: float | None = None) -> RewardFunction:
+        """The same reward function, which also posts what it says: from it pruning learns whom to stop.
+
+        Mark the one that says whether an answer is right. A reward above `threshold` (0.5) is positive; None is not
+        posted. Raises: TypeError for a reward model, which TRL calls in a way of its own.
+        """
+        if not callable(reward_function) or hasattr(reward_function, "forward"):
+            raise TypeError(f"teaching takes a function, got {reward_function!r:.80}. Wrap the model in one.")
+
+        # TRL asks an object with an async __call__ the same way.
+        if inspect.iscoroutinefunction(reward_function) or inspect.iscoroutinefunction(reward_function.__call__):
+
+            @wraps(reward_function)
+            async def later(*args: Any, **columns: Any) -> Any:
+                rewards = await reward_function(*args, **columns)
+                await asyncio.to_thread(self._post, rewards, columns, threshold)
+                return rewards
+
+            return later  # type: ignore[return-value]
+
+        @wraps(reward_function)
+        def at_once(*args: Any, **columns: Any) -> Any:
+            rewards = reward_function(*args, **columns)
+            self._post(rewards, columns, threshold)
+            return rewards
+
+        return at_once  # type: ignore[return-value]
+
+    def _post(self, rewards: Sequence[float | None], columns: Mapping[str, Any], threshold: float | None) -> None:
+        if self._options.get("pruning") is None:  # a server that prunes nothing has nothing to learn
+            return
+        if ROLLOUT not in columns:
+            raise ValueError(f"the reward function got no {ROLLOUT}: give the trainer rollout_func too.")
+        by_rollout: dict[str, list[tuple[str, int, float]]] = {}
+        for rollout, prompt, index, reward in zip(
+            *(columns[c] for c in (ROLLOUT, PROMPT, INDEX)), rewards, strict=True
+        ):
+            if reward is not None and math.isfinite(reward):
+                by_rollout.setdefault(rollout, []).append((prompt, index, float(reward)))
+        for rollout, posted in by_rollout.items():
+            try:
+                counts = self._client.post_rewards(rollout, posted, threshold).counts
+            except RolloutError as error:
+                if error.status != 404:
+                    raise
+                # The server was started anew since: training goes on, what it would have learned is lost.
+                warnings.warn(f"rewards of {rollout} were not taken: {error}", stacklevel=2)
+            else:
+                columns.get("log_metric", lambda *_: None)("rollout/rewards_accepted", float(counts.accepted))

@@ -1,0 +1,118 @@
+"""What TRL's trainer asks for, as groups, and groups as TRL's rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Any
+
+from vllm_rollout.server.answers import GroupAnswer
+
+ROLLOUT, PROMPT, INDEX = "rollout_id", "rollout_prompt_id", "rollout_index"
+SURVIVAL, REWARD = "rollout_survival_probability", "rollout_reward"
+SEED_STRIDE, MAX_SEED = 0x9E3779B97F4A7C15, 1 << 62
+
+
+def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int]]:
+    """Each prompt once, with how often it comes in a row; at most `num_generations`, the rest is the next group."""
+    runs: list[tuple[Any, int]] = []
+    for prompt, same in groupby(prompts):
+        count = len(list(same))
+        sizes = [num_generations] * (count // num_generations) + [count % num_generations]
+        runs += [(prompt, size) for size in sizes if size]
+    return runs
+
+
+def columns_by_prompt(data_set: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What TRL does not hand to a `rollout_func`: the other columns of each row, of one data set or several by name.
+
+    Raises: ValueError for two rows that ask the same and differ in another column: nobody could tell them apart.
+    """
+    columns: dict[str, dict[str, Any]] = {}
+    for row in chain.from_iterable(data_set.values() if isinstance(data_set, Mapping) else [data_set]):
+        row = dict(row)
+        prompt = row.pop("prompt")
+        if (known := columns.setdefault(json.dumps(prompt), row)) != row:
+            both = known.keys() & row.keys()
+            name = next(name for name in {**known, **row} if name not in both or row[name] != known[name])
+            raise ValueError(
+                f"two rows have the prompt {prompt!r:.80} and another {name}, and a rollout_func is told the prompt "
+                "alone. Make prompts differ, or leave that column out."
+            )
+    return columns
+
+
+def seeded(sampling: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    """With a seed of this process's own: TRL asks each for its own prompts, of which two may have halves of a group."""
+    process = trainer.accelerator.process_index
+    if sampling.get("seed") is None or not process:
+        return sampling
+    return {**sampling, "seed": (sampling["seed"] + process * SEED_STRIDE) % MAX_SEED}
+
+
+def with_columns(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Raises: ValueError for a prompt that is not in the data set."""
+    if missing := [prompt for prompt in prompts if json.dumps(prompt) not in columns]:
+        raise ValueError(f"the columns of each prompt are needed, and the data set has no {missing[0]!r:.80}.")
+    return [(prompt, columns[json.dumps(prompt)]) for prompt in prompts]
+
+
+def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
+    """Token ids by the trainer's own tokenizer and chat template. Raises: ValueError for images."""
+    if isinstance(prompts[0], str):
+        return [list(ids) for ids in trainer.processing_class(text=list(prompts))["input_ids"]]
+    contents = [message.get("content") for prompt in prompts for message in prompt]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(
+            "prompts must be text for this rollout_func, got a message with images. Leave rollout_func out, and set "
+            'generation_kwargs={"vllm_xargs": {"rollout_redundancy": …}}.'
+        )
+    template = {"chat_template": trainer.chat_template, "tools": trainer.tools or None, **trainer.chat_template_kwargs}
+    settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **template}
+    apply = trainer.processing_class.apply_chat_template
+    return [list(apply(conversation=[prompt], **settings)["input_ids"][0]) for prompt in prompts]
+
+
+def sampling_of(trainer: Any) -> dict[str, Any]:
+    """The sampling fields of the trainer's configuration, as TRL's own client sends them."""
+    args = trainer.args
+    sampling = {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+    }
+    if args.vllm_structured_outputs_regex is not None:
+        sampling["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    more = dict(args.generation_kwargs or {})
+    if more.pop("vllm_xargs", None):
+        raise ValueError(
+            "generation_kwargs has vllm_xargs beside rollout_func: name these options in TRLRollouts(...)."
+        )
+    return {**sampling, **more}
+
+
+def rows_of(rollout: str, group: GroupAnswer, size: int) -> list[dict[str, Any]]:
+    """A row per completion: what TRL needs, and its address. Raises: RuntimeError for an incomplete group."""
+    if len(group.trajectories) != size:
+        raise RuntimeError(
+            f"group {group.prompt_id} of {rollout} has {len(group.trajectories)} trajectories, {size} are needed: "
+            f"{group.reason}. Repeat the step, or let TRL resume from its checkpoint."
+        )
+    return [
+        {
+            "prompt_ids": group.prompt_token_ids,
+            "completion_ids": trajectory.token_ids,
+            "logprobs": trajectory.logprobs,
+            ROLLOUT: rollout,
+            PROMPT: group.prompt_id,
+            INDEX: trajectory.index,
+            SURVIVAL: trajectory.survival_probability,
+            REWARD: trajectory.reward,
+        }
+        for trajectory in group.trajectories
+    ]
