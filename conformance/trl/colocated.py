@@ -2,9 +2,11 @@
 
     colocated.py stock|ours|graded|refused|WAY MODEL FOLDER NUM_STEPS MAX_TOKENS QUESTION...
 
-prints a line of JSON. A step is one question, answered `GROUP_SIZE` times. `ours` has spare candidates in every other step,
-none where NUM_STEPS is `STEPS_TO_COMPARE`; the others always have them. WAY: one of `CONFIGURED`. Two seams: vLLM's CPU kernels pack weights away, after which TRL's own
-synchronization finds none, so that they are kept here; and the engine is float32, as the trainer's model is.
+prints a line of JSON. A step is one question, answered `GROUP_SIZE` times. `ours` has spare candidates in every other
+step, none where NUM_STEPS is `STEPS_TO_COMPARE`. The others always have them. WAY: one of `CONFIGURED`.
+
+Two seams: vLLM's CPU kernels pack weights away, after which TRL's own synchronization finds none, so that they are kept
+here. And the engine is float32, as the trainer's model is.
 """
 
 from __future__ import annotations

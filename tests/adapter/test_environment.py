@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_rollout.adapter.in_process import environment
-from vllm_rollout.adapter.in_process.environment import Wanted, taken_over
+from vllm_rollout.adapter.in_process.environment import Wanted, created, taken_over, too_little_memory
 from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, with_spares
 from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
 
@@ -49,6 +54,37 @@ def test_an_engine_has_our_classes_and_places_for_spare_candidates(asked, tiny_m
     assert taken_over(EngineArgs(model=tiny_model, max_num_seqs=20)).max_num_seqs == 28
 
 
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_model_that_does_not_generate_is_left_to_vllm(asked, tiny_model, caplog, strict):
+    asked.setenv("VLLM_ROLLOUT_STRICT", strict)
+    logging.getLogger("vllm").propagate = True
+    args = EngineArgs(model=tiny_model)
+
+    def create(args: EngineArgs, runner: str) -> SimpleNamespace:
+        return SimpleNamespace(args=args, model_config=SimpleNamespace(runner_type=runner))
+
+    assert created(create, args, "generate").args.scheduler_cls == SCHEDULER_CLS
+    with caplog.at_level("WARNING", logger="vllm"):
+        if strict == "1":
+            with pytest.raises(ValueError, match=r"its runner is 'pooling'.*Unset it"):
+                created(create, args, "pooling")
+        else:
+            assert created(create, args, "pooling").args is args
+            assert "this engine stays vLLM's own, because its runner is 'pooling'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "spares", "is_said"), [(63, 4, True), (64, 4, False), (1, 0, False), (None, 4, False)]
+)
+def test_spare_candidates_without_memory_are_said(num_blocks, spares, is_said):
+    cache = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=16)
+    config = SimpleNamespace(cache_config=cache, model_config=SimpleNamespace(max_model_len=128))
+    said = too_little_memory(config, spares, 4)
+    assert (said is not None) is is_said
+    if said:
+        assert "holds 1008 tokens, and 4 candidates with 4 spare ones of max_model_len (128) need 1024" in said
+
+
 def test_what_cannot_be_taken_over_is_left_to_vllm_with_a_warning_or_strictly_refused(asked, tiny_model, caplog):
     args = EngineArgs(model=tiny_model, scheduler_cls="somebody.Scheduler")
     logging.getLogger("vllm").propagate = True
@@ -63,6 +99,12 @@ def test_what_cannot_be_taken_over_is_left_to_vllm_with_a_warning_or_strictly_re
 IMAGE = object()
 
 
+def image(seed: int, dtype: Any = np.uint8, of: Callable[[np.ndarray], Any] = lambda pixels: pixels) -> dict[str, Any]:
+    """A prompt with one, decoded anew."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (4, 4, 3)).astype(dtype)
+    return {"prompt_token_ids": [1], "multi_modal_data": {"image": [of(pixels)]}}
+
+
 @pytest.mark.parametrize(
     ("prompts", "sizes"),
     [
@@ -73,6 +115,12 @@ IMAGE = object()
         ([{"prompt_token_ids": [1]}, {"prompt_token_ids": [2]}], None),
         ([{"prompt_token_ids": [1], "multi_modal_data": IMAGE}] * 2, [2]),
         ([{"prompt_token_ids": [1], "multi_modal_data": object()} for _ in range(2)], None),
+        ([image(0), image(0), image(1), image(1)], [2, 2]),
+        ([image(0), image(1)], None),
+        ([image(0), image(0, dtype=np.int32)], None),
+        ([image(0, of=torch.from_numpy), image(0, of=torch.from_numpy)], [2]),
+        ([image(0, of=torch.from_numpy), image(0)], None),
+        ([image(0, of=torch.from_numpy), image(0, dtype=np.int32, of=torch.from_numpy)], None),
         ([{"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "multi_modal_data": IMAGE}], None),
         ([[1, 2], [1, 2], "a"], [2, 1]),
         ("aa", None),
@@ -82,7 +130,7 @@ def test_equal_prompts_in_a_row_are_a_group(prompts, sizes):
     runs = runs_of(prompts, SAMPLED, 4)
     assert (runs and [run.num for run in runs]) == sizes
     if runs is not None:
-        assert [run.prompt for run in runs for _ in range(run.num)] == prompts
+        assert str([run.prompt for run in runs for _ in range(run.num)]) == str(prompts)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A script that knows nothing of us, as JSON: `somebody_elses.py llm|async MODEL`. The environment decides."""
+"""A script that knows nothing of us, as JSON: `somebody_elses.py llm|sleeping|async MODEL`. The environment decides."""
 
 from __future__ import annotations
 
@@ -57,6 +57,39 @@ def once(model: str) -> dict[str, Any]:
     }
 
 
+def lost(worker: Any) -> None:
+    """What level 2 of sleep leaves of a worker's memory: no weights, no KV cache."""
+    for parameter in worker.model_runner.model.parameters():
+        parameter.data.fill_(float("nan"))
+    for cache in worker.model_runner.kv_caches:
+        cache.fill_(1000.0)  # not NaN: kernels multiply what they mask by 0
+
+
+def sleeping(model: str) -> dict[str, Any]:
+    """TRL's calls at each step, in their order. vLLM's CPU worker keeps its memory, so that `lost` is called."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    llm = LLM(model, logprobs_mode="processed_logprobs", **SETTINGS)
+    params = SamplingParams(**{**SAMPLING, "logprobs": 0})
+    rows = []
+    for _ in range(3):
+        outputs = llm.generate([PROMPTS[0]] * 4, params)
+        rows += [
+            {
+                "prompt": list(output.prompt_token_ids),
+                "token_ids": list(output.outputs[0].token_ids),
+                "logprobs": [next(iter(each.values())).logprob for each in output.outputs[0].logprobs],
+            }
+            for output in outputs
+        ]
+        llm.sleep(level=2)
+        llm.collective_rpc(lost)
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights")
+        llm.reset_prefix_cache()
+        llm.wake_up(tags=["kv_cache"])
+    return {"rows": rows, "module": type(llm).__module__}
+
+
 async def serving(model: str) -> dict[str, Any]:
     llm = AsyncLLM.from_vllm_config(AsyncEngineArgs(model, **SETTINGS).create_engine_config())
     last = None
@@ -67,5 +100,6 @@ async def serving(model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    result = once(sys.argv[2]) if sys.argv[1] == "llm" else asyncio.run(serving(sys.argv[2]))
+    ways = {"llm": once, "sleeping": sleeping, "async": lambda model: asyncio.run(serving(model))}
+    result = ways[sys.argv[1]](sys.argv[2])
     print("RESULT " + json.dumps(result))

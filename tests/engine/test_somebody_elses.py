@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import run_script
+from tests.support.reference import worst
 
 pytestmark = pytest.mark.versions
 
@@ -44,3 +45,12 @@ def test_an_async_engine_that_was_imported_before_is_ours_too(tiny_model: str):
     result = run_script("somebody_elses.py", "async", tiny_model, **ASKED)
     assert result["module"] == "vllm_rollout.adapter.in_process.async_llm"
     assert numbers(result) == [(5, 4)]
+
+
+def test_an_engine_that_sleeps_and_loses_its_memory_races_as_before(tiny_model: str):
+    """At level 2 vLLM gives weights and KV cache away; both are new afterwards, and nothing of ours is lost."""
+    result = run_script("somebody_elses.py", "sleeping", tiny_model, **ASKED)
+    assert result["module"] == "vllm_rollout.adapter.in_process.llm"
+    assert len(result["rows"]) == 3 * 4
+    for row in result["rows"]:
+        assert worst(tiny_model, row["prompt"], row) < 1e-4

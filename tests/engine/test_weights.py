@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import V2, Server, paused, serve_command
+from tests.support.reference import worst
 from vllm_rollout.client.client import RolloutClient
 
 pytestmark = pytest.mark.versions
@@ -68,23 +67,6 @@ def roll(server: Server, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     answer.raise_for_status()
     (group,) = answer.json()["groups"]
     return group
-
-
-def worst(
-    folder: str, prompt: list[int], trajectory: dict[str, Any], num_tokens: int | None = None, begin: int = 0
-) -> float:
-    """How far its log probabilities are from those of the model in that folder, at most, from one token to another."""
-    model = _model(folder)
-    ids = torch.tensor(trajectory["token_ids"])
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
-    expected = torch.log_softmax(logits, -1).gather(-1, ids[:, None]).flatten()
-    return (expected - torch.tensor(trajectory["logprobs"])).abs()[begin:num_tokens].max().item()
-
-
-@cache
-def _model(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("pauses", [True, False])

@@ -16,7 +16,15 @@ from dataclasses import fields, replace
 from typing import Any
 from uuid import uuid4
 
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, _AsyncRolloutLoop
+import trl
+
+try:
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, _AsyncRolloutLoop
+except ImportError as error:
+    raise ImportError(
+        f"vllm_rollout.integrations.trl_async needs TRL with trl.experimental.async_grpo (1.14 to 1.16), got "
+        f"{trl.__version__}. Install one of those, or use GRPOTrainer with vllm_rollout.integrations.trl."
+    ) from error
 
 from vllm_rollout.client.agent_session import UNWANTED, SessionLost
 

@@ -83,9 +83,9 @@ def _are_same(first: Any, second: Any) -> bool:
             return False
         return first == second if _are_plain(first) else all(map(_are_same, first, second))
     if isinstance(first, np.ndarray):
-        return np.array_equal(first, second)
+        return first.dtype == second.dtype and np.array_equal(first, second)
     if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
+        return (first.dtype, first.device) == (second.dtype, second.device) and torch.equal(first, second)
     return first is second or bool(first == second)
 
 
