@@ -23,7 +23,10 @@ from conformance.trl.async_agents import (  # noqa: F401
     async_environments_race_by_their_worker,
 )
 from conformance.trl.colocated import (  # noqa: F401
+    colocated_as_trl_tests_its_own,
+    colocated_rewards_are_graded_while_others_run,
     colocated_steps_are_those_of_stock,
+    colocated_what_cannot_race_is_refused,
     colocated_with_spare_candidates,
 )
 from conformance.trl.graded import (  # noqa: F401 (checks, by their names here)

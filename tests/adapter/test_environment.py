@@ -140,12 +140,23 @@ def test_equal_prompts_in_a_row_are_a_group(prompts, sizes):
         SamplingParams(seed=1),
         SamplingParams(n=2),
         SamplingParams(extra_args={"rollout_redundancy": 0}),
-        [SAMPLED, SAMPLED],
+        [SAMPLED, SamplingParams(temperature=1.0, max_tokens=7)],
+        [SamplingParams(temperature=0.0)] * 2,
+        [SAMPLED],
+        [SAMPLED, None],
         None,
     ],
 )
 def test_what_is_alike_or_has_been_said_is_left_as_it_is(params):
     assert runs_of(["a", "a"], params, None) is None
+
+
+def test_each_prompt_may_have_parameters_of_its_own():
+    short = SamplingParams(temperature=1.0, max_tokens=7)
+    params = [SAMPLED, SamplingParams(temperature=1.0), short, SamplingParams(seed=1), SamplingParams(seed=1)]
+    runs = runs_of(["a"] * 5, params, None)
+    assert [(run.num, run.params) for run in runs] == [(2, SAMPLED), (1, short), (1, params[3]), (1, params[4])]
+    assert (runs[0].of_all.n, params[1].n, runs[1].of_all) == (2, 1, short)
 
 
 def test_whole_groups_have_spares_and_nobody_elses_parameters_change():

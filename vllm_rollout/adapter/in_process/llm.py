@@ -19,7 +19,7 @@ from vllm_rollout.adapter.in_process.engine_args import group_settings, uninterr
 from vllm_rollout.adapter.in_process.interrupts import HeldInterrupts, WaitingLoop
 from vllm_rollout.adapter.in_process.methods import done, streamed
 from vllm_rollout.adapter.in_process.rollouts import Rewards, Rollouts
-from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, sized, with_spares
+from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, with_spares
 from vllm_rollout.adapter.in_process.stepped_client import SteppedClient
 from vllm_rollout.group.plans.xargs import rollout_xargs
 
@@ -126,7 +126,7 @@ class LLM(vllm.LLM):
                     "whole groups.",
                     next(run.num for run in runs if run.num != self.group_size), self.group_size,
                 )  # fmt: skip
-            params = [sized(sampling_params, run.num) for run in runs]
+            params = [run.of_all for run in runs]
             return rows_of(super().generate([run.prompt for run in runs], params, **kwargs))
 
     def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:

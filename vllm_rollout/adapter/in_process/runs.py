@@ -18,29 +18,52 @@ from vllm_rollout.group.plans.xargs import NAMES, rollout_xargs
 
 
 class Run(NamedTuple):
-    """Equal prompts in a row."""
+    """Equal prompts in a row, with equal parameters."""
 
     prompt: Any
+    params: SamplingParams
     num: int
 
+    @property
+    def of_all(self) -> SamplingParams:
+        """The parameters of one request for all of them."""
+        if self.num == 1:
+            return self.params
+        group = copy(self.params)
+        group.n = self.num
+        return group
 
-def runs_of(prompts: Any, params: object, group_size: int | None) -> list[Run] | None:
+
+def runs_of(prompts: Any, params: Any, group_size: int | None) -> list[Run] | None:
     """The groups that these prompts are; None where they are answered as they are.
 
-    group_size: of each group; None: however many are equal. Greedy and seeded requests are left as they are, since they
-    say the same however often they are asked for.
+    params: of all, or of each. group_size: of each group; None: however many are equal.
     """
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not isinstance(params, SamplingParams):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
         return None
-    if params.n > 1 or params.temperature == 0 or params.seed is not None or rollout_xargs(params.extra_args or {}):
+    each = params if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(each) != len(prompts) or not all(isinstance(its, SamplingParams) for its in each):
         return None
     runs: list[Run] = []
-    for prompt in prompts:
-        if runs and runs[-1].num != group_size and _are_same(runs[-1].prompt, prompt):
-            runs[-1] = Run(prompt, runs[-1].num + 1)
+    for prompt, its in zip(prompts, each, strict=True):
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.num != group_size
+            and _draws(its)
+            and (last.params is its or last.params == its)
+            and _are_same(last.prompt, prompt)
+        ):
+            runs[-1] = Run(prompt, its, last.num + 1)
         else:
-            runs.append(Run(prompt, 1))
+            runs.append(Run(prompt, its, 1))
     return runs if any(run.num > 1 for run in runs) else None
+
+
+def _draws(params: SamplingParams) -> bool:
+    """Whether equal requests draw anew, one completion each. Greedy and seeded ones say the same again."""
+    is_drawn = params.n == 1 and params.temperature != 0 and params.seed is None
+    return is_drawn and not rollout_xargs(params.extra_args or {})
 
 
 def with_spares(params: SamplingParams, num: int, group_size: int | None) -> SamplingParams:
@@ -52,13 +75,6 @@ def with_spares(params: SamplingParams, num: int, group_size: int | None) -> Sam
     raced = copy(params)
     raced.extra_args = {**(params.extra_args or {}), NAMES["redundancy"]: num}
     return raced
-
-
-def sized(params: SamplingParams, num: int) -> SamplingParams:
-    """These parameters for `num` completions."""
-    group = copy(params)
-    group.n = num
-    return group
 
 
 def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
