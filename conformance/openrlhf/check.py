@@ -12,7 +12,7 @@ from typing import Any
 
 from conformance import gain
 from conformance.checks import CAP, REAL_MODEL, Kit, Stopped, assert_raced, check, main
-from conformance.in_process import assert_best, ray_cluster, replaced, summary, watch
+from conformance.in_process import assert_best, by_environment, ray_cluster, replaced, summary, watch
 
 PROMPTS = ["The quick brown fox", "Once upon a time"]
 NUM_SAMPLES = 4
@@ -184,6 +184,33 @@ def without_spares_losers_look_finished(kit: Kit) -> dict[str, Any]:
         "`SingleTurnAgentExecutor.execute` drops why a response ended, so that the trainer would train on them: use "
         "the integration"
     )
+
+
+@check("on")
+def engines_are_ours_by_the_environment(kit: Kit) -> dict[str, Any]:
+    """VLLM_ROLLOUT, and OpenRLHF's own actor: the same greedy samples, and requests with fields race."""
+    import ray
+    from vllm import SamplingParams
+
+    greedy = {"temperature": 0.0, "max_new_tokens": 48, "max_len": 512}
+    fields = {"rollout_group_size": NUM_SAMPLES, "rollout_num_candidates": 2 * NUM_SAMPLES}
+    params = SamplingParams(temperature=1.0, max_tokens=CAP, extra_args=fields)
+    with rollouts(kit, None) as trainer:
+        stock = trainer.samples(**greedy)
+    with by_environment(), rollouts(kit, None) as trainer:
+        ours, scheduler = trainer.samples(**greedy), scheduler_of(trainer)
+        trainer.call(lambda actor: actor.llm.seen.clear())
+        ray.get(
+            trainer.engines[0].generate_responses.remote(
+                prompt=PROMPTS[0], label="", sampling_params=params, max_length=2000,
+                hf_tokenizer=trainer.tokenizer, num_samples=2 * NUM_SAMPLES,
+            )
+        )  # fmt: skip
+        ends = [row["end"] for row in trainer.call(lambda actor: actor.llm.seen)]
+    assert "vllm_rollout" in scheduler
+    assert sequences(ours) == sequences(stock)
+    assert_raced(ends, NUM_SAMPLES)
+    return {"detail": f"{len(ours)} greedy samples, the same tokens; {ends.count('abort')} of {len(ends)} were stopped"}
 
 
 @check("stopped")

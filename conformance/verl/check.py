@@ -17,7 +17,7 @@ os.environ["VERL_USE_EXTERNAL_MODULES"] = "vllm_rollout.integrations.verl"  # be
 from conformance import gain
 from conformance.agents import TURNS
 from conformance.checks import CAP, REAL_MODEL, Kit, assert_raced, check, main
-from conformance.in_process import assert_best, ray_cluster, summary, watch
+from conformance.in_process import assert_best, by_environment, ray_cluster, summary, watch
 from conformance.verl.agents import agents, overrides
 from conformance.verl.rewards import compute_score_grades_as_it_is  # noqa: F401 (a check, by its name here)
 
@@ -186,6 +186,36 @@ def every_agent_loop_gets_a_finished_candidate(kit: Kit) -> dict[str, Any]:
         f"{sum(each['cut'] for each in stock.values())})",
         "without_spares": stock,
         "on": on,
+    }
+
+
+@check("on")
+def engines_are_ours_by_the_environment(kit: Kit) -> dict[str, Any]:
+    """VLLM_ROLLOUT, and verl's own server: the same greedy tokens, and requests with fields race."""
+    fields = {"rollout_group_size": N, "rollout_num_candidates": 2 * N}
+
+    async def greedy(server: Server) -> list[list[int]]:
+        answers = await server.ask(server.client("LLMServerClient"), temperature=0, max_tokens=48)
+        return [output.token_ids for output in flat(answers)]
+
+    async def stock() -> list[list[int]]:
+        async with server_of(kit, integration=False) as server:
+            return await greedy(server)
+
+    async def ours() -> tuple[list[list[int]], list[str]]:
+        async with server_of(kit, integration=False) as server:
+            tokens = await greedy(server)
+            await server.seen()
+            await server.ask(server.client("LLMServerClient"), n=2 * N, prompts=PROMPTS[:1], extra_args=fields)
+            return tokens, [row["end"] for row in await server.seen()]
+
+    expected = asyncio.run(stock())
+    with by_environment():
+        tokens, ends = asyncio.run(ours())
+    assert tokens == expected
+    assert_raced(ends, N)
+    return {
+        "detail": f"{len(tokens)} greedy answers, the same tokens; {ends.count('abort')} of {len(ends)} were stopped"
     }
 
 
