@@ -4,9 +4,6 @@
 
 prints a line of JSON. A step is one question, answered `GROUP_SIZE` times. `ours` has spare candidates in every other
 step, none where NUM_STEPS is `STEPS_TO_COMPARE`. The others always have them. WAY: one of `CONFIGURED`.
-
-Two seams: vLLM's CPU kernels pack weights away, after which TRL's own synchronization finds none, so that they are kept
-here. And the engine is float32, as the trainer's model is.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from conformance import gain
 from conformance.checks import REAL_MODEL, Kit, check
+from conformance.trl.on_cpu import ENVIRONMENT, ON_CPU, SMALL, prepare
 
 STEPS_TO_COMPARE = 3
 TOLERANCE = 1e-4
@@ -38,10 +35,6 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 """Settings of trainers, by way."""
 RESTRICTED = ("regex", "kwargs")
 """The engine's log probabilities are then of fewer tokens than the trainer's. TRL may leave all such samples out."""
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-}  # fmt: skip
 
 
 def run(kit: Kit, way: str, model: str, num_steps: int, max_tokens: int, *questions: str) -> dict[str, Any]:
@@ -135,20 +128,14 @@ def elsewhere(completion_ids: list[list[int]], trainer_pid: list[int], **_: Any)
 def main() -> None:
     way, model, folder, num_steps, max_tokens, *questions = sys.argv[1:]
     import torch
-    import vllm.model_executor.layers.utils as layers
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
-    from trl.generation import vllm_generation
 
     from conformance.trl.training import by_variety
     from vllm_rollout.integrations.trl import colocate
 
-    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-        layer, "cpu_linear", torch.nn.functional.linear
-    )
-    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
-    vllm_generation.empty_cache = lambda: None  # it asks for an accelerator
+    prepare()
     compares = int(num_steps) == STEPS_TO_COMPARE
     is_timed = way == "ours" and not compares
     reward = elsewhere if way == "graded" else by_variety
@@ -156,11 +143,10 @@ def main() -> None:
         redundancy = 0 if way == "ours" and compares else gain.REDUNDANCY
         colocate(redundancy=redundancy, reward=elsewhere if way in ("graded", "refused") else None)
     settings = {
-        "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2,
-        "vllm_max_model_length": 512, "use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"},
+        **SMALL, **ON_CPU, "output_dir": folder, "use_vllm": True, "vllm_mode": "colocate",
         "num_generations": gain.GROUP_SIZE, "per_device_train_batch_size": gain.GROUP_SIZE,
         "gradient_accumulation_steps": 1, "max_completion_length": int(max_tokens), "max_steps": int(num_steps),
-        "learning_rate": 1e-3 if compares else 1e-6, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "learning_rate": 1e-3 if compares else 1e-6, "logging_steps": 1, "report_to": "none",
         "seed": 1, "shuffle_dataset": False, "disable_tqdm": True, **CONFIGURED.get(way, {}),
     }  # fmt: skip
     rows = [{"prompt": gain.chat(question), "trainer_pid": os.getpid()} for question in questions]

@@ -1,0 +1,68 @@
+"""TRL's GRPOTrainer on a CPU: `python -m conformance.trl.on_cpu SCRIPT ARGUMENT...` runs a script of a user.
+
+TRL's code is unmodified but for what a CPU lacks. Colocated: vLLM's CPU kernels pack weights away, after which TRL's
+synchronization finds none, so that they are kept; the engine is float32, as the trainer's model is; and the cache of an
+accelerator is not emptied. Server mode: weights go by disk (`training.weights_by_disk`).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+}  # fmt: skip
+SMALL = {"vllm_gpu_memory_utilization": 0.2, "vllm_max_model_length": 512}
+"""Of a CPU's memory; what a user's GPU has is more."""
+ON_CPU = {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}, "save_strategy": "no"}
+
+
+def prepare() -> None:
+    """For a colocated trainer that is built afterwards in this process."""
+    import torch
+    import vllm.model_executor.layers.utils as layers
+    from trl.generation import vllm_generation
+
+    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
+        layer, "cpu_linear", torch.nn.functional.linear
+    )
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
+    vllm_generation.empty_cache = lambda: None
+
+
+@contextmanager
+def of_a_cpu() -> Iterator[None]:
+    """Each `GRPOConfig` that is made in the block has the settings that a CPU needs."""
+    from trl import GRPOConfig
+
+    init = GRPOConfig.__init__
+
+    def with_cpu(self: object, *args: object, **settings: object) -> None:
+        init(self, *args, **{**SMALL, **settings, **ON_CPU})
+
+    with mock.patch.object(GRPOConfig, "__init__", with_cpu):
+        yield
+
+
+def main() -> None:
+    script, model = sys.argv[1:3]
+    os.environ.update(ENVIRONMENT)
+    from conformance.trl.training import Run, weights_by_disk
+
+    prepare()
+    sys.argv = sys.argv[1:]
+    with TemporaryDirectory() as folder, of_a_cpu(), weights_by_disk(model, Path(folder), Run()):
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
