@@ -6,10 +6,13 @@ It is measured where it can show: on a real model, whose answers differ in lengt
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from conformance.checks import REAL_MODEL
+from conformance.report import FOLDER
 
 GROUP_SIZE, REDUNDANCY = 8, 8
 MAX_TOKENS = 256
@@ -52,3 +55,60 @@ def words(numbers: dict[str, Any]) -> str:
         f"{numbers['generation_ratio']:.2f} times faster{step} (median of {numbers['num_pairs']} pairs after one that "
         f"warms up, {REAL_MODEL}, at most {MAX_TOKENS} tokens)"
     )
+
+
+DEVICE = FOLDER.parent / "examples" / "emulate_7b.json"
+"""The emulated device of `AtOnce`: of the size of a 7B model on one GPU. Steps take what this file says."""
+AT_ONCE_PROMPTS = [[100 + number] * 30 for number in range(16)]
+AT_ONCE_TOKENS, AT_ONCE_LENGTH = 4096, 4200
+"""At most, of an answer, and with its prompt."""
+AT_ONCE_PLACES = len(AT_ONCE_PROMPTS) * (GROUP_SIZE + REDUNDANCY)
+GRADE_S = 0.05
+"""Of an answer; a trainer grades one after another."""
+NUM_REPEATS = 5
+
+
+class AtOnce:
+    """Seconds of generation and of rewards, for 16 prompts at once: without spare candidates (`plain`), with them
+    (`spares`), and with them and rewards that the engine asks for (`rewarded`). The first repeat warms up."""
+
+    def __init__(self) -> None:
+        self._generation_s: dict[str, list[float]] = {}
+        self._step_s: dict[str, list[float]] = {}
+
+    @staticmethod
+    def turns(arms: Sequence[str]) -> Iterator[str]:
+        """Each arm once per repeat, in an order that rotates."""
+        for repeat in range(NUM_REPEATS + 1):
+            first = repeat % len(arms)
+            yield from (*arms[first:], *arms[:first])
+
+    @contextmanager
+    def generation(self, arm: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._generation_s.setdefault(arm, []).append(time.monotonic() - began)
+
+    @contextmanager
+    def step(self, arm: str) -> Iterator[None]:
+        """Generation and rewards."""
+        began = time.monotonic()
+        yield
+        self._step_s.setdefault(arm, []).append(time.monotonic() - began)
+
+    def result(self) -> dict[str, Any]:
+        """For a check."""
+        seconds = {"generation": self._generation_s, "step": self._step_s}
+        counted = {what: {arm: s[1:] for arm, s in by_arm.items()} for what, by_arm in seconds.items() if by_arm}
+        ratios = {
+            f"{what}_{arm}": statistics.median(a / b for a, b in zip(by_arm["plain"], s, strict=True))
+            for what, by_arm in counted.items()
+            for arm, s in by_arm.items()
+            if arm != "plain"
+        }
+        said = ", ".join(f"{name.replace('_', ' with ')} {ratio:.2f} times faster" for name, ratio in ratios.items())
+        return {
+            "detail": f"{len(AT_ONCE_PROMPTS)} prompts at once, {GROUP_SIZE} answers each, {REDUNDANCY} spare "
+            f"candidates, {DEVICE.name}: {said} (medians of {NUM_REPEATS})",
+            "at_once": {"ratios": ratios, "seconds": counted},
+        }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from conformance.checks import CAP
 
@@ -37,13 +39,11 @@ def watch(engine: Any) -> None:
 
 
 @contextmanager
-def by_environment() -> Iterator[None]:
-    """Engines that are built in the block, by whomever, are ours."""
-    os.environ["VLLM_ROLLOUT"] = "scheduler,worker"
-    try:
+def by_environment(device: Path | None = None) -> Iterator[None]:
+    """Engines that are built in the block, by whomever, are ours; on an emulated device where one is named."""
+    wanted = {"VLLM_ROLLOUT": "scheduler,worker"} | ({} if device is None else {"VLLM_ROLLOUT_EMULATE": str(device)})
+    with mock.patch.dict(os.environ, wanted):
         yield
-    finally:
-        del os.environ["VLLM_ROLLOUT"]
 
 
 @contextmanager

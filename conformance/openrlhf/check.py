@@ -22,7 +22,7 @@ LONG = {"temperature": 1.0, "max_new_tokens": CAP, "max_len": 2000}
 class Rollouts:
     """OpenRLHF's engines and its generator of samples."""
 
-    def __init__(self, kit: Kit, model: str | None, num_samples: int) -> None:
+    def __init__(self, kit: Kit, model: str | None, num_samples: int, max_model_len: int) -> None:
         from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
         from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
         from transformers import AutoTokenizer
@@ -30,7 +30,7 @@ class Rollouts:
         path = kit.model_path(model)
         self.engines = create_vllm_engines(
             num_engines=1, tensor_parallel_size=1, pretrain=path, seed=1, full_determinism=False,
-            enable_prefix_caching=True, enforce_eager=True, max_model_len=2048, gpu_memory_utilization=0.5,
+            enable_prefix_caching=True, enforce_eager=True, max_model_len=max_model_len, gpu_memory_utilization=0.5,
             logprobs_mode="processed_logprobs",
         )  # fmt: skip
         self._args = SimpleNamespace(
@@ -58,7 +58,11 @@ class Rollouts:
 
 @contextmanager
 def rollouts(
-    kit: Kit, redundancy: int | None, model: str | None = None, num_samples: int = NUM_SAMPLES
+    kit: Kit,
+    redundancy: int | None,
+    model: str | None = None,
+    num_samples: int = NUM_SAMPLES,
+    max_model_len: int = 2048,
 ) -> Iterator[Rollouts]:
     """None: OpenRLHF's own actor class; otherwise ours, with so many spare candidates."""
     from openrlhf.trainer.ray import vllm_engine
@@ -68,7 +72,7 @@ def rollouts(
     with replaced(vllm_engine, "RolloutRayActor"), ray_cluster(num_gpus=2):
         if redundancy is not None:
             use_in_actors(num_samples, redundancy)
-        trainer = Rollouts(kit, model, num_samples)
+        trainer = Rollouts(kit, model, num_samples, max_model_len)
         trainer.call(lambda actor: watch(actor.llm))
         yield trainer
 
@@ -154,6 +158,26 @@ def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
             assert len(experiences) == gain.GROUP_SIZE
     numbers = gain.gain("generation", seconds[True], seconds[False])
     return {"detail": gain.words(numbers), **numbers}
+
+
+@check("on")
+def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
+    """As many prompts at once as a step has, on an emulated device: `gain.AtOnce`."""
+    sampling = {"temperature": 1.0, "max_new_tokens": gain.AT_ONCE_TOKENS, "max_len": gain.AT_ONCE_LENGTH}
+    sizes = {"num_samples": gain.GROUP_SIZE, "max_model_len": gain.AT_ONCE_LENGTH}
+    prompts = [f"What is {number} + 7?" for number in range(len(gain.AT_ONCE_PROMPTS))]
+    times = gain.AtOnce()
+    with (
+        by_environment(device=gain.DEVICE),
+        rollouts(kit, None, **sizes) as plain,
+        rollouts(kit, gain.REDUNDANCY, **sizes) as on,
+    ):
+        trainers = {"plain": plain, "spares": on}
+        for arm in times.turns(tuple(trainers)):
+            with times.generation(arm):
+                experiences = trainers[arm].samples(prompts, **sampling)
+            assert len(experiences) == gain.GROUP_SIZE * len(prompts)
+    return times.result()
 
 
 @check("on")

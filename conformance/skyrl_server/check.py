@@ -7,6 +7,7 @@ SkyRL pins vLLM 0.23. On the vLLM that runs here its server starts with three th
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ import typing_extensions
 
 from conformance import gain
 from conformance.checks import CAP, REAL_MODEL, Kit, assert_raced, check, main
-from conformance.in_process import ENVIRONMENT
+from conformance.in_process import ENVIRONMENT, by_environment
 
 NUM_SAMPLES = 4
 PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24]]
@@ -39,9 +40,10 @@ def prepare(kit: Kit) -> None:
         "import typing, typing_extensions\ntyping.TypedDict = typing_extensions.TypedDict\n"
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(kit.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    import vllm.entrypoints.launchers.cli_args as cli_args
-
-    sys.modules["vllm.entrypoints.openai.cli_args"] = cli_args  # where it was in 0.23
+    theirs = "vllm.entrypoints.openai.cli_args"  # where it was in 0.23
+    for place in ("launchers", "common"):  # 0.29 to 0.32, 0.33
+        with suppress(ModuleNotFoundError):
+            sys.modules[theirs] = importlib.import_module(f"vllm.entrypoints.{place}.cli_args")
     from skyrl.backends.skyrl_train.inference_servers import vllm_server_actor
 
     vllm_server_actor.create_server_socket = partial(vllm_server_actor.create_server_socket, reuse_port=False)
@@ -186,6 +188,31 @@ def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
     seconds = asyncio.run(measure())
     numbers = gain.gain("generation", seconds[True], seconds[False])
     return {"detail": gain.words(numbers), **numbers}
+
+
+@check("on")
+def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
+    """As many prompts at once as a step has, on an emulated device: `gain.AtOnce`."""
+    prepare(kit)
+    candidates = gain.GROUP_SIZE + gain.REDUNDANCY
+    fields = {"rollout_group_size": gain.GROUP_SIZE, "rollout_num_candidates": candidates}
+    config = config_of(kit, ours=True, length=gain.AT_ONCE_TOKENS)
+    engine = config.generator.inference_engine
+    engine.max_num_seqs, engine.engine_init_kwargs["max_model_len"] = gain.AT_ONCE_PLACES, gain.AT_ONCE_LENGTH
+
+    async def measure() -> gain.AtOnce:
+        times = gain.AtOnce()
+        async with client_of(config) as client:
+            for arm in times.turns(("plain", "spares")):
+                num, on = (candidates, {"extra_args": fields}) if arm == "spares" else (gain.GROUP_SIZE, {})
+                with times.generation(arm):
+                    output = await samples(client, config, num, gain.AT_ONCE_PROMPTS, **on)
+                ended = [reason for reason in output["stop_reasons"] if reason != "abort"]
+                assert len(ended) >= gain.GROUP_SIZE * len(gain.AT_ONCE_PROMPTS)
+        return times
+
+    with by_environment(device=gain.DEVICE):
+        return asyncio.run(measure()).result()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from conformance.trl.async_agents import (  # noqa: F401
     async_environments_converse_one_by_one,
     async_environments_race_by_their_worker,
 )
+from conformance.trl.at_once import colocated_gain_of_many_prompts, gain_of_many_prompts  # noqa: F401
 from conformance.trl.colocated import (  # noqa: F401
     colocated_as_trl_tests_its_own,
     colocated_rewards_are_graded_while_others_run,

@@ -249,6 +249,37 @@ def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
 
 
 @check("on")
+def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
+    """As many prompts at once as a step has, on an emulated device: `gain.AtOnce`."""
+    lengths = {
+        "max_num_seqs": gain.AT_ONCE_PLACES, "max_model_len": gain.AT_ONCE_LENGTH,
+        "response_length": gain.AT_ONCE_TOKENS,
+    }  # fmt: skip
+    changed = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in lengths.items()]
+    spares = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={gain.REDUNDANCY}"
+
+    async def measure() -> gain.AtOnce:
+        times = gain.AtOnce()
+        async with (
+            server_of(kit, *changed, integration=False, n=gain.GROUP_SIZE) as plain,
+            server_of(kit, *changed, spares, n=gain.GROUP_SIZE) as on,
+        ):
+            servers = {"plain": plain, "spares": on}
+            for arm in times.turns(tuple(servers)):
+                server = servers[arm]
+                client = server.client("LLMServerClient")
+                with times.generation(arm):
+                    answers = await server.ask(
+                        client, gain.GROUP_SIZE, gain.AT_ONCE_PROMPTS, max_tokens=gain.AT_ONCE_TOKENS
+                    )
+                assert {output.stop_reason for output in flat(answers)} <= {"completed", "length"}
+        return times
+
+    with by_environment(device=gain.DEVICE):
+        return asyncio.run(measure()).result()
+
+
+@check("on")
 def calls_for_a_prompt_meet_on_one_replica(kit: Kit) -> str:
     """`rollout.router_config_path`, as verl's own factory loads it: its actor, asked as its client asks."""
     import ray

@@ -13,11 +13,10 @@ from vllm.entrypoints.cli import serve as vllm_serve
 
 from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
 from vllm_rollout.adapter.api.start import front_ends, on_cpu, serve
 from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.adapter.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
 from vllm_rollout.adapter.platform import choose_platform
 from vllm_rollout.on_cpu import GIB, Cpu
@@ -95,7 +94,7 @@ def test_without_our_flags_nothing_changes(parsed):
     args = parsed()
     assert (args.parallelism, args.compat, args.rollout_port, args.rust_front_end) == ("fixed", [], None, None)
     assert args.api_server_count is None
-    assert args.worker_cls != WORKER_CLS
+    assert args.worker_cls != EMULATED_WORKER_CLS
     assert (args.options.emulation, args.options.beside_rust) == (None, False)
 
 
@@ -163,7 +162,7 @@ def test_settings_of_a_device_reach_the_engine_cores(parsed, device, tmp_path):
     log = str(tmp_path / "log")
     flags = ("--emulate-speed", "0.5", "--emulate-log", log, "--data-parallel-size", "4")
     args = parsed("--emulate", device, *flags)
-    assert (args.worker_cls, args.distributed_executor_backend) == (WORKER_CLS, EXECUTOR_CLS)
+    assert (args.worker_cls, args.distributed_executor_backend) == (EMULATED_WORKER_CLS, EMULATED_EXECUTOR_CLS)
     assert args.options.emulation == EmulationOptions(device, 0.5, log, async_scheduling=True, num_ranks=4)
     assert not parsed("--emulate", device, "--no-async-scheduling").options.emulation.async_scheduling
 
@@ -278,7 +277,7 @@ def test_where_ray_would_fail_later_it_is_refused(parsed, refusal, ray, flag):
     ray("GPU", is_there=True)
     args = parsed(flag, "ray")
     assert getattr(args, flag.removeprefix("--").replace("-", "_")) == "ray"
-    assert (args.scheduler_cls, args.worker_cls) == (serve.SCHEDULER_CLS, serve.WORKER_CLS)
+    assert (args.scheduler_cls, args.worker_cls) == (serve.SCHEDULER_CLS, serve.EMULATED_WORKER_CLS)
 
 
 # -- VLLM_USE_RUST_FRONTEND=1

@@ -26,9 +26,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 import vllm_rollout
-from vllm_rollout.adapter.api.client.emulate import EXECUTOR_CLS, WORKER_CLS
 from vllm_rollout.adapter.in_process import engine_args
 from vllm_rollout.adapter.in_process.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
+from vllm_rollout.adapter.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
 from vllm_rollout.server.serialised import GroupsInJson
 
@@ -45,13 +45,13 @@ def engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> vllm_ro
     emulation = EmulationOptions(str(device), speed=1.0, log=None, async_scheduling=False, num_ranks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(engine_args, "WORKER_CLS", WORKER_CLS)
+        patch.setattr(engine_args, "EMULATED_WORKER_CLS", EMULATED_WORKER_CLS)
         return vllm_rollout.LLM(
             tiny_model,
             max_model_len=512,
             max_num_seqs=32,
             enforce_eager=True,
-            distributed_executor_backend=EXECUTOR_CLS,
+            distributed_executor_backend=EMULATED_EXECUTOR_CLS,
             additional_config=ServeOptions(audit_ratio=0.0, emulation=emulation).into({}),
         )
 

@@ -18,7 +18,16 @@ from conformance.__main__ import finish, requirements_of
 from tests.engine.conftest import Server, serve_command
 from tests.examples.test_recipes import RECIPES, ROOT, patched
 
-FLAGS = ("--max-model-len", "512", "--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
+FLAGS = (
+    "--max-model-len",
+    "512",
+    "--dtype",
+    "float32",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--max-logprobs",
+    "-1",
+)
 NUM_COMPLETIONS, REDUNDANCY = 16, 8
 """Of a step; and of each of its two groups."""
 

@@ -16,6 +16,8 @@ from vllm_rollout.group.types import BASE_MODEL
 SCHEDULER_CLS = "vllm_rollout.Scheduler"
 WORKER_CLS = "vllm_rollout.Worker"
 CPU_EXECUTOR_CLS = "vllm_rollout.adapter.worker.cpu_executor.CpuExecutor"
+EMULATED_WORKER_CLS = "vllm_rollout.adapter.worker.emulated.EmulatedWorker"
+EMULATED_EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
 
 
 NUMBER_FOLLOWS = "\x1f"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from math import ceil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import vllm
@@ -27,13 +28,16 @@ from vllm.v1.engine import async_llm
 from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
 from vllm_rollout.adapter.in_process.engine_args import with_groups
 from vllm_rollout.adapter.in_process.llm import LLM
-from vllm_rollout.adapter.names import SCHEDULER_CLS
+from vllm_rollout.adapter.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS, SCHEDULER_CLS
+from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
+from vllm_rollout.emulation.settings import Settings
 
 logger = init_logger("vllm.vllm_rollout")
 
 ASKED = "VLLM_ROLLOUT"
 ALLOWED = "scheduler,worker"
 REDUNDANCY, GROUP_SIZE, STRICT = "VLLM_ROLLOUT_REDUNDANCY", "VLLM_ROLLOUT_GROUP_SIZE", "VLLM_ROLLOUT_STRICT"
+EMULATE = "VLLM_ROLLOUT_EMULATE"
 ASSUMED_GROUP_SIZE = 8
 """For places of spare candidates, where nobody says how large groups are."""
 SPARES = "rollout_spares"
@@ -47,6 +51,8 @@ class Wanted(NamedTuple):
     redundancy: int = 0
     group_size: int | None = None
     strict: bool = False
+    emulate: str | None = None
+    """A file as for `vllm-rollout serve --emulate`: the engine has no model, and its steps take what that file says."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wanted:
@@ -58,6 +64,7 @@ class Wanted(NamedTuple):
             _number(environment, REDUNDANCY, 0) or 0,
             _number(environment, GROUP_SIZE, 2),
             environment.get(STRICT, "0") not in ("", "0"),
+            environment.get(EMULATE),
         )
 
 
@@ -91,6 +98,8 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
         ours = with_groups(engine_args)
         if wanted.redundancy:
             ours = _with_spares(ours, wanted)
+        if wanted.emulate is not None:
+            ours = _emulated(ours, wanted.emulate)
         _let_become_ours()
     except Exception as error:
         if wanted.strict:
@@ -112,6 +121,21 @@ def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
         places += ceil(places / (wanted.group_size or ASSUMED_GROUP_SIZE)) * wanted.redundancy
     said = {**(engine_args.additional_config or {}), SPARES: (wanted.redundancy, wanted.group_size)}
     return replace(engine_args, max_num_seqs=places, additional_config=said)
+
+
+def _emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
+    """Raises: ValueError for a file that describes no device."""
+    Settings.read(file).at(engine_args.tensor_parallel_size)
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model nothing ends at its length
+    device = EmulationOptions(str(Path(file).resolve()), 1.0, None, False, engine_args.data_parallel_size)
+    return replace(
+        engine_args,
+        worker_cls=EMULATED_WORKER_CLS,
+        distributed_executor_backend=EMULATED_EXECUTOR_CLS,
+        async_scheduling=False,
+        enforce_eager=True,
+        additional_config=ServeOptions(emulation=device).into(dict(engine_args.additional_config or {})),
+    )
 
 
 def _let_become_ours() -> None:

@@ -11,12 +11,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_rollout.adapter.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.adapter.options import EmulationOptions
 from vllm_rollout.emulation.settings import Settings
 from vllm_rollout.private_file import private_folder
 
-EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedExecutor"
-WORKER_CLS = "vllm_rollout.adapter.worker.emulated.EmulatedWorker"
 MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 
 
@@ -94,7 +93,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
         (
             "--distributed-executor-backend",
-            args.distributed_executor_backend not in (None, "uni", EXECUTOR_CLS),
+            args.distributed_executor_backend not in (None, "uni", EMULATED_EXECUTOR_CLS),
             "The worker runs in the engine core. Leave it out.",
         ),
     ):
@@ -116,8 +115,8 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
 
 
 def switch_on(args: argparse.Namespace) -> None:
-    args.worker_cls = WORKER_CLS
-    args.distributed_executor_backend = EXECUTOR_CLS
+    args.worker_cls = EMULATED_WORKER_CLS
+    args.distributed_executor_backend = EMULATED_EXECUTOR_CLS
     args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for
     args.enforce_eager = True
     # Without a model nothing ends at the length it was trained for.
