@@ -27,7 +27,19 @@ from packaging.requirements import Requirement
 from benchmarks.common import git_commit, hardware, installed_versions, write_json
 from benchmarks.versions.environment import REQUIREMENTS, WITHOUT_WHEEL, environment, name_it_vllm, take_sources
 from conformance.recording import samples, without_folders
-from conformance.report import FOLDER, RESULTS, VERSIONS, details, gains, load, merged, table, trainers, versions
+from conformance.report import (
+    FOLDER,
+    RESULTS,
+    VERSIONS,
+    details,
+    gains,
+    gains_at_once,
+    load,
+    merged,
+    table,
+    trainers,
+    versions,
+)
 from conformance.session import ROOT, run_checks
 from vllm_rollout.models import resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder
@@ -52,7 +64,7 @@ def main() -> None:
     args = arguments().parse_args()
     if args.table:
         results = load()
-        tables = [table(results), gains(results), versions({**results, **load(VERSIONS)})]
+        tables = [table(results), gains(results), gains_at_once(results), versions({**results, **load(VERSIONS)})]
         print(details(results[args.trainer]) if args.trainer else "\n\n".join(tables))
         return
     if not args.trainer:

@@ -60,9 +60,31 @@ def gains(results: Mapping[str, Mapping[str, Any]]) -> str:
             if row["passed"] and "generation_ratio" in row:
                 step = f"{row['step_ratio']:.2f} x" if "step_ratio" in row else "—"
                 on, off = (", ".join(f"{s:.1f}" for s in row["generation_s"][which]) for which in ("with", "without"))
-                where = ", colocated" if row["name"].startswith("colocated") else ""
-                lines.append(f"| {trainer}{where} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
+                lines.append(f"| {_named(trainer, row)} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
     return "\n".join(lines)
+
+
+AT_ONCE = ("generation_spares", "step_spares", "step_rewarded")
+"""Ratios of `gain.AtOnce` that the table shows."""
+
+
+def gains_at_once(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per trainer that has measured 16 prompts at once (`conformance.gain.AtOnce`)."""
+    columns = ("trainer", "generation", "generation and rewards", "rewards in the engine", "seconds without", "with")
+    lines = [f"| {' | '.join(columns)} |", "| --- |" + " --- |" * (len(columns) - 1)]
+    for trainer, result in sorted(results.items()):
+        for row in result["checks"]:
+            if row["passed"] and "at_once" in row:
+                its = row["at_once"]
+                cells = [f"{its['ratios'][name]:.2f} x" if name in its["ratios"] else "—" for name in AT_ONCE]
+                seconds = its["seconds"]["generation"]
+                plain, spares = (", ".join(f"{s:.1f}" for s in seconds[arm]) for arm in ("plain", "spares"))
+                lines.append(f"| {_named(trainer, row)} | {' | '.join(cells)} | {plain} | {spares} |")
+    return "\n".join(lines)
+
+
+def _named(trainer: str, row: Mapping[str, Any]) -> str:
+    return trainer + (", colocated" if row["name"].startswith("colocated") else "")
 
 
 def versions(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -17,7 +17,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm_rollout.adapter.in_process import environment
 from vllm_rollout.adapter.in_process.environment import Wanted, created, taken_over, too_little_memory
 from vllm_rollout.adapter.in_process.runs import rows_of, runs_of, with_spares
-from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS, SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
 
 ASKED = {"VLLM_ROLLOUT": "scheduler,worker"}
 SAMPLED = SamplingParams(temperature=1.0)
@@ -52,6 +53,21 @@ def test_an_engine_has_our_classes_and_places_for_spare_candidates(asked, tiny_m
     assert ours.max_num_seqs == 20 + 3 * 8
     asked.setenv("VLLM_ROLLOUT_GROUP_SIZE", "20")
     assert taken_over(EngineArgs(model=tiny_model, max_num_seqs=20)).max_num_seqs == 28
+
+
+def test_an_engine_may_be_an_emulated_device(asked, tiny_model, tmp_path):
+    device = tmp_path / "device.json"
+    device.write_text('{"step": {"ms": 3}}')
+    asked.setenv("VLLM_ROLLOUT_EMULATE", str(device))
+    ours = taken_over(EngineArgs(model=tiny_model, max_num_seqs=16, distributed_executor_backend="external_launcher"))
+    assert (ours.worker_cls, ours.distributed_executor_backend) == (EMULATED_WORKER_CLS, EMULATED_EXECUTOR_CLS)
+    assert ours.max_num_seqs == 32
+    options = ServeOptions.of(SimpleNamespace(additional_config=ours.additional_config))
+    assert options.emulation == EmulationOptions(str(device), 1.0, None, False, 1)
+    asked.setenv("VLLM_ROLLOUT_STRICT", "1")
+    device.write_text('{"steps": 3}')
+    with pytest.raises(ValueError, match="steps"):
+        taken_over(EngineArgs(model=tiny_model))
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])

