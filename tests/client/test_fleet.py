@@ -380,6 +380,37 @@ def test_weights_go_to_all_and_no_group_begins_in_between():
         assert paths[4:] == ["/v1/rollouts"]
 
 
+def test_a_request_that_is_sent_again_waits_for_an_update_that_began_meanwhile():
+    servers = Servers(count=2)
+    for server in servers.all:
+        server.breaks_at = "/v1/rollouts"
+
+    async def run() -> None:
+        async with servers.client() as client:
+            updating = asyncio.Event()
+
+            async def hold(seconds: float) -> None:  # between two attempts
+                await updating.wait()
+
+            async def send() -> None:
+                updating.set()
+                for server in servers.all:
+                    server.breaks_at, server.requests = "", []
+                for _ in range(50):
+                    await asyncio.sleep(0.001)
+                assert not any(path == "/v1/rollouts" for server in servers.all for _, path in server.requests)
+
+            for member in client._members:
+                member._sleep = hold
+            rolling = asyncio.create_task(client.rollout(PROMPTS, 1))
+            while not any(path == "/v1/rollouts" for server in servers.all for _, path in server.requests):
+                await asyncio.sleep(0.001)
+            await client.give_weights(send, "step-1")
+            assert len((await rolling).groups) == len(PROMPTS)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("refused", ["/pause", "/v1/weights/recompute"])
 def test_all_servers_go_on_if_one_refuses_a_part_of_an_update(refused):
     servers = Servers()

@@ -86,7 +86,7 @@ class FleetEngine(EngineAnswer):
 
 
 class Member(Sender):
-    """One of several servers. Overrides: __init__, _open, _events."""
+    """One of several servers. Overrides: __init__, _attempt, _open, _events."""
 
     def __init__(self, url: str, gate: asyncio.Lock, **settings: Any) -> None:
         """gate: held while no group may begin."""
@@ -101,6 +101,12 @@ class Member(Sender):
         message = f"{self.base_url}: {error.message}"
         return RolloutError(error.status, message, error.type, error.param, error.retry_after_s)
 
+    async def _attempt(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and BEGINS_GROUPS.fullmatch(request.url.path):
+            async with self._gate:
+                pass
+        return await super()._attempt(request)
+
     async def _open(
         self,
         method: str,
@@ -109,9 +115,6 @@ class Member(Sender):
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
-        if method == "POST" and BEGINS_GROUPS.fullmatch(path):
-            async with self._gate:
-                pass
         response = await super()._open(method, path, body, timeout, headers)
         if not response.is_success:
             try:

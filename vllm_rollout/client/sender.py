@@ -40,6 +40,9 @@ class Sender(Connection):
         """The server for a new group of sessions, which stays there."""
         yield self
 
+    async def _attempt(self, request: httpx.Request) -> httpx.Response:
+        return await self._http.send(request, stream=True)
+
     async def _open(
         self,
         method: str,
@@ -52,7 +55,7 @@ class Sender(Connection):
         for attempt in count():
             request = self._request(method, path, body, timeout, headers)
             try:
-                return await self._http.send(request, stream=True)
+                return await self._attempt(request)
             except httpx.TransportError as error:
                 await self._sleep(self._delay_s(error, attempt, request.url))
         raise AssertionError("attempts end by an answer or an error")
