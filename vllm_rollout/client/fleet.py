@@ -387,16 +387,25 @@ class Fleet(Sender):
     async def _of_finder(self, call: Call[T]) -> T:
         """The answer of the server that has what this is about. Raises: RolloutError, 404 where none has."""
         await self._look()
+        found = await self._found(call)
+        if isinstance(found, RolloutError):
+            raise found
+        return found[1]
+
+    async def _found(self, call: Call[T]) -> tuple[int, T] | RolloutError:
+        """The server that has what this is about, with its answer. Else a server's 404, or that none is left."""
         missing: RolloutError | None = None
         for number in self._alive:
             try:
-                if (answer := await self._ask(number, call)) is not None:
-                    return answer
+                answer = await self._ask(number, call)
             except RolloutError as error:
                 if error.status != HTTPStatus.NOT_FOUND:
                     raise
                 missing = error
-        raise missing or self._none_left()
+            else:
+                if answer is not None:
+                    return number, answer
+        return missing or self._none_left()
 
     async def _post_named_rewards(self, call: Call[Any]) -> NamedRewardsAnswer:
         """Each server takes those of its own candidates."""
@@ -459,14 +468,9 @@ class Fleet(Sender):
         return AsyncRun(self._members[server], await self._members[server].send(call))
 
     async def _server_of_run(self, id: str) -> int | None:
-        for number in self._alive:
-            try:
-                await self._members[number].send(run_calls.run(id))
-            except RolloutError as error:
-                if error.status != HTTPStatus.NOT_FOUND:
-                    raise
-            else:
-                return number
+        found = await self._found(run_calls.run(id))
+        if not isinstance(found, RolloutError):
+            return found[0]
         if self._servers.out:
             reasons = "; ".join(self._reasons[number] for number in sorted(self._servers.out))
             raise RolloutError(
