@@ -53,6 +53,7 @@ def test_an_engine_has_our_classes_and_places_for_spare_candidates(asked, tiny_m
     assert ours.max_num_seqs == 20 + 3 * 8
     asked.setenv("VLLM_ROLLOUT_GROUP_SIZE", "20")
     assert taken_over(EngineArgs(model=tiny_model, max_num_seqs=20)).max_num_seqs == 28
+    assert taken_over(EngineArgs(model=tiny_model, max_num_seqs=20, max_num_batched_tokens=24)).max_num_seqs == 24
 
 
 def test_an_engine_may_be_an_emulated_device(asked, tiny_model, tmp_path):
@@ -82,11 +83,28 @@ def test_a_model_that_does_not_generate_is_left_to_vllm(asked, tiny_model, caplo
     assert created(create, args, "generate").args.scheduler_cls == SCHEDULER_CLS
     with caplog.at_level("WARNING", logger="vllm"):
         if strict == "1":
-            with pytest.raises(ValueError, match=r"its runner is 'pooling'.*Unset it"):
+            with pytest.raises(ValueError, match=r"its runner is 'pooling'.*Unset VLLM_ROLLOUT"):
                 created(create, args, "pooling")
         else:
             assert created(create, args, "pooling").args is args
             assert "this engine stays vLLM's own, because its runner is 'pooling'" in caplog.text
+
+
+def test_settings_that_vllm_refuses_with_ours_are_tried_without(asked, tiny_model, caplog):
+    logging.getLogger("vllm").propagate = True
+    args = EngineArgs(model=tiny_model)
+
+    def create(args: EngineArgs) -> SimpleNamespace:
+        if args.scheduler_cls == SCHEDULER_CLS:
+            raise ValueError("no room")
+        return SimpleNamespace(args=args)
+
+    with caplog.at_level("WARNING", logger="vllm"):
+        assert created(create, args).args is args
+    assert "this engine stays vLLM's own, because no room" in caplog.text
+    asked.setenv("VLLM_ROLLOUT_STRICT", "1")
+    with pytest.raises(ValueError, match="no room"):
+        created(create, args)
 
 
 @pytest.mark.parametrize(

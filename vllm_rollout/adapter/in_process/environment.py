@@ -80,13 +80,18 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
 def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
     """The configuration that `create` makes of them, with groups where the model generates."""
     ours = taken_over(engine_args)
-    config = create(ours, *args, **kwargs)
-    if ours is engine_args or config.model_config.runner_type == "generate":
-        return config
-    said = f"its runner is {config.model_config.runner_type!r}, and groups need one that generates"
-    if Wanted.of(os.environ).strict:
-        raise ValueError(f"{ASKED} takes no engine of a model like this: {said}. Unset it.")
-    logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", said)
+    if ours is not engine_args:
+        try:
+            config = create(ours, *args, **kwargs)
+            runner = config.model_config.runner_type
+            if runner != "generate":
+                raise ValueError(f"its runner is {runner!r}, and groups need one that generates. Unset {ASKED}.")
+        except Exception as error:
+            if Wanted.of(os.environ).strict:
+                raise
+            logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", error)
+        else:
+            return config
     return create(engine_args, *args, **kwargs)
 
 
@@ -115,10 +120,11 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
 
 
 def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
-    """With places for them, as far as the number of places is said."""
-    places = engine_args.max_num_seqs
+    """With places for them, as far as the number of places is said. A step has a token for each place."""
+    places, most = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
     if places is not None:
-        places += ceil(places / (wanted.group_size or ASSUMED_GROUP_SIZE)) * wanted.redundancy
+        grown = places + ceil(places / (wanted.group_size or ASSUMED_GROUP_SIZE)) * wanted.redundancy
+        places = grown if most is None else max(places, min(grown, most))
     said = {**(engine_args.additional_config or {}), SPARES: (wanted.redundancy, wanted.group_size)}
     return replace(engine_args, max_num_seqs=places, additional_config=said)
 
