@@ -45,6 +45,7 @@ class Rollouts:
 
     def samples(self, prompts: Sequence[str] = PROMPTS, **kwargs: Any) -> list[Any]:
         """One batch of the trainer's, by prompt: they come in the order in which prompts are over."""
+        self._args.rollout.batch_size = len(prompts)
         batch = [("", prompts, [""] * len(prompts), [None] * len(prompts))]
         generator = self._generator(SimpleNamespace(args=self._args), batch, None, self.tokenizer, self.engines)
         experiences, _, _, _ = generator.generate_samples(**kwargs)

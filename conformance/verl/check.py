@@ -24,6 +24,8 @@ from conformance.verl.rewards import compute_score_grades_as_it_is  # noqa: F401
 N = 4
 PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24]]
 OURS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=vllm_rollout.Scheduler"
+AT_ONCE_LENGTH, AT_ONCE_TOKENS = 4096, 4000
+"""verl takes no more than the model's own length."""
 SPARES = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={N}"
 
 
@@ -252,8 +254,7 @@ def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
 def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
     """As many prompts at once as a step has, on an emulated device: `gain.AtOnce`."""
     lengths = {
-        "max_num_seqs": gain.AT_ONCE_PLACES, "max_model_len": gain.AT_ONCE_LENGTH,
-        "response_length": gain.AT_ONCE_TOKENS,
+        "max_num_seqs": gain.AT_ONCE_PLACES, "max_model_len": AT_ONCE_LENGTH, "response_length": AT_ONCE_TOKENS,
     }  # fmt: skip
     changed = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in lengths.items()]
     spares = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={gain.REDUNDANCY}"
@@ -269,9 +270,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
                 server = servers[arm]
                 client = server.client("LLMServerClient")
                 with times.generation(arm):
-                    answers = await server.ask(
-                        client, gain.GROUP_SIZE, gain.AT_ONCE_PROMPTS, max_tokens=gain.AT_ONCE_TOKENS
-                    )
+                    answers = await server.ask(client, gain.GROUP_SIZE, gain.AT_ONCE_PROMPTS, max_tokens=AT_ONCE_TOKENS)
                 assert {output.stop_reason for output in flat(answers)} <= {"completed", "length"}
         return times
 
