@@ -257,6 +257,8 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
         "max_num_seqs": gain.AT_ONCE_PLACES, "max_model_len": AT_ONCE_LENGTH, "response_length": AT_ONCE_TOKENS,
     }  # fmt: skip
     changed = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in lengths.items()]
+    extension = "conformance.verl.extension.EmulatedExtension"
+    changed.append(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={extension}")
     spares = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={gain.REDUNDANCY}"
 
     async def measure() -> gain.AtOnce:
