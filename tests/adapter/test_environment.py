@@ -78,7 +78,8 @@ def test_a_model_that_does_not_generate_is_left_to_vllm(asked, tiny_model, caplo
     args = EngineArgs(model=tiny_model)
 
     def create(args: EngineArgs, runner: str) -> SimpleNamespace:
-        return SimpleNamespace(args=args, model_config=SimpleNamespace(runner_type=runner))
+        places = SimpleNamespace(max_num_seqs=args.max_num_seqs)
+        return SimpleNamespace(args=args, model_config=SimpleNamespace(runner_type=runner), scheduler_config=places)
 
     assert created(create, args, "generate").args.scheduler_cls == SCHEDULER_CLS
     with caplog.at_level("WARNING", logger="vllm"):

@@ -91,6 +91,11 @@ def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: A
                 raise
             logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", error)
         else:
+            logger.info(
+                "vllm_rollout: this engine has groups (%s). Requests with n, and equal prompts in a row, have %d spare "
+                "candidates; max_num_seqs is %s for it, and they take KV cache.",
+                ASKED, Wanted.of(os.environ).redundancy, config.scheduler_config.max_num_seqs,
+            )  # fmt: skip
             return config
     return create(engine_args, *args, **kwargs)
 
@@ -111,11 +116,6 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
             raise
         logger.warning("vllm_rollout: this engine stays vLLM's own, because %s", error)
         return engine_args
-    logger.info(
-        "vllm_rollout: this engine has groups (%s). Requests with n, and equal prompts in a row, have %d spare "
-        "candidates; max_num_seqs is %s for it, and they take KV cache.",
-        ASKED, wanted.redundancy, ours.max_num_seqs,
-    )  # fmt: skip
     return ours
 
 
