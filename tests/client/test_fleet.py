@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.server.answers import GroupEvent, RestartedEvent, TrajectoryEvent
 
@@ -403,8 +404,7 @@ def test_a_request_that_is_sent_again_waits_for_an_update_that_began_meanwhile()
             for member in client._members:
                 member._sleep = hold
             rolling = asyncio.create_task(client.rollout(PROMPTS, 1))
-            while not any(path == "/v1/rollouts" for server in servers.all for _, path in server.requests):
-                await asyncio.sleep(0.001)
+            await eventually(lambda: any(path == "/v1/rollouts" for each in servers.all for _, path in each.requests))
             await client.give_weights(send, "step-1")
             assert len((await rolling).groups) == len(PROMPTS)
 
@@ -423,7 +423,7 @@ def test_all_servers_go_on_if_one_refuses_a_part_of_an_update(refused):
 
 def test_a_run_is_found_where_it_is_and_not_made_anew_while_a_server_is_silent(monkeypatch):
     monkeypatch.setattr("vllm_rollout.client.fleet.AsyncRun", lambda client, _: client)
-    monkeypatch.setattr("vllm_rollout.client.run_calls.typed", lambda _: lambda response: None)
+    monkeypatch.setattr("vllm_rollout.client.run_calls.typed", lambda _: lambda response: response)
     servers = Servers()
 
     async def run() -> None:

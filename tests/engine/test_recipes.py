@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.versions.environment import environment
 from conformance.__main__ import finish, requirements_of
-from tests.engine.conftest import Server, serve_command
+from tests.engine.conftest import TIMEOUT_S, Server, serve_command
 from tests.examples.test_recipes import RECIPES, ROOT, patched
 
 FLAGS = (
@@ -46,7 +46,7 @@ def run(python: Path, name: str, folder: Path, *arguments: str) -> str:
     script = patched(recipe, folder)
     done = subprocess.run(
         [str(python), "-m", "conformance.trl.on_cpu", str(script), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]

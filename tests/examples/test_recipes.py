@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.parent for path in (ROOT / "examples" / "recipes").glob("*/rollout.diff"))
 PAGES = {"trl_colocated": "trl", "trl_server": "trl"}
@@ -17,7 +19,7 @@ def patched(recipe: Path, folder: Path) -> Path:
     (script,) = recipe.glob("train.*")
     place = folder / script.name
     place.write_bytes(script.read_bytes())
-    subprocess.run(["git", "apply", str(recipe / "rollout.diff")], cwd=folder, check=True)
+    subprocess.run(["git", "apply", str(recipe / "rollout.diff")], cwd=folder, check=True, timeout=WAIT_S)
     return place
 
 
@@ -25,7 +27,7 @@ def patched(recipe: Path, folder: Path) -> Path:
 def test_a_diff_applies_and_its_page_shows_it(recipe: Path, tmp_path: Path) -> None:
     script = patched(recipe, tmp_path)
     if script.suffix == ".sh":
-        subprocess.run(["bash", "-n", str(script)], check=True)
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=WAIT_S)
     else:
         compile(script.read_text(), str(script), "exec")
     changed = [line for line in (recipe / "rollout.diff").read_text().splitlines()[2:] if line[0] in "+-"]
