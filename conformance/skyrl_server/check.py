@@ -205,7 +205,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
         async with client_of(config) as client:
             for arm in times.turns(("plain", "spares")):
                 num, on = (candidates, {"extra_args": fields}) if arm == "spares" else (gain.GROUP_SIZE, {})
-                with times.generation(arm):
+                with times.timed("generation", arm):
                     output = await samples(client, config, num, gain.AT_ONCE_PROMPTS, **on)
                 ended = [reason for reason in output["stop_reasons"] if reason != "abort"]
                 assert len(ended) >= gain.GROUP_SIZE * len(gain.AT_ONCE_PROMPTS)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from typing import Any
 
 from conformance import gain
 from conformance.checks import Kit, check
-from conformance.trl.on_cpu import ENVIRONMENT, ON_CPU
-from conformance.trl.training import FLAGS
+from conformance.trl.on_cpu import ON_CPU, result_of
+from conformance.trl.training import FLAGS, by_variety
 
 ARMS = ("plain", "spares", "rewarded")
 REWARD = "conformance.trl.at_once:graded"
@@ -54,14 +53,8 @@ def colocated_gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
 
 
 def run(kit: Kit, way: str, *url: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "conformance.trl.at_once", way, kit.model_path(), str(kit.folder / way), *url],
-        env=os.environ | ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ROLLOUT_EMULATE": str(gain.DEVICE)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    arguments = (way, kit.model_path(), str(kit.folder / way), *url)
+    return result_of("conformance.trl.at_once", *arguments, VLLM_ROLLOUT_EMULATE=str(gain.DEVICE))
 
 
 def main() -> None:
@@ -112,13 +105,13 @@ def main() -> None:
             llm.spares = spares
         is_rewarded = arm == "rewarded"
         trainer.rollout_func, trainer.reward_funcs = (rollouts, [rollouts.graded]) if is_rewarded else (None, [graded])
-        with times.step(arm):
-            with times.generation(arm):
+        with times.timed("step", arm):
+            with times.timed("generation", arm):
                 _, completion_ids, _, completions, _, more, *_ = trainer._generate(prompts)
             columns = [{**row, **{name: more[name][place] for name in more}} for place, row in enumerate(inputs)]
             rewards = trainer._calculate_rewards(columns, prompts, completions, completion_ids)
         assert len(completion_ids) == num_rows
-        expected = torch.tensor([len(set(ids)) / len(ids) for ids in completion_ids])
+        expected = torch.tensor(by_variety(completion_ids))
         assert torch.allclose(rewards.flatten(), expected), (arm, rewards, expected)
     print("RESULT " + json.dumps(times.result()))
 

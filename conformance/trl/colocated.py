@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 from conformance import gain
 from conformance.checks import REAL_MODEL, Kit, check
-from conformance.trl.on_cpu import ENVIRONMENT, ON_CPU, SMALL, prepare
+from conformance.trl.on_cpu import ON_CPU, SMALL, prepare, result_of
 
 STEPS_TO_COMPARE = 3
 TOLERANCE = 1e-4
@@ -38,14 +37,8 @@ RESTRICTED = ("regex", "kwargs")
 
 
 def run(kit: Kit, way: str, model: str, num_steps: int, max_tokens: int, *questions: str) -> dict[str, Any]:
-    arguments = [way, kit.model_path(model), str(kit.folder / way), str(num_steps), str(max_tokens), *questions]
-    done = subprocess.run(
-        [sys.executable, "-m", "conformance.trl.colocated", *arguments],
-        env=os.environ | ENVIRONMENT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    arguments = (way, kit.model_path(model), str(kit.folder / way), str(num_steps), str(max_tokens), *questions)
+    return result_of("conformance.trl.colocated", *arguments)
 
 
 @check("on")

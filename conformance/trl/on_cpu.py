@@ -7,14 +7,17 @@ accelerator is not emptied. Server mode: weights go by disk (`training.weights_b
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 ENVIRONMENT = {
@@ -24,6 +27,17 @@ ENVIRONMENT = {
 SMALL = {"vllm_gpu_memory_utilization": 0.2, "vllm_max_model_length": 512}
 """Of a CPU's memory; what a user's GPU has is more."""
 ON_CPU = {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}, "save_strategy": "no"}
+
+
+def result_of(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """The JSON that a program of this kit prints behind RESULT, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=os.environ | ENVIRONMENT | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
 
 
 def prepare() -> None:

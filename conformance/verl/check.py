@@ -271,7 +271,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
             for arm in times.turns(tuple(servers)):
                 server = servers[arm]
                 client = server.client("LLMServerClient")
-                with times.generation(arm):
+                with times.timed("generation", arm):
                     answers = await server.ask(client, gain.GROUP_SIZE, gain.AT_ONCE_PROMPTS, max_tokens=AT_ONCE_TOKENS)
                 assert {output.stop_reason for output in flat(answers)} <= {"completed", "length"}
         return times

@@ -108,7 +108,7 @@ def test_gains_are_a_row_per_trainer_that_measured_one():
 
 def test_gains_of_many_prompts_are_medians_of_repeats_after_the_first():
     times = gain.AtOnce()
-    times._generation_s |= {"plain": [9.0, 4.0, 6.0, 2.0], "spares": [1.0, 2.0, 2.0, 2.0]}
+    times._seconds["generation"] = {"plain": [9.0, 4.0, 6.0, 2.0], "spares": [1.0, 2.0, 2.0, 2.0]}
     row = {"name": "colocated_gain", "passed": True, **times.result()}
     assert row["at_once"]["ratios"] == {"generation_spares": 2.0}
     assert report.gains_at_once({"some": {"checks": [row]}}).splitlines()[2:] == [

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.versions.environment import environment
-from conformance.__main__ import finish, requirements_of
+from conformance.__main__ import environment_of
 from tests.engine.conftest import TIMEOUT_S, Server, serve_command
 from tests.examples.test_recipes import RECIPES, ROOT, patched
 
@@ -35,9 +33,7 @@ NUM_COMPLETIONS, REDUNDANCY = 16, 8
 @pytest.fixture(scope="module")
 def python() -> Path:
     """TRL's environment."""
-    folder = ROOT / ".venvs"
-    requirements = requirements_of("trl", None, folder)
-    return environment(folder / "conformance-trl", requirements, partial(finish, "trl", None, requirements))
+    return environment_of("trl")[0]
 
 
 def run(python: Path, name: str, folder: Path, *arguments: str) -> str:
