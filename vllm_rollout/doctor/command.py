@@ -58,7 +58,7 @@ def doctor(
 
 
 def show(findings: list[Finding]) -> None:
-    """A line for each finding."""
+    """Print one line per finding."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -75,7 +75,7 @@ def show(findings: list[Finding]) -> None:
 
 
 def examine(port: int = DEFAULT_PORT) -> list[Finding]:
-    """Every check, of this machine."""
+    """Run every check on this machine."""
     vllm, vllm_cpu, is_there = vllm_here()
     builds = builds_here()
     torch = check_torch(builds)

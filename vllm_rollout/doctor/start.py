@@ -1,4 +1,4 @@
-"""What `serve` and `demo` check themselves, before vLLM dies of the same with a traceback. It costs milliseconds."""
+"""Checks that `serve` and `demo` run first, before vLLM ends with a traceback. They take milliseconds."""
 
 from __future__ import annotations
 

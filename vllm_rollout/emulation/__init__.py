@@ -1,4 +1,4 @@
-"""What an emulated device does instead of computing: step times, lengths, outcomes, and a log of its steps.
+"""The work of an emulated device: step times, lengths, outcomes and a log of its steps, without computing.
 
-Invariant: everything is made up from the settings, the prompt and the request's seed; time is an argument.
+Invariant: every value follows from the settings, the prompt and the request's seed. Time is an argument.
 """

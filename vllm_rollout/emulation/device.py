@@ -18,7 +18,7 @@ COST_KNOTS = (1.0, 1024.0)
 
 
 class StepWork(NamedTuple):
-    """What a step computes."""
+    """The amount of work in one step."""
 
     num_requests: int
     context_tokens: int
@@ -68,7 +68,7 @@ def step_seconds(settings: Settings) -> Callable[[StepWork], float]:
 
 
 def cost_of(settings: Settings) -> CostModel:
-    """What the rules may know of the device's steps. Raises: ValueError for a profile that cannot be read."""
+    """Cost model of the device's steps, for the rules. Raises: ValueError for a profile that cannot be read."""
     if settings.profile is not None:
         return Profile.read(settings.profile).cost(settings.tensor_parallel_size or 1)
     assert settings.sizes is None, "Settings.at() has chosen one"

@@ -1,7 +1,7 @@
-"""Which drafts an emulated candidate has, and how many of them are right.
+"""Drafts of an emulated candidate, and the number of correct ones.
 
-Invariant: what is drawn follows from the settings, the candidate and the number of its token, so a run repeats; a draft
-is right as often as its probability says.
+Invariant: draws follow from the settings, the candidate and the token's number, so a run repeats. A draft is correct as
+often as its probability says.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class DrawnDrafts(NamedTuple):
     """The drafts of one row and step."""
 
     probabilities: Sequence[float]
-    """How likely each is accepted, together with all before it."""
+    """Probability that each draft is accepted together with all drafts before it."""
     num_right: int
-    """How many from the first one on."""
+    """Number of correct drafts, from the first one on."""
 
 
 NO_DRAFTS = DrawnDrafts((), 0)

@@ -1,7 +1,7 @@
-"""What becomes of a candidate: its length, whether it succeeds, its early score.
+"""The outcome of an emulated candidate: its length, success and early score.
 
-Invariant: a fate is a function of the settings, the prompt and the candidate's key (its sampling seed, or its request
-id where it has none), and with a trace of the order in which prompts come.
+Invariant: the outcome is a function of the settings, the prompt and the candidate's key. The key is the sampling seed,
+or the request id if there is no seed. With a trace it also depends on the order in which prompts come.
 """
 
 from __future__ import annotations

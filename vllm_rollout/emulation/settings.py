@@ -36,7 +36,7 @@ class StepSettings(_Model):
     ms_per_context_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
     """Tokens of context of all requests in the step together."""
     ms_per_prefilled_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
-    """What the step computes beyond one token per request."""
+    """Milliseconds per token that the step computes beyond one token per request."""
 
 
 class Size(_Model):
@@ -50,7 +50,7 @@ class LogNormal(_Model):
     """Output tokens, the end-of-sequence token among them."""
 
     mean: float = Field(400.0, ge=1, le=MAX_TRACED_TOKENS)
-    """Before the cap."""
+    """Mean length in tokens before the cap."""
     sigma: float = Field(1.0, ge=0, le=5)
     """The standard deviation of the logarithm, among the candidates of one prompt."""
     prompt_sigma: float = Field(0.0, ge=0, le=5)
@@ -62,7 +62,7 @@ class LogNormal(_Model):
 class LengthSettings(_Model):
     log_normal: LogNormal | None = None
     trace: str | None = None
-    """What `--rollout-record` wrote; a path relative to the file that names it."""
+    """A file written by `--rollout-record`. A relative path starts at the file that names it."""
 
     @model_validator(mode="after")
     def _one(self) -> LengthSettings:
@@ -72,19 +72,19 @@ class LengthSettings(_Model):
 
 
 class Success(_Model):
-    """How many candidates succeed."""
+    """Share of candidates that succeed."""
 
     rate: float = Field(0.5, ge=0, le=1)
     """The rate of candidates whose length is the reference length."""
     prompt_sigma: float = Field(0.0, ge=0, le=5)
-    """How much prompts differ, in log-odds."""
+    """Standard deviation of the log-odds of success between prompts."""
     log_odds_per_doubling: float = Field(0.0, ge=-10, le=10)
-    """What twice the length adds to the log-odds of success."""
+    """Change of the log-odds of success when the length doubles."""
     reference_length: float = Field(400.0, ge=1, le=MAX_TRACED_TOKENS)
 
 
 class Score(_Model):
-    """What early states tell of success."""
+    """Information of early states about success."""
 
     auc: float = Field(0.75, gt=0, lt=1)
     """That a candidate that succeeds is scored above one that does not."""
@@ -106,7 +106,7 @@ class DraftKind(_Model):
     share: float = Field(ge=0, le=1)
     """The share of rows that have these drafts, for a candidate with `REFERENCE_SIBLINGS` siblings."""
     accepted: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(min_length=1, max_length=MAX_DRAFT_TOKENS)
-    """How likely each draft is accepted, together with all before it."""
+    """Probability that each draft is accepted together with all drafts before it."""
 
     @model_validator(mode="after")
     def _falling(self) -> DraftKind:
@@ -153,9 +153,9 @@ class Settings(_Model):
     sizes: dict[Annotated[int, Field(ge=1)], Size] | None = Field(None, min_length=1)
     """Step times and capacity by tensor-parallel size instead."""
     tensor_parallel_size: int | None = Field(None, ge=1)
-    """Which of the profile's. Default: the engine's."""
+    """Tensor-parallel size of the profile to use. Default: the engine's."""
     kv_tokens: int | None = Field(None, ge=1, le=MAX_KV_TOKENS)
-    """Default: the profiled capacity, else `DEFAULT_KV_TOKENS`."""
+    """KV cache capacity in tokens. Default: the profiled capacity, else `DEFAULT_KV_TOKENS`."""
     lengths: LengthSettings = LengthSettings(log_normal=LogNormal())
     success: Success = Success()
     score: Score = Score()

@@ -22,12 +22,12 @@ class LoggedStep(NamedTuple):
     """One step; times in seconds of one clock."""
 
     launched: float
-    """By the engine core."""
+    """Time at which the engine core launched the step."""
     start: float
     end: float
     """On the device: from start to end."""
     read: float
-    """Its output, by the engine core."""
+    """Time at which the engine core read the step's output."""
     thread_cpu: float
     """CPU seconds of the engine core's thread so far, as of `read`."""
     goes_on: bool
@@ -42,17 +42,17 @@ class LoggedStep(NamedTuple):
 
 @dataclass(slots=True)
 class Summary:
-    """Steps of one engine core."""
+    """Totals over the steps of one engine core."""
 
     num_steps: int = 0
     busy_s: float = 0.0
-    """The device computes."""
+    """Seconds in which the device computes."""
     idle_s: float = 0.0
     """It waits for the host although there is work."""
     host_s: float = 0.0
     """CPU of the engine core's thread between steps that follow each other."""
     num_following: int = 0
-    """Steps that follow another."""
+    """Number of steps that follow another step."""
     num_sampled: int = 0
     num_rows: int = 0
     prefilled_tokens: int = 0

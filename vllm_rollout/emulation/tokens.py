@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 PERIOD = 4096
-"""Different tokens at most."""
+"""Largest number of different tokens."""
 STRIDE = 7919
 """From a token to the next, so that neighbours are not neighbours in the vocabulary."""
 
 
 def succeeded(token_ids: Sequence[int]) -> bool:
-    """Whether a candidate that ended by itself has succeeded, by its output tokens."""
+    """True if a candidate that ended by itself has succeeded, judged by its output tokens."""
     return len(token_ids) > 1 and token_ids[-2] % 2 == 0
 
 
@@ -37,6 +37,6 @@ class Vocabulary:
         and no method: it is read for every token of a step."""
 
     def verdict(self, salt: int, succeeds: bool) -> int:
-        """The token before the last one."""
+        """The last but one token of a candidate, which encodes whether it succeeds."""
         tokens = self.even if succeeds else self.odd
         return tokens[salt % len(tokens)]

@@ -1,1 +1,1 @@
-"""Recorded lengths: rows, reader, writer."""
+"""Reads and writes recorded candidate lengths (traces)."""

@@ -39,7 +39,7 @@ TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardR
 MEND_BYTES = 1 << 16
 """That are read at once to find the last row."""
 MAX_REASONS = 3
-"""Reasons told of broken rows."""
+"""Number of broken rows whose reasons are reported."""
 
 
 class TraceError(ValueError):
@@ -82,7 +82,7 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
 
 
 def told_reasons(broken: tuple[str, ...]) -> str:
-    """How many rows were skipped, and why the first of them were."""
+    """A sentence with the number of skipped rows and the reasons of the first of them."""
     rows = "1 broken row was skipped" if len(broken) == 1 else f"{len(broken)} broken rows were skipped"
     more = "; …" if len(broken) > MAX_REASONS else ""
     return f"{rows}: {'; '.join(broken[:MAX_REASONS])}{more}"
@@ -106,7 +106,7 @@ def rows_of(path: Path, broken: list[str]) -> Iterator[TraceRow]:
 
 
 def rows_in(lines: Iterable[str], piece: Path, broken: list[str]) -> Iterator[TraceRow]:
-    """Those of one piece, which somebody else has opened."""
+    """Rows of one piece of the trace, from lines that the caller has opened."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
@@ -159,7 +159,7 @@ def _write(file: FileIO, data: bytes, size: int) -> None:
 
 
 def write_some(file: FileIO, data: bytes) -> int:
-    """How many bytes of it were written, at least one. Raises: OSError."""
+    """Write a part of `data`, at least one byte, and return its length. Raises: OSError."""
     return file.write(data) or 0
 
 

@@ -45,7 +45,7 @@ class TracedCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedPrompt:
-    """One prompt of one rollout."""
+    """A prompt of a rollout."""
 
     id: str
     candidates: tuple[TracedCandidate, ...]
@@ -81,13 +81,13 @@ class Trace:
     detection_length: int | None = None
     """At which its scores were taken; None when that is not said, or differs."""
     num_failed: int = 0
-    """Candidates left out because they failed."""
+    """Number of candidates left out because they failed."""
     num_empty: int = 0
     """Prompts left out because no candidate had a token."""
     others: str = ""
-    """What else its file has, and how that is replayed."""
+    """Other rows of the trace's file, and how they are replayed."""
     skipped: tuple[str, ...] = ()
-    """What was wrong with each row that was skipped."""
+    """Reason why each skipped row was skipped."""
 
     @property
     def prompts(self) -> list[TracedPrompt]:
@@ -129,7 +129,7 @@ class Row(BaseModel):
 
 
 class LengthsRow(Row):
-    """What rollout rows and prompt rows say of a prompt: one entry per candidate."""
+    """Fields that rollout rows and prompt rows share: one entry per candidate."""
 
     lengths: Annotated[list[Length], Field(min_length=1)]
     ends: list[End] | None = None
@@ -160,16 +160,16 @@ class RolloutPrompt(LengthsRow):
     """Among the prompts that the client gave."""
     rank: StrictInt | None = None
     moves: list[tuple[FiniteFloat, StrictInt]] | None = None
-    """When it was on which rank from, if it ever went to another."""
+    """(Unix seconds, rank) from which the group ran on that rank, if it ever moved."""
     status: GroupFate | None = None
     reason: StrictStr | None = None
-    """Why it is not complete."""
+    """Reason why the group is not complete."""
     audit: bool = False
     started_s: FiniteFloat | None = None
     over_s: FiniteFloat | None = None
     ended_s: list[FiniteFloat | None] | None = None
     selected: list[StrictInt] | None = None
-    """Indices of the returned trajectories."""
+    """Indices of the returned trajectories, ascending."""
     reward_status: list[StrictStr | None] | None = None
 
 
@@ -179,13 +179,13 @@ class RolloutRow(Row):
     group_size: Annotated[StrictInt, Field(ge=1)] | None = None
     max_tokens: Annotated[Length, Field(ge=1)] | None = None
     detection_length: Annotated[StrictInt, Field(ge=1, le=MAX_DETECTION_LENGTH)] | None = None
-    """At which scores were taken."""
+    """Number of tokens after which scores were taken."""
     began: FiniteFloat | None = None
-    """Unix seconds."""
+    """Unix seconds at which the group began."""
     seconds: FiniteFloat | None = None
     num_prompts: StrictInt | None = None
     num_candidates: StrictInt | None = None
-    """That it began with."""
+    """Number of candidates that the group began with."""
     run: StrictStr | None = None
     round: StrictInt | None = None
     kind: Literal["short", "long"] | None = None
@@ -194,7 +194,7 @@ class RolloutRow(Row):
     state: RolloutState | None = None
     receipt: Receipt | None = None
     weight_versions: list[StrictStr] | None = None
-    """Of the weights that sampled a token."""
+    """Weights versions that sampled at least one token."""
     prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
 
 
@@ -215,7 +215,7 @@ class PromptRow(LengthsRow):
 
 
 def end_of(ending: Ending) -> End:
-    """How a trace names an ending. A candidate that lost a tie ended by itself: its length is known."""
+    """An ending's name in a trace. A candidate that lost a tie ended by itself, so its length is known."""
     if ending.ended_by_itself:
         return "stop"
     if ending.state == "finished":

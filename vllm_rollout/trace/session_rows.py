@@ -32,12 +32,12 @@ class TurnRow(NamedTuple):
     began_s: FiniteFloat
     ended_s: FiniteFloat | None = None
     num_tokens: Length | None = None
-    """That it generated."""
+    """Number of tokens that the turn generated."""
     num_prompt_tokens: Length | None = None
     num_cached_tokens: Length | None = None
-    """How many tokens of its prompt had their KV there already."""
+    """Number of prompt tokens whose KV was cached."""
     history: StrictStr | None = None
-    """How its prompt went on from the turn before."""
+    """How the turn's prompt continues the previous turn."""
 
 
 class SessionRow(Row):
@@ -46,7 +46,7 @@ class SessionRow(Row):
     ended_by: EndedBy | None = None
     num_turns: Annotated[StrictInt, Field(ge=0)]
     num_tokens: Length
-    """That the policy generated."""
+    """Number of tokens that the policy generated."""
     reward: FiniteFloat | None = None
     ended_s: FiniteFloat | None = None
     turns: list[TurnRow] = Field(default_factory=list)
@@ -54,7 +54,7 @@ class SessionRow(Row):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between its turns, where tools ran."""
+        """Seconds between consecutive turns, in which tools ran."""
         return [after.began_s - turn.ended_s for turn, after in pairwise(self.turns) if turn.ended_s is not None]
 
 
@@ -62,10 +62,10 @@ class SessionGroupRow(Row):
     name: Name
     """The server's, of which there is one."""
     id: StrictStr
-    """Its client's."""
+    """The session's id, as its client names it."""
     model: StrictStr | None = None
     rank: StrictInt | None = None
-    """Where its last turn ran."""
+    """Rank on which its last turn ran."""
     group_size: Annotated[StrictInt, Field(ge=1)]
     num_candidates: StrictInt | None = None
     """Sessions that it began with; None: a server says it that is older than rows of sessions."""
@@ -76,22 +76,22 @@ class SessionGroupRow(Row):
     selection: SelectionRule = "first"
     until: Until = "complete"
     detection_length: StrictInt | None = None
-    """At which its sessions were scored,"""
+    """Number of tokens after which its sessions were scored,"""
     pruning_turn: StrictInt | None = None
-    """in this turn."""
+    """counted in this turn."""
     audit: StrictBool = False
     began: FiniteFloat
-    """Unix seconds."""
+    """Unix seconds at which the group began."""
     seconds: FiniteFloat | None = None
     status: GroupStatus | Literal["running"]
     """`running` is in no file."""
     reason: StrictStr | None = None
-    """Why it is not complete."""
+    """Reason why the group is not complete."""
     num_to_begin: StrictInt = 0
     sessions: list[SessionRow]
-    """In the order of their indices."""
+    """Sessions of the group, ascending by index."""
     selected: list[Annotated[StrictInt, Field(ge=0)]] = Field(default_factory=list)
-    """Indices of those that are returned."""
+    """Indices of the returned sessions, ascending."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SessionGroupRow:

@@ -1,5 +1,8 @@
-"""What operators accept. Invariant: every check names the argument, its value and what is allowed, and none of them
-reads a tensor that is not on the CPU, where looking would make the host wait."""
+"""Checks of operators' arguments.
+
+Invariant: every check names the argument, its value and what is allowed. No check reads a tensor on another device than
+the CPU, because the host would wait for that device.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which implementation of an operator serves a device type.
+"""Chooses the implementation of an operator for a device type.
 
-Invariant: it is decided once per operator and device type, by what is installed and never by the data, and it says
-why a faster one is not active. `VLLM_ROLLOUT_OPS=torch` forces the reference.
+Invariant: the choice is made once per operator and device type, from what is installed and never from the data. It says
+why a faster implementation is not active. `VLLM_ROLLOUT_OPS=torch` forces the reference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRITON_MODULES: dict[Operator, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Which implementation serves an operator on a device type."""
+    """The implementation that serves an operator on a device type."""
 
     name: Literal["c++", "triton", "torch"]
     reason: str | None

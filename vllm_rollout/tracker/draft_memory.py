@@ -24,7 +24,7 @@ MAX_TOKEN = 2**31 - 1
 
 
 class Drafts(NamedTuple):
-    """What may come next, by row."""
+    """Proposed next tokens, by row."""
 
     tokens: NDArray[np.int32]
     """[num_rows, num_columns], padded with -1."""
@@ -34,7 +34,7 @@ class Drafts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftMemoryImplementation:
-    """Which implementation serves."""
+    """The implementation that serves."""
 
     name: Literal["c++", "python"]
     reason: str | None

@@ -80,7 +80,7 @@ def _prompt(reader: _Reader) -> KeptPrompt:
 
 
 class _Reader:
-    """Bytes from a position on."""
+    """Reads bytes from a position on."""
 
     def __init__(self, data: bytes, position: int) -> None:
         self.data = data
@@ -104,5 +104,5 @@ class _Reader:
 
 
 def _swapped(tokens: bytes) -> bytes:
-    """Native tokens as little endian ones."""
+    """Native tokens as little-endian tokens."""
     return np.frombuffer(tokens, np.int32).astype(TOKEN).tobytes()

@@ -29,7 +29,7 @@ from vllm_rollout.tracker.draft_sources import (
 MAX_VERSIONS_OLD = 30
 """A source that is older counts as one of this age."""
 VOTE_KEPT = 0.98
-"""What is left of a vote at each update of the weights since its source ended."""
+"""Factor by which each weights update multiplies the votes of answers that ended before it."""
 DOUBT = 2.6
 """What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
 (docs/log.md)."""
@@ -37,7 +37,7 @@ DOUBT = 2.6
 KeptSequence = tuple[int, int, bytes]
 """Tokens of the stem that it begins with, versions since it ended, its own tokens."""
 KeptPrompt = tuple[bytes, bytes, list[KeptSequence]]
-"""Key, stem, sequences."""
+"""A prompt's key, stem and sequences."""
 
 
 class DraftMemoryReference:
@@ -109,7 +109,7 @@ class DraftMemoryReference:
         self.version += 1
 
     def kept(self) -> list[KeptPrompt]:
-        """What is stored of ended and running sequences; the least recently used prompt comes first."""
+        """Stored ended and running sequences, the least recently used prompt first."""
         result = []
         for prompt in sorted(self.prompts.values(), key=lambda prompt: prompt.used):
             sequences = [
@@ -257,7 +257,7 @@ class DraftMemoryReference:
         return drafts
 
     def _find(self, prompt: Prompt, context: list[int]) -> tuple[list[Place], int]:
-        """Those of the most recent places after the last tokens that have the longest match, and its length."""
+        """Recent places in stored sequences with the longest match to the last tokens, and the length of that match."""
         if len(context) < self.min_match:
             return [], 0
         places = prompt.places.get(self._ngram(context), [])

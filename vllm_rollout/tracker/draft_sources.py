@@ -62,7 +62,7 @@ class Prompt:
 
 
 def common_tokens(prompt: Prompt, tokens: list[int]) -> int:
-    """How many tokens the stem begins with, too."""
+    """Number of leading tokens that `tokens` and the prompt's stem share."""
     stem = prompt.stem.tokens if prompt.stem else []
     pairs = enumerate(zip(tokens, stem, strict=False))
     return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(stem)))

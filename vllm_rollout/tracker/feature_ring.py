@@ -61,7 +61,7 @@ class FeatureRing:
             return self._states[torch.tensor(slots, dtype=torch.int64)], found
 
     def drop(self, keys: Sequence[StateKey]) -> None:
-        """Nobody needs these."""
+        """Free the entries of these keys."""
         with self._lock:
             slots = [self._slots.pop(key, None) for key in keys]
             self._free += [slot for slot in slots if slot is not None]

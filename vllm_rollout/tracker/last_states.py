@@ -46,7 +46,7 @@ class LastStates:
         self._ended: list[tuple[StateKey, torch.Tensor]] = []
 
     def begin(self, slot: int) -> None:
-        """Another candidate has the slot."""
+        """Reuse the slot for another candidate."""
         self._first[slot] = self._newest[slot] = NONE_YET
 
     def see(
@@ -77,14 +77,14 @@ class LastStates:
             self._ended.append((StateKey(request_id, position + 1, at_end=True), kept[position % self.num_kept]))
 
     def take_ended(self) -> EndedStates | None:
-        """What has ended since the last call."""
+        """States of candidates that ended since the last call, or None."""
         if not self._ended:
             return None
         ended, self._ended = self._ended, []
         return EndedStates([key for key, _ in ended], torch.stack([state for _, state in ended]))
 
     def grow(self) -> None:
-        """Twice as many slots."""
+        """Double the number of slots."""
         empty = np.full_like(self._newest, NONE_YET)
         self._first, self._newest = (np.concatenate([old, empty]) for old in (self._first, self._newest))
         if self._states is not None:

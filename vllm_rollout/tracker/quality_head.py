@@ -38,19 +38,19 @@ QUALITY_HEAD_STATE_BYTES = 8 * 1024 * 1024
 QUALITY_HEAD_MIN_LABELS = 32
 """Successes, and failures, that a head has seen before its training begins."""
 QUALITY_HEAD_BATCH = 64
-"""Labelled states in one optimizer step."""
+"""Number of labelled states in one optimizer step."""
 QUALITY_HEAD_PASSES = 12
 """Optimizer steps planned for a label, times the batch: how often each label is drawn on average."""
 QUALITY_HEAD_PUBLISH_STEPS = 256
 """While labels keep coming, new weights are published at least once per this many optimizer steps."""
 QUALITY_HEAD_LEARNING_RATE = 1e-3
-"""Adam's learning rate."""
+"""Learning rate of Adam."""
 QUALITY_HEAD_WEIGHT_DECAY = 0.1
-"""Decoupled, on both layers' matrices."""
+"""Decoupled weight decay of both layers' matrices."""
 QUALITY_HEAD_DROPOUT = 0.5
 """Share of hidden units left out in a training step."""
 MAX_QUALITY_HEAD_VERSIONS = 1024
-"""Versions whose training loss is remembered."""
+"""Number of versions whose training loss is kept."""
 
 __all__ = ["HeadMismatch", "HeadWeights", "QualityHead"]
 
@@ -209,7 +209,7 @@ class QualityHead:
         return num_steps >= QUALITY_HEAD_PUBLISH_STEPS or (num_steps > 0 and not self.num_pending_steps)
 
     def to_safetensors(self) -> bytes:
-        """As `export`, all of it."""
+        """The whole head as safetensors bytes; see `export`."""
         return self.export().whole()
 
     def export(self) -> HeadBytes:
@@ -235,7 +235,7 @@ class QualityHead:
         return head
 
     def state(self) -> bytes:
-        """As `snapshot`, all of it."""
+        """The whole training state as bytes; see `snapshot`."""
         steps = self.snapshot()
         while True:
             try:
@@ -347,7 +347,7 @@ class QualityHead:
         self._set_parameters((w1 * self._scale, b1 + w1 @ self._mean, w2.clone(), b2.clone()))
 
     def _start_anew(self) -> None:
-        """Training diverged."""
+        """Reset the head after training diverged."""
         self._set_parameters(self._random_weights())
         self._version_losses.clear()
 
@@ -355,7 +355,7 @@ class QualityHead:
         self._generator.manual_seed((self._seed * 1_000_003 + self.num_steps) * 2 + purpose & 2**63 - 1)
 
     def _random_weights(self) -> HeadWeights:
-        """Uniform, as torch.nn.Linear begins."""
+        """Uniform random weights, as torch.nn.Linear initializes them."""
         self._seed_draws(0)
         shapes = head_shapes(self.hidden_size)
         bounds = (self.hidden_size**-0.5, self.hidden_size**-0.5, QUALITY_HEAD_HIDDEN**-0.5, QUALITY_HEAD_HIDDEN**-0.5)
@@ -430,7 +430,7 @@ class QualityHead:
 
 
 def _most(name: str) -> float:
-    """What numbers of a state's tensor may be at most, if training has not diverged."""
+    """Largest absolute value that a tensor of a saved state may hold. A larger value means that training diverged."""
     return {"exp_avg": MAX_MOMENT, "exp_avg_sq": MAX_MOMENT**2}.get(name.rpartition(".")[2], MAX_PARAMETER)
 
 

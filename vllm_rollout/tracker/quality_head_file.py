@@ -133,7 +133,7 @@ class HeadBytes:
         return len(self._head) + sum(map(len, self._parts))
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes from `start` up to `end`."""
+        """Bytes of the file from `start` to `end`, `end` excluded."""
         found, offset = [self._head[start:end]], len(self._head)
         for part in self._parts:
             if offset < end and start < offset + len(part):

@@ -159,12 +159,12 @@ class QualityHeads:
         return self._info(key)
 
     def forget(self, key: HeadKey) -> None:
-        """Nobody uses this detection length, or this adapter, any more."""
+        """Remove the head of a detection length or adapter that is no longer used."""
         self._heads.pop(key, None)
         self._tracker.heads.pop(key, None)
 
     def state(self) -> list[tuple[str, bytes]]:
-        """Heads with their optimizers, by adapter."""
+        """Saved heads with their optimizers, one (adapter, bytes) pair each."""
         return [(key.adapter, head.state()) for key, head in self._heads.items()]
 
     def restore(

@@ -17,7 +17,7 @@ from vllm_rollout.tracker.arguments import (
 
 
 def token_confidence_reference(logits: Tensor, rows: Tensor) -> Tensor:
-    """Writes several tensors of [num_seen, vocab_size]."""
+    """Torch reference of the operator. It writes several temporary tensors of [num_seen, vocab_size]."""
     check_token_confidence(logits, rows)
     z = logits.index_select(0, rows).float()
     # Not z - logsumexp(z), which loses the digits of a distribution around logits of 1e4. A row with nothing left,

@@ -1,6 +1,6 @@
-"""What a quality head trains on: the newest labelled hidden states, and their mean and scale.
+"""The training set of a quality head: the newest labelled hidden states, their mean and their scale.
 
-Invariant: bounded memory; only finite numbers.
+Invariant: memory is bounded, and all numbers are finite.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_labels(features: Tensor, labels: Tensor, weights: Tensor, hidden_size:
 
 
 def is_usable(features: Tensor) -> Tensor:
-    """Whether each state, [num_states, hidden_size], is finite and not too large."""
+    """True for each state, [num_states, hidden_size], that is finite and not too large."""
     return features.abs().amax(dim=1) <= MAX_MAGNITUDE  # NaN if any is
 
 
@@ -120,7 +120,7 @@ class Replay:
         }
 
     def restore(self, file: HeadFile) -> None:
-        """Raises: ValueError."""
+        """Load from a saved head. Raises: ValueError."""
         num_added = file.count("replay.num_added")
         num = min(num_added, self.capacity)
         dtype = file.dtype("replay.features", *DTYPES)
@@ -145,7 +145,7 @@ class Standardiser:
         self.variance = torch.zeros(hidden_size, dtype=torch.float64)
 
     def update(self, features: Tensor) -> None:
-        """Account for states [num_states, hidden_size]."""
+        """Add states, [num_states, hidden_size], to the running mean and scale."""
         features = features.float()
         mean = features.mean(0)
         variance = (features - mean).square_().mean(0)  # ten times as quick as torch.var over rows
@@ -157,7 +157,7 @@ class Standardiser:
         self.count = min(self.count + len(features), self.memory)
 
     def scale(self) -> Tensor:
-        """What a feature is divided by."""
+        """Divisor of each feature, [hidden_size]."""
         std = self.variance.sqrt()
         floor = MIN_RELATIVE_STD * std.mean()
         return std.clamp_min(max(floor.item(), MIN_SCALE)) if floor > 0 else torch.ones_like(std)
@@ -166,7 +166,7 @@ class Standardiser:
         return {"running.mean": self.mean, "running.variance": self.variance, "running.count": torch.tensor(self.count)}
 
     def restore(self, file: HeadFile) -> None:
-        """Raises: ValueError."""
+        """Load from a saved head. Raises: ValueError."""
         most = 1.01 * MAX_MAGNITUDE  # rounding
         self.mean = file.tensor("running.mean", len(self.mean), dtype=torch.float64, least=-most, most=most)
         self.variance = file.tensor("running.variance", len(self.mean), dtype=torch.float64, least=0.0, most=most**2)

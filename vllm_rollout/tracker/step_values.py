@@ -1,4 +1,4 @@
-"""What one step showed of candidates, on the device and on its way to the host.
+"""Values that one step computed for candidates, on the device and on their way to the host.
 
 Invariant: nothing here waits for the device.
 """
@@ -22,7 +22,7 @@ class DueRows:
 
     request_ids: list[str]
     lengths: list[int]
-    """The detection length that each reached."""
+    """Detection length that each candidate reached."""
     head_versions: list[int]
     """The head that scored each; 0: none is trained for its detection length."""
     values: torch.Tensor
@@ -33,7 +33,7 @@ class DueRows:
 
 @dataclass(frozen=True, slots=True)
 class LastLogits:
-    """What the head of whole trajectories says of tokens that may be the last ones."""
+    """Logits of the whole-trajectory head for tokens that may be a candidate's last ones."""
 
     rows: np.ndarray
     """int64 [num_final]: those that ask, of the step's batch."""
@@ -47,10 +47,10 @@ class LastLogits:
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """What one step showed."""
+    """Values that one step computed."""
 
     num_rows: int
-    """The rows of the step's batch."""
+    """Number of rows in the step's batch."""
     rows: np.ndarray
     """int64 [num_seen]: the rows that were looked at."""
     tokens: np.ndarray

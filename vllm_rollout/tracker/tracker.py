@@ -26,7 +26,7 @@ NO_SLOT = -1
 UNSCORED = 0
 """Detection length of a candidate that is not scored."""
 MANY_STEPS = 1 << 30
-"""When no candidate of the batch will be due any more."""
+"""A number of steps so large that no candidate of the batch becomes due."""
 NUM_KEPT = 16
 """States kept of each candidate: that many tokens less one may be dropped, a step of each stage of a pipeline and of
 the asynchronous loop, or the drafts of one step."""
@@ -46,15 +46,15 @@ class TrackedCandidate:
 
     num_prompt_tokens: int
     detection_length: int
-    """UNSCORED when it is not scored."""
+    """Tokens after which the candidate is scored; UNSCORED if it is not."""
     num_before: int
     statistics: bytes
     """float32: NUM_KEPT means, as many sums of squares, then the trace up to its last detection length."""
     trial_lengths: tuple[int, ...] = ()
     final: bool = False
-    """Scored at its end as well."""
+    """True if the candidate is scored at its end as well."""
     adapter: str = BASE_MODEL
-    """Whose head scores it."""
+    """Name of the adapter whose head scores the candidate."""
 
     @property
     def scored_at(self) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class CandidateTracker:
 
     @property
     def num_last_states(self) -> int:
-        """How many states of each candidate that ends may be its last one."""
+        """Number of states per ending candidate that may be its last state."""
         return self.last_states.num_kept
 
     def add(
@@ -205,7 +205,7 @@ class CandidateTracker:
         self._trace[slot, : len(statistics) - 2 * NUM_KEPT] = statistics[2 * NUM_KEPT :]
 
     def start_step(self) -> None:
-        """Forget the step before."""
+        """Forget the previous step's values."""
         self.step = self._hidden = self._hidden_rows = None
 
     def see_hidden_states(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> None:
@@ -215,7 +215,7 @@ class CandidateTracker:
             self._hidden, self._hidden_rows = hidden, rows
 
     def pick_hidden_states(self, rows: torch.Tensor) -> None:
-        """Which of the states seen belong to the logits that come next: int64 [num_rows]."""
+        """Choose the states, int64 [num_rows], that belong to the logits that come next."""
         if self._hidden is not None:
             self._hidden_rows = rows
 
@@ -320,8 +320,10 @@ class CandidateTracker:
         return goes_on
 
     def _due(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which of the tokens are the last one before a detection, those of one head together. Of a candidate that
-        reaches several detection lengths in one step it is its own, or else the first."""
+        """Tokens that are the last before a detection, grouped by head.
+
+        A candidate that reaches several detection lengths in one step is scored at its own, or else at the first.
+        """
         reached = positions + 1 + self._num_before[slots]
         ahead = self._detection_lengths[slots] - reached[:, None]
         of_its_lengths = ahead == 0
@@ -335,7 +337,7 @@ class CandidateTracker:
         return due[np.lexsort((self._adapters[slots[due]], reached[due]))]
 
     def _by_head(self, slots: np.ndarray, lengths: np.ndarray) -> list[tuple[HeadKey, slice]]:
-        """Which head scores slots at these lengths; those of one head lie together."""
+        """The head that scores each slot at its length. Rows of one head are adjacent."""
         adapters = self._adapters[slots]
         starts = np.flatnonzero((np.diff(lengths, prepend=-1) != 0) | (np.diff(adapters, prepend=-1) != 0)).tolist()
         return [

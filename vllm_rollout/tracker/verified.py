@@ -1,6 +1,6 @@
-"""Which tokens a step has sampled: one of each request, or several where drafts were verified.
+"""Tokens that a step has sampled: one per request, or several where drafts were verified.
 
-Invariant: a token that was not accepted is in nothing that leaves here.
+Invariant: a rejected draft token never leaves this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SeenTokens(NamedTuple):
 
     @classmethod
     def one_of_each(cls, rows: np.ndarray) -> SeenTokens:
-        """Where the logits have a row per request."""
+        """Rows of a step whose logits have one row per request."""
         return cls(rows, np.zeros_like(rows), rows)
 
     def some(self, places: np.ndarray) -> SeenTokens:
@@ -41,7 +41,7 @@ class SeenTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedDrafts:
-    """What became of the drafts of a step."""
+    """Outcome of the drafts of a step."""
 
     num_drafted: np.ndarray
     """int64 [num_rows]."""

@@ -1,4 +1,4 @@
-"""What a trainer does while rollouts still run: gradients of groups that ended, forward passes over new tokens.
+"""Trainer work while rollouts still run: gradients of finished groups, and forward passes over new tokens.
 
-Torch only: any trainer's loop can use it, with our server, another one, or none.
+It needs torch only. Any trainer's loop can use it, with our server, another server, or no server.
 """

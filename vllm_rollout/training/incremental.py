@@ -23,7 +23,7 @@ Key = tuple[Hashable, int]
 
 
 class Logprobs(NamedTuple):
-    """What one trajectory's answer has, in nats."""
+    """Values of one trajectory's answer, in nats."""
 
     logprobs: Tensor  # [num_tokens]
     entropies: Tensor | None  # [num_tokens]
@@ -31,7 +31,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(slots=True)
 class Growing:
-    """A trajectory on its way."""
+    """A trajectory that is still being generated."""
 
     token_ids: list[int]
     """The prompt, then what has come of the answer."""
@@ -113,7 +113,7 @@ class IncrementalLogprobs:
         self._growing[key] = Growing(list(prompt_token_ids), len(prompt_token_ids))
 
     def add(self, key: Key, offset: int, token_ids: Sequence[int]) -> None:
-        """What came next of an answer. Runs nothing. Raises: ValueError for an unknown key, or a gap."""
+        """Append an answer's next tokens; runs no model. Raises: ValueError for an unknown key or a gap."""
         growing = self._known(key)
         num_tokens = len(growing.token_ids) - growing.num_prompt_tokens
         if offset != num_tokens:
@@ -235,7 +235,7 @@ class IncrementalLogprobs:
 
 
 def cache_class_of(model: torch.nn.Module, device: torch.device) -> type[Any]:
-    """Which class the model keeps keys and values in, found by a pass over one token. Raises: ValueError."""
+    """The class in which the model keeps keys and values, found by a pass over one token. Raises: ValueError."""
     config = getattr(model, "config", None)
     window = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     kinds = set(getattr(config, "layer_types", None) or window) - {"full_attention"}

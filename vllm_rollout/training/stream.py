@@ -32,11 +32,11 @@ BUCKET_ELEMENTS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to, in all processes together."""
+    """Totals of a step over all processes."""
 
     step: int
     parts: int
-    """Calls of `add` and `add_sum`."""
+    """Number of calls of `add` and `add_sum`."""
     weight: float
     """N: what the sum was divided by: tokens, samples, groups, or what `add_sum` and `count` were told."""
     loss: float
