@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import record_of_run, write_json
@@ -70,6 +71,8 @@ def prepare_environment() -> None:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
+    if find_spec("flashinfer") is None:
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM imports it on a GPU without looking whether it is there
     if runs_on_cpu():
         os.environ.setdefault(*WAIT_POLICY)
     for name, value in defaults.items():

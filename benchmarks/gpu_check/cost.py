@@ -11,7 +11,7 @@ from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.engine import Engine, Wanted
 
 GROUP = 16
-REPEATS = 9
+REPEATS = 6
 WANTED_RATIOS = {"idle": 0.995, "tagged": 0.99, "scored": 0.99}
 WAYS = ("stock", *WANTED_RATIOS)
 DETECTION_LENGTH = 128
@@ -106,7 +106,7 @@ def race(bench: Bench) -> None:
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     took = 0.0
-    for repeat in range(2 if bench.small else 6):
+    for repeat in range(2 if bench.small else 4):
         if repeat > 1 and not bench.time_for_another(took):
             break
         took = 0.0

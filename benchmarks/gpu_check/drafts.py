@@ -17,7 +17,7 @@ def drafts(bench: Bench) -> None:
     told = [_group(f"told{number}", number, max_tokens) for number in range(num_groups)]
     told = [each for group in told for each in group]
     ratios: dict[str, list[float]] = {"told": [], "new": []}
-    for repeat in range(2 if bench.small else 5):
+    for repeat in range(2 if bench.small else 4):
         new = [
             each
             for number in range(num_groups)

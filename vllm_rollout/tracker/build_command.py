@@ -29,7 +29,7 @@ def build_command() -> str:
 
 
 def _origin() -> str:
-    """The source that pip was given: a folder, archive or repository, or the package's name if it came from an index."""
+    """The source that pip was given: a folder, archive or repository, or a name of an index."""
     try:
         written = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:
