@@ -32,7 +32,7 @@ VOTE_KEPT = 0.98
 """What is left of a vote at each update of the weights since its source ended."""
 DOUBT = 2.6
 """What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
-(docs/log.md)."""
+(docs/development/log.md)."""
 
 KeptSequence = tuple[int, int, bytes]
 """Tokens of the stem that it begins with, versions since it ended, its own tokens."""
