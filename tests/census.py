@@ -35,7 +35,7 @@ from tests.support.imports import imported_modules
 ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_rollout"
 PARTS = (PACKAGE, "kernels", "benchmarks", "conformance", "tests", "examples")
-JOURNEYS = ("candidate", "reward", "round", "move")
+JOURNEYS = ("candidate", "reward")
 MIN_TWIN_WORDS = 40
 TWIN_LIKENESS = 0.8
 Graph = Mapping[str, Collection[str]]

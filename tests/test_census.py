@@ -55,7 +55,7 @@ def test_a_circle_that_type_checkers_see_is_told_from_one_at_run_time(project):
 def test_a_journey_passes_the_files_of_its_table(project):
     hops = census(project)["hops"]
     assert hops["reward"] == ["top.py", "low/a.py"]
-    assert hops["move"] == []
+    assert hops["candidate"] == []
 
 
 def test_twins_differ_in_names_only(project):

@@ -18,7 +18,7 @@ def test_the_table_has_what_ran_what_failed_and_what_a_version_lacks():
     assert table(rows).splitlines() == [
         "| vLLM | adapter tests, no engine | engine tests | what it lacks |",
         "| --- | --- | --- | --- |",
-        "| 0.30 | — | 3 of 4 | logging flags; spans |",
+        "| 0.30 | — | 3 of 4 | logging flags, spans |",
         "| 0.32 | 10 of 10, 2 skipped | — | nothing |",
     ]
 

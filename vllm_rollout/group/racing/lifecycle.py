@@ -126,7 +126,7 @@ class Group:
         """Close the step: decide on everything that ended since the last call.
 
         A truncated candidate counts only when too few others are left to reach `group_size`
-        (docs/contributing/design.md 3).
+        (docs/contributing/design.md, "Promises").
         """
         new, self._settled, self._new = self._new, self._new, []
         self._num_steps += 1
