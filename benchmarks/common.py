@@ -194,7 +194,7 @@ def publish(
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
     """Write the result at --output and its picture at --plot, and print its tables: rendered in a terminal, else as
-    the Markdown that docs/results.md takes."""
+    Markdown."""
     write_json(arguments.output, result)
     text = tables(result)
     Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
