@@ -49,7 +49,7 @@ help:
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make test-gpu-site  the wheel beside torch for CUDA, under a made-up H100; needs Python 3.12 and 6 GB"
-	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/versions.md"
+	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/contributing/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/trainers.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
@@ -59,7 +59,7 @@ help:
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make docs-tables  write the field tables of docs/http.md"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
-	@echo "  make gpu-check   what only a GPU can show, in ten minutes: docs/gpu.md   ARGS='--minutes 9 --output DIR'"
+	@echo "  make gpu-check   what only a GPU can show, in ten minutes: docs/contributing/gpu.md   ARGS='--minutes 9 --output DIR'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
 	@echo
 	@echo "Variables:"

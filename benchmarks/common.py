@@ -183,7 +183,7 @@ def arguments_of(
         add("--repeats", type=int, default=repeats, help="of each measurement, or seeds (default %(default)s)")
     add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="the result, as JSON")
     if plot:
-        add("--plot", type=Path, default=ROOT / f"docs/{name}.png", help="the picture (default %(default)s)")
+        add("--plot", type=Path, default=ROOT / f"docs/images/{name}.png", help="the picture (default %(default)s)")
     return parser
 
 
@@ -194,7 +194,7 @@ def publish(
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
     """Write the result at --output and its picture at --plot, and print its tables: rendered in a terminal, else as
-    the Markdown that docs/benchmarks.md takes."""
+    Markdown."""
     write_json(arguments.output, result)
     text = tables(result)
     Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)

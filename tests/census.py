@@ -6,7 +6,7 @@
   of units of which one imports the other, `floors` the units on the longest chain of arrows (units that import each
   other in a circle are one floor).
 - **Circles**: files that import each other in a circle; once counting imports for type checkers, once without.
-- **Hops**: files that the tables "The journey of ..." of docs/architecture.md name.
+- **Hops**: files that the tables "The journey of ..." of docs/contributing/architecture.md name.
 - **Twins**: pairs of functions of at least 40 words, of which four in five triples of words that follow each other are
   the same. Words are nodes of the syntax tree; names of variables, constants, docstrings and `await` count for nothing.
 - **Privates**: lines of tests that touch `x._y` (x is not self), and tests in which there are such.
@@ -35,7 +35,7 @@ from tests.support.imports import imported_modules
 ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_rollout"
 PARTS = (PACKAGE, "kernels", "benchmarks", "conformance", "tests", "examples")
-JOURNEYS = ("candidate", "reward", "round", "move")
+JOURNEYS = ("candidate", "reward")
 MIN_TWIN_WORDS = 40
 TWIN_LIKENESS = 0.8
 Graph = Mapping[str, Collection[str]]
@@ -60,7 +60,7 @@ def census(root: Path) -> dict[str, Any]:
         "parts": {name: part(root / name) for name in PARTS} | {"docs": docs(root)},
         "rooms": {str(folder.relative_to(root)): room(str(folder.relative_to(root)), graph) for folder in folders},
         "circles": {"with types": circles(graph), "at run time": circles(at_run_time)},
-        "hops": {name: hops(root / "docs" / "architecture.md", name) for name in JOURNEYS},
+        "hops": {name: hops(root / "docs" / "contributing" / "architecture.md", name) for name in JOURNEYS},
         "twins": twins(root / PACKAGE),
         "privates": privates(root / "tests"),
     }

@@ -11,7 +11,9 @@ FILES = {
     "vllm_rollout/low/b.py": "one = 1\n",
     "tests/test_a.py": "def test_a(self):\n    self._mine = a._y\n    a.__init__\n\n\ndef test_b():\n    a.b\n",
     "tests/test_b.py": "try:\n    a.b\nexcept E as error:\n    error.c\n",
-    "docs/architecture.md": "\n## The journey of a reward\n\n| `top.py::f` | `low/a.py`, `low/a.py::x` |\n\n`b.py`\n",
+    "docs/contributing/architecture.md": (
+        "\n## The journey of a reward\n\n| `top.py::f` | `low/a.py`, `low/a.py::x` |\n\n`b.py`\n"
+    ),
 }
 LONG = """{kind} {name}({x}):
     "{name} is."
@@ -53,7 +55,7 @@ def test_a_circle_that_type_checkers_see_is_told_from_one_at_run_time(project):
 def test_a_journey_passes_the_files_of_its_table(project):
     hops = census(project)["hops"]
     assert hops["reward"] == ["top.py", "low/a.py"]
-    assert hops["move"] == []
+    assert hops["candidate"] == []
 
 
 def test_twins_differ_in_names_only(project):

@@ -18,7 +18,7 @@ def test_the_table_has_what_ran_what_failed_and_what_a_version_lacks():
     assert table(rows).splitlines() == [
         "| vLLM | adapter tests, no engine | engine tests | what it lacks |",
         "| --- | --- | --- | --- |",
-        "| 0.30 | — | 3 of 4 | logging flags; spans |",
+        "| 0.30 | — | 3 of 4 | logging flags, spans |",
         "| 0.32 | 10 of 10, 2 skipped | — | nothing |",
     ]
 
@@ -26,7 +26,7 @@ def test_the_table_has_what_ran_what_failed_and_what_a_version_lacks():
 def test_what_is_shown_is_what_the_result_file_says():
     rows = rows_of(RESULT)
     assert sorted(rows) == list(SUPPORTED_VLLM)
-    assert f"\n\n{table(rows)}\n\n" in (ROOT / "docs" / "versions.md").read_text()
+    assert f"\n\n{table(rows)}\n\n" in (ROOT / "docs" / "contributing" / "versions.md").read_text()
 
 
 def test_every_supported_version_has_pinned_requirements_and_a_vllm(tmp_path):

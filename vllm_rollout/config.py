@@ -146,4 +146,4 @@ DEFAULT_TRADEOFF = 1.0
 
 CALL_BUDGET_S = 0.002
 """What an API process asks of an engine core between two steps takes at most this long, in seconds, plus one piece of
-work of at most 3 ms (docs/log.md); the rest waits for the next step."""
+work of at most 3 ms (docs/development/log.md); the rest waits for the next step."""

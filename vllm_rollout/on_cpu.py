@@ -1,7 +1,7 @@
 """How an engine should run on this machine's CPU: number type, threads, memory. Needs neither torch nor vLLM.
 
-vLLM's own defaults suit servers with AVX-512 and nothing else running. docs/log.md, "The first ten minutes", has what
-they cost elsewhere.
+vLLM's own defaults suit servers with AVX-512 and nothing else running. docs/development/log.md, "The first ten
+minutes", has what they cost elsewhere.
 """
 
 from __future__ import annotations

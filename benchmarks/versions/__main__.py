@@ -141,7 +141,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     for version, row in sorted(rows.items()):
         cells = [_passed(row.get(suite)) for suite in columns]
-        lacks = "; ".join(line.partition(" (")[0] for line in row["lacks"]) or "nothing"
+        lacks = ", ".join(line.partition(" (")[0] for line in row["lacks"]) or "nothing"
         lines.append(f"| {version} | {' | '.join(cells)} | {lacks} |")
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ NUM_BLOCKS = 4
 instructions; they, not the memory, bound a kernel that has several for each byte."""
 NUM_STAGES = 3
 """Steps of the loop whose loads are under way or done, so that a program always has two on their way. Two programs fit
-a multiprocessor of sm_90: docs/log.md."""
+a multiprocessor of sm_90: docs/development/log.md."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 

@@ -72,7 +72,7 @@ class DraftMemory:
     A token is drafted by a vote of the places with the longest match. With v of t votes for it, after a match of L
     tokens, its probability is (v / t)^1.5 x s / (s + 2.6), s = (L + 1/2) x sqrt(t); a row's probabilities are the
     products of these. Of what was drafted for recorded answers of a 0.5B model with a probability in a tenth of
-    [0.1, 1], a share within 0.05 of the mean probability was accepted (docs/log.md).
+    [0.1, 1], a share within 0.05 of the mean probability was accepted (docs/development/log.md).
     """
 
     def __init__(self, max_bytes: int, *, min_match: int = 1, max_match: int = 16, max_places: int = 64) -> None:

@@ -32,7 +32,7 @@ VOTE_KEPT = 0.98
 """Factor by which each weights update multiplies the votes of answers that ended before it."""
 DOUBT = 2.6
 """What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
-(docs/log.md)."""
+(docs/development/log.md)."""
 
 KeptSequence = tuple[int, int, bytes]
 """Tokens of the stem that it begins with, versions since it ended, its own tokens."""

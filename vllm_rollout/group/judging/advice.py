@@ -13,7 +13,7 @@ most rewards are of survivors: by weights 1 / p the mean of prompts' success rat
 their spread. With a beta distribution of both, rewards of n candidates are beta-binomial.
 
 Invariant: advice depends on the rewarded candidates only. Groups that race say nothing of how many would succeed.
-Source: vllm_rollout; held against the true gradient (docs/log.md).
+Source: vllm_rollout; held against the true gradient (docs/development/log.md).
 """
 
 from __future__ import annotations

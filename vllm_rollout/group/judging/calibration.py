@@ -41,7 +41,7 @@ CALIBRATION_BINS = 128
 """Bins of a score's calibration, B of ARRoL A.4."""
 CALIBRATION_SPREAD = 7
 """Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. Measured:
-docs/log.md."""
+docs/development/log.md."""
 CALIBRATION_SMOOTHING = 1.0
 """Laplace smoothing per bin and label, of the paper's method."""
 RECENT_SCORES = 1024

@@ -20,7 +20,7 @@ is p_i = kappa + bias + strength q_i, clipped to the bounds, which is the form o
     strength = n kappa^2 (V0 - V1) / R^2 ,
 
 taken at p = kappa. The cost's factor is the only choice in it: steering from 3/4 to 3/2 as strong is as good within
-errors (docs/log.md). Where variance is certain V0 - V1 is 0 and the draw is at random; where
+errors (docs/development/log.md). Where variance is certain V0 - V1 is 0 and the draw is at random; where
 success is rare it is near 1 and keeps the likely ones, where it is frequent near -1.
 
 V0 and V1 are the group's own: its siblings' q, their odds shifted by what the history of the prompt's rewards says,

@@ -36,7 +36,7 @@ MAX_SOLVED_STRENGTH = 8.0
 decides between the bounds of survival, which is as fine as calibration knows it."""
 MIN_BALANCED = 4.0
 """Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
-Measured at 1, 4 and 16 siblings per batch (docs/log.md): more weakens the group's own balance."""
+Measured at 1, 4 and 16 siblings per batch (docs/development/log.md): more weakens the group's own balance."""
 NUM_QUANTILES = 8
 """Points that stand for the population there."""
 MASS_TOLERANCE = 1e-9

@@ -125,7 +125,8 @@ class Group:
     def settle(self) -> Settlement:
         """Close the step: decide on everything that ended since the last call.
 
-        A truncated candidate counts only when too few others are left to reach `group_size` (docs/design.md 3).
+        A truncated candidate counts only when too few others are left to reach `group_size`
+        (docs/contributing/design.md, "Promises").
         """
         new, self._settled, self._new = self._new, self._new, []
         self._num_steps += 1

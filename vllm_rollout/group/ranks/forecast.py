@@ -19,7 +19,7 @@ from vllm_rollout.group.lengths.cost import CostModel, log_normal_lengths
 
 SLOWER = 1.05
 """Times in this ratio count as the same: profiles predict rollouts with a median error of 1.3 %, at most 6.7 %
-(docs/benchmarks.md). Of sizes that are the same the smallest is taken."""
+(docs/results.md). Of sizes that are the same the smallest is taken."""
 KV_BLOCK_TOKENS = 16
 """Room that is left for everybody's next block when a candidate is admitted, so that it is not preempted at once."""
 EXPECTED_SHARE = 1 / 8

@@ -22,10 +22,10 @@ MAX_DELAY = 0.05
 go on for long (`RankLoad.late`) and share their steps to the last. Averages promise an end to most who arrive."""
 OWN_SHARE = 1 / 3
 """Share of a rank's own delay in that case that counts too: any rank may turn out to have the last candidate. All of it
-would let next to nothing move (docs/log.md)."""
+would let next to nothing move (docs/development/log.md)."""
 MIN_FREED = 0.2
 """Least share of the remaining rank-seconds that a consolidation has to free. Many small ones delay the end more than
-they free (docs/log.md)."""
+they free (docs/development/log.md)."""
 MIN_SOONER = 0.1
 """Least share by which a spread has to bring the end of the lagging rank forward."""
 LAG = 1.5

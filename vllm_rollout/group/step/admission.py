@@ -2,7 +2,8 @@
 
 vLLM admits whoever's prompt fits, and preempts when those that run have grown; all that a preempted one had is computed
 again. With room left for each of them to grow by a share of a mean length, preemptions fall to a fifth and fewer, and
-the rollout ends sooner; with more room places stand empty, and it ends later (docs/log.md, "Who runs first").
+the rollout ends sooner; with more room places stand empty, and it ends later
+(docs/development/log.md, "Who runs first").
 """
 
 from __future__ import annotations
