@@ -3,7 +3,7 @@
 Seconds of a training step: rollout, rewards, training, new weights. Each row adds one thing to the row before:
 
   synchronous     rounds that wait for all; graded after the rollout, within 30 s each; trained after that
-  tail batching   short rounds of 1.25 x prompts and 1.25 x responses, and long ones (docs/rounds.md)
+  tail batching   short rounds of 1.25 x prompts and 1.25 x responses, and long ones (docs/guides/rounds.md)
   moves           groups move between ranks where that pays (`"migration": "auto"`). RollPacker's planner changes the
                   tensor-parallel size when rounds preempt; ours (`--parallelism auto`) does, with one engine. Here are
                   several, and `preemptions` says what it would have had to decide by

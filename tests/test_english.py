@@ -20,6 +20,12 @@ READ_ONCE = (
     "docs/contributing/gpu.md",
     "docs/contributing/versions.md",
     "docs/results.md",
+    "docs/guides/agents.md",
+    "docs/guides/pruning.md",
+    "docs/guides/race.md",
+    "docs/guides/rewards.md",
+    "docs/guides/rounds.md",
+    "docs/guides/shaping.md",
 )
 """Pages that keep to the rules. Others follow as they are rewritten."""
 MAX_WORDS = 25

@@ -149,9 +149,6 @@ KEPT: Mapping[str, Kept] = {
         draw_training,
         ("seconds of training (rollouts, rewards, gradients, weights)", ""),
     ),
-    "variance": Kept(
-        "python -m benchmarks.rewards.variance", of_result("benchmarks.rewards.variance"), ("success rate",) * 3
-    ),
 }
 """By its name. Those of the page are drawn by a browser."""
 

@@ -1,4 +1,4 @@
-"""SkyRL: trajectories of SkyRL-Gym that race, each a session (docs/agents.md), at a server of ours.
+"""SkyRL: trajectories of SkyRL-Gym that race, each a session (docs/guides/agents.md), at a server of ours.
 
     class Racing(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):

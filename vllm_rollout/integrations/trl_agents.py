@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer: conversations with the tools of an environment that race, each a session (docs/agents.md). The
-environment is given to a `rollout_func` instead of to the trainer:
+"""TRL's GRPOTrainer: conversations with the tools of an environment that race, each a session (docs/guides/agents.md).
+The environment is given to a `rollout_func` instead of to the trainer:
 
     agents = TRLAgents("http://127.0.0.1:8000", environment_factory=Calculator, redundancy=8)
     GRPOTrainer(..., rollout_func=agents, reward_funcs=[agents.rewards])

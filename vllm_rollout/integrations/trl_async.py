@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPO: its conversations race, each a session (docs/agents.md), by a worker of another kind:
+"""TRL's AsyncGRPO: its conversations race, each a session (docs/guides/agents.md), by a worker of another kind:
 
     worker = RacingRolloutWorker(group_size=8, num_generations=16, ...)  # the others as TRL's AsyncRolloutWorker
     AsyncGRPOTrainer(..., rollout_worker=worker)

@@ -1,4 +1,4 @@
-"""verl: agents with tools that race, each a session of its own (docs/agents.md). In `custom` beside
+"""verl: agents with tools that race, each a session of its own (docs/guides/agents.md). In `custom` beside
 `rollout_redundancy`: `rollout_sessions=true`; and verl's agent loop is named in a file:
 
     - name: racing_tool_agent

@@ -1,4 +1,4 @@
-"""Groups of sessions in a trace (docs/agents.md), as their race left them.
+"""Groups of sessions in a trace (docs/guides/agents.md), as their race left them.
 
 A session row is one group; times are seconds after it began, and a turn is [began, ended, tokens, tokens of its prompt,
 those of them that were cached, how it went on from the turn before]. Between two turns a tool ran:

@@ -48,7 +48,7 @@ def receipt(
     same prediction where the remainder did run: in audit groups, and in rollouts that stop nobody. -10 % means that
     a tenth too few were predicted. A dash means that nobody can tell.
 
-    **Groups of sessions** (docs/agents.md) have a table of their own, of what is counted.
+    **Groups of sessions** (docs/guides/agents.md) have a table of their own, of what is counted.
 
     **The sum** takes off what long rounds took: waiting for all in the short rounds would have left them nothing to do.
 

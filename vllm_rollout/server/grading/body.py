@@ -1,4 +1,4 @@
-"""What a request says of the reward that its trajectories get (docs/rewards.md)."""
+"""What a request says of the reward that its trajectories get (docs/guides/rewards.md)."""
 
 from __future__ import annotations
 

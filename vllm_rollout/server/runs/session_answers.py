@@ -1,4 +1,4 @@
-"""Answers and events of rounds whose candidates are sessions (docs/agents.md)."""
+"""Answers and events of rounds whose candidates are sessions (docs/guides/agents.md)."""
 
 from __future__ import annotations
 

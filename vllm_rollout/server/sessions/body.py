@@ -1,4 +1,4 @@
-"""Bodies and answers of the endpoints of sessions (docs/agents.md)."""
+"""Bodies and answers of the endpoints of sessions (docs/guides/agents.md)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SessionOptions(Body, SessionFields):
         default=1, description="The turn in which detection_length counts tokens."
     )
     reward: RewardField | None = Field(
-        default=None, description="Grades a finished session whose finish brings no reward (docs/rewards.md)."
+        default=None, description="Grades a finished session whose finish brings no reward (docs/guides/rewards.md)."
     )
 
 

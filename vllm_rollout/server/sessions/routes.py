@@ -1,4 +1,4 @@
-"""The endpoints of sessions (docs/agents.md). Invariant: as of server/routes.py."""
+"""The endpoints of sessions (docs/guides/agents.md). Invariant: as of server/routes.py."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class GroupClient:
     def _turn(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A request that is one turn of a session (docs/agents.md)."""
+        """A request that is one turn of a session (docs/guides/agents.md)."""
         assert self.sessions is not None
         extra_args = params.extra_args or {}
         self._check_forced_length(extra_args)
