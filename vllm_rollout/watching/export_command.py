@@ -34,7 +34,7 @@ def export(
     vllm-rollout export trace.jsonl --to trackio && trackio show
     ```
 
-    Seconds, tokens and what stopping saved, lengths, rewards, ends, moves; docs/watch.md says what each curve is. Run
+    Seconds, tokens and what stopping saved, lengths, rewards, ends, moves; docs/guides/watching.md says what each curve is. Run
     it again when the file has grown: it replaces what it wrote before.
     """
     from vllm_rollout.trace.file import told_reasons

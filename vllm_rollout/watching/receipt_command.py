@@ -52,7 +52,7 @@ def receipt(
 
     **The sum** takes off what long rounds took: waiting for all in the short rounds would have left them nothing to do.
 
-    **Next**, of a trace: the one setting that `vllm-rollout simulate` expects to save most. docs/receipts.md says how
+    **Next**, of a trace: the one setting that `vllm-rollout simulate` expects to save most. docs/guides/watching.md says how
     right all of this is.
     """
     from vllm_rollout.client.connection import RolloutError
