@@ -73,7 +73,7 @@ def test_what_works_from_outside_imports_neither_torch_nor_vllm(folder):
 
 def test_docs_and_docstrings_cite_files_that_are_there():
     root = PACKAGE.parent
-    places = [*PACKAGE.rglob("*.py"), *(root / "docs").glob("*.md"), root / "README.md"]
+    places = [*PACKAGE.rglob("*.py"), *(root / "docs").rglob("*.md"), root / "README.md"]
     cited = {(path.name, name) for path in places for name in re.findall(r"\bdocs/[a-z_/]+\.md", path.read_text())}
     assert {(path, name) for path, name in cited if not (root / name).exists()} == set()
 
@@ -175,7 +175,7 @@ def test_functions_that_the_docs_name_are_there():
     root = PACKAGE.parent
     cited = {
         pair
-        for path in (root / "docs").glob("*.md")
+        for path in (root / "docs").rglob("*.md")
         for pair in re.findall(r"`([a-z_/]+\.py)::(\w+)`", path.read_text())
     }
     assert cited

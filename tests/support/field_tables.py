@@ -30,8 +30,8 @@ MORE = {
     "pruning": "#pruning",
     "audit_ratio": "#audit-groups",
     "sampling": "#seeds",
-    "migration": "guides/deploy.md#move-groups-between-ranks",
-    "on_engine_failure": "guides/deploy.md#when-a-rank-dies",
+    "migration": "engines.md#moves-that-pay",
+    "on_engine_failure": "engines.md#when-a-rank-dies",
     "detection_length": "#which-detection-length",
     "final_score": "#whole-trajectories",
 }
