@@ -26,6 +26,15 @@ READ_ONCE = (
     "docs/guides/rewards.md",
     "docs/guides/rounds.md",
     "docs/guides/shaping.md",
+    "docs/guides/asynchronous.md",
+    "docs/guides/deploy.md",
+    "docs/guides/drafts.md",
+    "docs/guides/emulation.md",
+    "docs/guides/in_process.md",
+    "docs/guides/training.md",
+    "docs/guides/troubleshooting.md",
+    "docs/guides/tuning.md",
+    "docs/guides/watching.md",
 )
 """Pages that keep to the rules. Others follow as they are rewritten."""
 MAX_WORDS = 25

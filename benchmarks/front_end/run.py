@@ -3,8 +3,8 @@
 An emulated device whose step takes 8 ms and 0.02 ms per candidate; groups of 16 candidates with log-normal lengths
 (mean about 400 tokens), of which a trainer wants the first 8, all groups at once. Clients, each in a process of its
 own, ask the same server for the same candidates in turn (`clients.py`), over vLLM's Python front end and over its Rust
-one, which runs beside it on the same engine core (docs/front_ends.md; where its binary cannot be had that is said, and
-those ways are left out). `ideal` is what the device would need if
+one, which runs beside it on the same engine core (docs/guides/deploy.md; where its binary cannot be had that is said,
+and those ways are left out). `ideal` is what the device would need if
 nothing else took time: the lengths replayed step by step, every group stopped in the step in which its 8th candidate
 ends.
 

@@ -4,7 +4,7 @@
     python -m examples.grpo.train models/careful runs/race --race --serve     # 25 steps
 
 OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt` and `weights`. Started again with the
-same words it goes on where it was, after a kill at any moment. docs/training.md has flags, and servers by hand.
+same words it goes on where it was, after a kill at any moment. docs/guides/training.md has flags, and servers by hand.
 """
 
 import argparse

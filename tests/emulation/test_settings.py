@@ -131,5 +131,5 @@ def test_a_broken_file_is_an_error_that_names_file_field_and_value(tmp_path, con
 
 
 def test_a_missing_file_is_an_error_with_a_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot read .*gone\.json.*docs/emulation\.md"):
+    with pytest.raises(ValueError, match=r"cannot read .*gone\.json.*docs/guides/emulation\.md"):
         Settings.read(tmp_path / "gone.json")

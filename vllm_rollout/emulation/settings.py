@@ -181,7 +181,9 @@ class Settings(_Model):
         try:
             fields = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"cannot read {path}: {error}. docs/emulation.md has an example to begin with.") from error
+            raise ValueError(
+                f"cannot read {path}: {error}. docs/guides/emulation.md has an example to begin with."
+            ) from error
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno})") from error
         if not isinstance(fields, dict):
@@ -192,7 +194,7 @@ class Settings(_Model):
             settings = cls.model_validate(fields)
         except ValidationError as error:
             problems = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:MAX_PROBLEMS])
-            raise ValueError(f"{path}: {problems}. docs/emulation.md lists the fields.") from error
+            raise ValueError(f"{path}: {problems}. docs/guides/emulation.md lists the fields.") from error
         return settings._read_named_files(path)
 
     @property

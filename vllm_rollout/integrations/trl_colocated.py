@@ -38,8 +38,8 @@ class colocate:
 
     A group that is cut between two processes is not raced: give each process a multiple of num_generations.
 
-    It sets the environment variables of docs/in_process.md, which processes that are started later inherit. In a `with`
-    statement all of it holds until the end of the block.
+    It sets the environment variables of docs/guides/in_process.md, which processes that are started later inherit.
+    In a `with` statement all of it holds until the end of the block.
 
     Raises: ValueError for a size that is no group's, for options without a reward, and where VLLM_PLUGINS leaves us
     out. Building a trainer then raises ValueError for one that cannot race: with tools, without a whole group, or, with

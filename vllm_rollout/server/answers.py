@@ -254,7 +254,7 @@ class RolloutSummary(BaseModel):
     usage: Usage
     timing: Timing
     receipt: Receipt | None = None
-    """What it saved against waiting for all of its candidates (docs/receipts.md)."""
+    """What it saved against waiting for all of its candidates (docs/guides/watching.md)."""
 
 
 class RolloutAnswer(RolloutSummary):

@@ -1,4 +1,4 @@
-"""The endpoint about KV that older weights have computed (docs/weights.md)."""
+"""The endpoint about KV that older weights have computed (docs/guides/asynchronous.md)."""
 
 from __future__ import annotations
 

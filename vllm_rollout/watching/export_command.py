@@ -34,8 +34,8 @@ def export(
     vllm-rollout export trace.jsonl --to trackio && trackio show
     ```
 
-    Seconds, tokens and what stopping saved, lengths, rewards, ends, moves; docs/watch.md says what each curve is. Run
-    it again when the file has grown: it replaces what it wrote before.
+    Seconds, tokens and what stopping saved, lengths, rewards, ends, moves (docs/guides/watching.md). Run it again when
+    the file has grown: it replaces what it wrote before.
     """
     from vllm_rollout.trace.file import told_reasons
     from vllm_rollout.watching.export import SESSIONS, check_installed, read_curves, to_tensorboard, to_trackio

@@ -52,8 +52,8 @@ def receipt(
 
     **The sum** takes off what long rounds took: waiting for all in the short rounds would have left them nothing to do.
 
-    **Next**, of a trace: the one setting that `vllm-rollout simulate` expects to save most. docs/receipts.md says how
-    right all of this is.
+    **Next**, of a trace: the one setting that `vllm-rollout simulate` expects to save most. How right all of
+    this is: docs/guides/watching.md.
     """
     from vllm_rollout.client.connection import RolloutError
     from vllm_rollout.watching.receipt import show

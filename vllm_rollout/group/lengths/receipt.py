@@ -5,7 +5,7 @@ predicted from the lengths of this rollout, in which a stopped candidate counts 
 remainder did run, the same prediction is made as if it had not, and its error is told.
 
 Each prompt has its own location of log lengths; their form within a prompt is one for all, a life table
-(`group/lengths/life_table.py`) that leans on a log-normal curve. How wrong it is, measured, is in docs/receipts.md.
+(`group/lengths/life_table.py`) that leans on a log-normal curve. How wrong it is: docs/guides/watching.md.
 
 Invariants: generated + resumed = returned + wasted tokens. Nothing stopped: nothing saved. What cannot be known is None
 and, in a sum, claims nothing. The order of groups and of their candidates has no effect.

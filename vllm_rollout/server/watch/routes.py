@@ -36,7 +36,7 @@ def _viewers(request: Request) -> Viewers:
 )
 async def watch(request: Request) -> Response:
     """Server-sent events for the page at /rollouts and `vllm-rollout top`: rollouts, groups that have changed, ranks,
-    rounds (docs/watch.md). It has no end; a reader that is too slow is told everything anew."""
+    rounds (docs/guides/watching.md). It has no end; a reader that is too slow is told everything anew."""
     feed = _viewers(request).feed()
     first = await anext(feed)
     return EventStream(chained(first, feed), headers={"cache-control": "no-store", "x-accel-buffering": "no"})

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Emulation",
         description="A server without a model: made-up tokens, after the time that a step would take on a device. "
-        "docs/emulation.md.",
+        "docs/guides/emulation.md.",
     )
     group.add_argument(
         "--emulate",

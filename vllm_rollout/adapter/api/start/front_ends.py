@@ -33,12 +33,12 @@ logger = init_logger("vllm.vllm_rollout")
 VARIABLE, PATH_VARIABLE = "VLLM_USE_RUST_FRONTEND", "VLLM_RUST_FRONTEND_PATH"
 OURS = 1
 """Our process's number among the engine cores' clients. Requests of the Rust front end say 0."""
-SCHEDULER_ALONE = "Unset it, or use `vllm serve --scheduler-cls vllm_rollout.Scheduler`: docs/front_ends.md."
+SCHEDULER_ALONE = "Unset it, or use `vllm serve --scheduler-cls vllm_rollout.Scheduler`: docs/guides/deploy.md."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Front ends", description=f"vLLM's Rust front end beside ours ({VARIABLE}=1). docs/front_ends.md."
+        title="Front ends", description=f"vLLM's Rust front end beside ours ({VARIABLE}=1). docs/guides/deploy.md."
     )
     group.add_argument(
         "--rollout-port",

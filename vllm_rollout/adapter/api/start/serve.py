@@ -301,7 +301,7 @@ def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         if not current_platform.ray_device_key:
             parser.error(
                 f"{flag} ray needs devices that Ray hands out, and vLLM's platform {current_platform.device_type} has "
-                "none. Leave it out, or start the server where vLLM finds a GPU. docs/cluster.md."
+                "none. Leave it out, or start the server where vLLM finds a GPU. docs/guides/deploy.md."
             )
         if find_spec("ray") is None:
             parser.error(f"{flag} ray needs Ray on every host: pip install 'vllm-rollout[ray]'.")
