@@ -23,10 +23,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from benchmarks.gpu_check.cost import WANTED_RATIOS
+from benchmarks.gpu_check.kernels import WANTED_SHARE
 from conformance.gain import AT_ONCE_PROMPTS, GRADE_S
 
 ROOT = Path(__file__).parents[1]
-NAMES = re.compile(r"SmolLM2-135M|Qwen2\.5-Coder-0\.5B|\b\d+(?:\.\d)?[BM]\b|0\.9 M\b|Eq\. \d")
+NAMES = re.compile(r"H200|SmolLM2-135M|Qwen2\.5-Coder-0\.5B|\b\d+(?:\.\d)?[BM]\b|0\.9 M\b|Eq\. \d")
 NUMBER = re.compile(r"[-−+]?\d+(?:,\d{3})*(?:\.\d+)?")
 RACE = "race, first 8 of 16"
 PLAIN = "waiting for all of 8"
@@ -48,10 +50,13 @@ class Quoted(NamedTuple):
 
 @cache
 def loaded(name: str) -> Any:
-    return json.loads((ROOT / path_of(name)).read_text())
+    text = (ROOT / path_of(name)).read_text()
+    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
 
 def path_of(name: str) -> str:
+    if name.endswith(".jsonl"):
+        return name
     return f"{name}.json" if "/" in name else f"benchmarks/results/{name}.json"
 
 
@@ -271,6 +276,37 @@ def saved(it: Any, key: str) -> str:
     return f"{min(means):.0f} {max(means):.0f} {100 * max(row[key]['std'] for row in it['errors']):.0f}"
 
 
+def found(it: Any, name: str) -> Any:
+    """What a piece of a lease concludes; its last line counts."""
+    return [line["value"] for line in it if line["kind"] == "result" and line["name"] == name][-1]
+
+
+def repeated(it: Any, **wanted: Any) -> list[Any]:
+    """Values of a lease without the first repeat, which warms up."""
+    return [line for line in it if line["kind"] == "value" and line.items() >= wanted.items() and line.get("repeat", 1)]
+
+
+def pairs(it: Any, way: str) -> int:
+    return len([line for line in repeated(it, piece="overhead", way=way) if "seconds" in line])
+
+
+def confidence(it: Any, rows: int, key: str) -> float:
+    (one,) = repeated(it, operator="token_confidence", dtype="bfloat16", rows=rows)
+    return float(one[key])
+
+
+def over_stock(it: Any, way: str) -> float:
+    return float(found(it, f"{way}: throughput over stock's")["median"])
+
+
+TRAINED = "throughput while a head trains 5 ms after each step, over none"
+
+
+def raced_on_gpu(it: Any) -> str:
+    gain, ways = found(it, "ours, first 8: times as fast as stock"), repeated(it, piece="race", way="ours, first 8")
+    return f"{gain['median']:.2f} 256 {{}}{len(ways)}"
+
+
 def prompts(it: Any) -> int:
     return int(it["races"][0]["num_groups"])
 
@@ -291,7 +327,10 @@ def refused(it: Any) -> str:
     return f"{it['num_answers_500_or_above']} {answers:,} {it['num_violations']} {it['num_acts']:,}"
 
 
+LEASE = "benchmarks/results/gpu_h200/lease.jsonl"
+
 README: Sequence[Quoted] = (
+    Quoted("race, first 8 of 16, H200", "stock vLLM, all 16 awaited", LEASE, lambda it: raced_on_gpu(it).format("")),
     Quoted(RACE, "vLLM, n=8, all awaited", "group_race",
            lambda it: f"{race(it, 'b'):.1f} {prompts(it)} {runs(it)}"),
     Quoted("race, 2,048 candidates", "a streaming client that aborts losers", "front_end",
@@ -300,8 +339,6 @@ README: Sequence[Quoted] = (
     Quoted("TRL in one process, 16 prompts", "TRL without spare candidates", "conformance/results/trl",
            lambda it: f"{gain(it, 'step_rewarded', COLOCATED)} {runs_of_gain(it)} "
                       f"{gain(it, 'step_spares', COLOCATED)} {GRADE_S}"),
-    Quoted("rewards in the server", "rewards after generation", "rewards",
-           lambda it: f"{grading(it, 'after/async')} {grading(it, 'after/learned')} {graded(it)}"),
     Quoted("learning to a success rate of 0.60", PLAIN, "time_to_reward",
            lambda it: f"{sooner(it, 'race').split()[0]} {len(arm(it, 'race')['seeds'])} "
                       f"{sooner(it, 'race', 'long is right').split()[0]}"),
@@ -311,6 +348,23 @@ README: Sequence[Quoted] = (
 )  # fmt: skip
 
 RESULTS: Sequence[Quoted] = (
+    # On a GPU.
+    Quoted(RACE, "stock vLLM, all 16 awaited", LEASE,
+           lambda it: raced_on_gpu(it).format("300 ") + f" {100 * found(it, 'share of tokens'):.0f}"),
+    Quoted("groups that nothing stops, H200", "stock vLLM", LEASE,
+           lambda it: f"{over_stock(it, 'tagged'):.3f} 256 256 {pairs(it, 'tagged')} "
+                      f"{over_stock(it, 'idle'):.3f}"),
+    Quoted("groups whose candidates are scored once", "stock vLLM", LEASE,
+           lambda it: f"{over_stock(it, 'scored'):.3f} 256 256 {pairs(it, 'scored')} "
+                      f"{WANTED_RATIOS['scored']} {found(it, 'the due step takes longer by, ms'):.0f}"),
+    Quoted("a quality head that trains 5 ms after each step", "no training", LEASE,
+           lambda it: f"{found(it, TRAINED)['median']:.2f} 256 "
+                      f"{len(repeated(it, piece='training', budget_ms=5.0))}"),
+    Quoted("token_confidence, 256 rows, bfloat16", "the memory's bandwidth", LEASE,
+           lambda it: f"{100 * confidence(it, 256, 'share'):.0f} 50 1,024 {100 * confidence(it, 1024, 'share'):.0f} "
+                      f"{100 * WANTED_SHARE:.0f}"),
+    Quoted("token_confidence, 1 row, bfloat16", "a step of 5.4 ms", LEASE,
+           lambda it: f"{confidence(it, 1, 'us'):.0f} 50"),
     # Measured here.
     Quoted(RACE, "vLLM, n=8, all awaited", "group_race",
            lambda it: f"{race(it, 'b'):.1f} {prompts(it)} {runs(it)}"),
