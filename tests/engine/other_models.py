@@ -1,6 +1,6 @@
-"""One rollout with a quality head on an engine of `vllm_rollout.LLM`, as JSON: `other_models.py SETTINGS MODEL`.
+"""Rollouts with scores and rewards on an engine of `vllm_rollout.LLM`, as JSON: `other_models.py SETTINGS MODEL`.
 
-SETTINGS are keyword arguments of the engine, as JSON.
+SETTINGS: keyword arguments of the engine, as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ os.environ.update(
 import vllm_rollout
 
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True, "dtype": "float32", "max_num_seqs": 16}
-SAMPLING = {"max_tokens": 40, "min_tokens": 6, "seed": 3}
+PROMPTS = [[5 + number] * 40 for number in range(2)]
+SAMPLING = {"max_tokens": 40, "seed": 3}
+SHADOW = {"detection_length": 4, "mode": "shadow"}
+REGEX = {"regex": "[ab]{3,8}"}
 
 
 def length(text: str, data: dict[str, Any]) -> float:
@@ -26,33 +29,27 @@ def length(text: str, data: dict[str, Any]) -> float:
 
 
 def main(settings: dict[str, Any], model: str) -> dict[str, Any]:
-    llm = vllm_rollout.LLM(model, **SETTINGS, **settings)
-    llm.rollout_rewards = {"length": length}
+    llm = vllm_rollout.LLM(model, rewards={"length": length}, **SETTINGS, **settings)
 
     def roll_out(**sampling: Any) -> Any:
-        plan = {"detection_length": 4, "mode": "shadow"}
-        prompts = [[5 + number] * 40 for number in range(2)]
         return llm.rollout(
-            prompts, group_size=2, redundancy=2, pruning=plan, audit_ratio=0.0, reward="length",
-            **{NAME: {**SAMPLING, **sampling}},
-        )
+            PROMPTS, group_size=2, redundancy=2, pruning=SHADOW, audit_ratio=0.0, reward="length",
+            sampling_params={**SAMPLING, **sampling},
+        )  # fmt: skip
 
-    raced, grammar = roll_out(), roll_out(structured_outputs={"regex": "[ab]{3,8}"}, min_tokens=0)
+    answers = {"free": roll_out(min_tokens=6), "grammar": roll_out(structured_outputs=REGEX)}
     return {
         name: [
             {
                 "states": [each.state for each in group.candidates],
                 "rewards": [each.reward for each in group.trajectories],
-                "scored": [each.mean_confidence is not None for each in group.trajectories],
-                "status": group.status,
+                "confidences": [each.mean_confidence for each in group.trajectories],
             }
             for group in answer.groups
         ]
-        for name, answer in (("raced", raced), ("grammar", grammar))
+        for name, answer in answers.items()
     }
 
-
-NAME = "sampling"
 
 if __name__ == "__main__":
     print("RESULT " + json.dumps(main(json.loads(sys.argv[1]), sys.argv[2])))
