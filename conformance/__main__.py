@@ -56,7 +56,7 @@ EPILOG = """examples:
   python -m conformance trl                         all checks of TRL
   python -m conformance trl --only CHECK            that one; the others' results stay (--only may be repeated)
   python -m conformance verl --vllm 0.29            beside another vLLM
-  python -m conformance --table                     the tables of docs/trainers.md
+  python -m conformance --table                     the tables of docs/recipes/index.md
   make conformance TRAINER=trl ARGS='--only CHECK'  the same through make, which installs .venv first"""
 
 

@@ -54,13 +54,12 @@ def details(result: Mapping[str, Any]) -> str:
 
 def gains(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A row per trainer that has measured what spare candidates gain it (`conformance.gain`)."""
-    lines = ["| trainer | generation | whole steps | seconds of generation with | without |", "| --- |" + " --- |" * 4]
+    lines = ["| trainer | generation | whole steps |", "| --- |" + " --- |" * 2]
     for trainer, result in sorted(results.items()):
         for row in result["checks"]:
             if row["passed"] and "generation_ratio" in row:
                 step = f"{row['step_ratio']:.2f} x" if "step_ratio" in row else "—"
-                on, off = (", ".join(f"{s:.1f}" for s in row["generation_s"][which]) for which in ("with", "without"))
-                lines.append(f"| {_named(trainer, row)} | {row['generation_ratio']:.2f} x | {step} | {on} | {off} |")
+                lines.append(f"| {_named(trainer, row)} | {row['generation_ratio']:.2f} x | {step} |")
     return "\n".join(lines)
 
 
@@ -70,16 +69,14 @@ AT_ONCE = ("generation_spares", "step_spares", "step_rewarded")
 
 def gains_at_once(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A row per trainer that has measured 16 prompts at once (`conformance.gain.AtOnce`)."""
-    columns = ("trainer", "generation", "generation and rewards", "rewards in the engine", "seconds without", "with")
+    columns = ("trainer", "generation", "generation and rewards", "rewards in the engine")
     lines = [f"| {' | '.join(columns)} |", "| --- |" + " --- |" * (len(columns) - 1)]
     for trainer, result in sorted(results.items()):
         for row in result["checks"]:
             if row["passed"] and "at_once" in row:
                 its = row["at_once"]
                 cells = [f"{its['ratios'][name]:.2f} x" if name in its["ratios"] else "—" for name in AT_ONCE]
-                seconds = its["seconds"]["generation"]
-                plain, spares = (", ".join(f"{s:.1f}" for s in seconds[arm]) for arm in ("plain", "spares"))
-                lines.append(f"| {_named(trainer, row)} | {' | '.join(cells)} | {plain} | {spares} |")
+                lines.append(f"| {_named(trainer, row)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -108,4 +105,4 @@ def _passed(rows: Sequence[Mapping[str, Any]]) -> str:
         return "—"
     if rows[0]["mode"] == "stopped":
         return str(len(rows))
-    return f"{sum(row['passed'] for row in rows)} of {len(rows)}"
+    return f"{sum(row['passed'] for row in rows)}/{len(rows)}"

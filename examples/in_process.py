@@ -4,7 +4,7 @@
 
 `vllm_rollout.LLM` is a `vllm.LLM`: whatever you do with one you do with it, and it runs groups. On an engine that
 something else builds (verl, SkyRL, OpenRLHF) it takes one engine argument, scheduler_cls="vllm_rollout.Scheduler": see
-docs/trainers.md.
+docs/recipes/index.md.
 """
 
 import sys

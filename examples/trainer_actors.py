@@ -3,7 +3,7 @@
     python examples/trainer_actors.py [MODEL]        # CPU: VLLM_CPU_KVCACHE_SPACE=1
 
 One engine argument turns us on. Without a group's name, siblings are requests of one prompt. The trainers' own settings
-are in docs/trainers/; these are their calls, as their code makes them.
+are in docs/recipes/; these are their calls, as their code makes them.
 """
 
 import asyncio

@@ -35,6 +35,18 @@ READ_ONCE = (
     "docs/guides/troubleshooting.md",
     "docs/guides/tuning.md",
     "docs/guides/watching.md",
+    "docs/index.md",
+    "docs/recipes/index.md",
+    "docs/recipes/nemo-rl.md",
+    "docs/recipes/openrlhf.md",
+    "docs/recipes/others.md",
+    "docs/recipes/prime-rl.md",
+    "docs/recipes/skyrl.md",
+    "docs/recipes/trl.md",
+    "docs/recipes/verl.md",
+    "docs/start/matrix.md",
+    "docs/start/quickstart.md",
+    "docs/start/when.md",
 )
 """Pages that keep to the rules. Others follow as they are rewritten."""
 MAX_WORDS = 25

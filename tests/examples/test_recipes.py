@@ -31,7 +31,7 @@ def test_a_diff_applies_and_its_page_shows_it(recipe: Path, tmp_path: Path) -> N
     else:
         compile(script.read_text(), str(script), "exec")
     changed = [line for line in (recipe / "rollout.diff").read_text().splitlines()[2:] if line[0] in "+-"]
-    page = (ROOT / "docs" / "trainers" / f"{PAGES.get(recipe.name, recipe.name)}.md").read_text()
+    page = (ROOT / "docs" / "recipes" / f"{PAGES.get(recipe.name, recipe.name)}.md").read_text()
     assert [line for line in changed if f"\n{line}\n" not in page] == []
     assert f"examples/recipes/{recipe.name}" in page
 

@@ -32,7 +32,7 @@ NEEDS_DEV_MODE = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(title="Trainers", description="What they ask for beside vLLM (docs/trainers.md).")
+    group = parser.add_argument_group(title="Trainers", description="What they ask for beside vLLM (docs/recipes).")
     group.add_argument(
         "--compat",
         choices=sorted(COMPAT),
