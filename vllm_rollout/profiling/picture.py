@@ -38,8 +38,8 @@ def _headline(profile: Profile) -> str:
         return f"{Path(profile.model_name).name}: time of a decode step"
     ratio = fit.curve(largest) / fit.curve(1)
     return (
-        f"A step of {largest:.0f} candidates takes {ratio:.1f} times as long as a step of one "
-        f"and makes {largest / ratio:.1f} times the tokens"
+        f"{largest:.0f} candidates in a step: {ratio:.1f} times the time of one, "
+        f"{largest / ratio:.1f} times the tokens per second"
     )
 
 
