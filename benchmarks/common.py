@@ -183,7 +183,7 @@ def arguments_of(
         add("--repeats", type=int, default=repeats, help="of each measurement, or seeds (default %(default)s)")
     add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="the result, as JSON")
     if plot:
-        add("--plot", type=Path, default=ROOT / f"docs/{name}.png", help="the picture (default %(default)s)")
+        add("--plot", type=Path, default=ROOT / f"docs/images/{name}.png", help="the picture (default %(default)s)")
     return parser
 
 

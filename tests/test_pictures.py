@@ -175,13 +175,13 @@ def size_of(picture: Path) -> tuple[int, int]:
 
 def test_every_picture_is_shown_and_drawn_by_something() -> None:
     names = {*KEPT, *(f"watch_{view}" for view in VIEWS)}
-    assert shown().keys() == {f"docs/{name}.png" for name in names}
+    assert shown().keys() == {f"docs/images/{name}.png" for name in names}
     assert {picture.stem for picture in (ROOT / "docs").rglob("*.png")} == names
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_the_command_of_a_picture_is_on_a_page_that_shows_it(name: str) -> None:
-    assert any(KEPT[name].command in page.read_text() for page in shown()[f"docs/{name}.png"])
+    assert any(KEPT[name].command in page.read_text() for page in shown()[f"docs/images/{name}.png"])
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -201,7 +201,7 @@ def test_a_picture_is_drawn_with_its_axes_and_has_the_size_of_the_one_that_is_ke
     (figure,) = figures
     assert tuple(axes.get_xlabel() for axes in figure.axes) == KEPT[name].labels
     assert all(axes.has_data() or axes.texts for axes in figure.axes)
-    assert size_of(path) == size_of(ROOT / f"docs/{name}.png")
+    assert size_of(path) == size_of(ROOT / f"docs/images/{name}.png")
 
 
 @pytest.mark.thorough
@@ -212,6 +212,6 @@ def test_pictures_of_the_page_are_made_of_a_recording(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.watching.pictures", str(tmp_path / "trace.jsonl"), str(tmp_path)]
     subprocess.run(command, check=True, timeout=200)  # the browser's loop must not be this process's
     for view in VIEWS:
-        drawn, kept = tmp_path / f"watch_{view}.png", ROOT / f"docs/watch_{view}.png"
+        drawn, kept = tmp_path / f"watch_{view}.png", ROOT / f"docs/images/watch_{view}.png"
         assert drawn.stat().st_size > 10_000
         assert size_of(drawn)[0] == size_of(kept)[0]

@@ -140,7 +140,7 @@ class Round(NamedTuple):
 
 def main() -> None:
     parser = arguments_of(__doc__, "rewards.rounds", seed=3, repeats=5, plot=True)
-    parser.set_defaults(output=ROOT / "benchmarks/results/rewards.json", plot=ROOT / "docs/rewards.png")
+    parser.set_defaults(output=ROOT / "benchmarks/results/rewards.json", plot=ROOT / "docs/images/rewards.png")
     add = parser.add_argument
     add("--prompts", type=int, default=16, help="of a round (default %(default)s)")
     add("--group-size", type=int, default=8, help="default %(default)s")

@@ -137,7 +137,7 @@ def _scale_rates(axes: Any, ticks: Sequence[float]) -> None:
 
 def main() -> None:
     arguments = arguments_of(__doc__, "rewards.variance", repeats=25, plot=True)
-    arguments.set_defaults(output=ROOT / "benchmarks/results/variance.json", plot=ROOT / "docs/variance.png")
+    arguments.set_defaults(output=ROOT / "benchmarks/results/variance.json", plot=ROOT / "docs/images/variance.png")
     arguments = arguments.parse_args()
     model, tail = MODELS[MODEL].title, TAILS[MODEL].described()
     workload = {

@@ -266,7 +266,7 @@ def main() -> None:
     arguments.add_argument("folders", nargs="*", metavar="STYLE=FOLDER", help="what `run` has left, by a name")
     arguments.add_argument("--with", dest="earlier", type=Path, help="a record whose runs count, too")
     arguments.set_defaults(
-        output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/time_to_reward.png"
+        output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/images/time_to_reward.png"
     )
     arguments = arguments.parse_args()
     folders = {style: Path(folder) for style, _, folder in (word.partition("=") for word in arguments.folders)}

@@ -1,4 +1,4 @@
-"""The page's pictures in docs/watch.md, of a recording: `python -m tests.watching.pictures trace.jsonl docs`.
+"""The page's pictures in docs/images, of a recording: `python -m tests.watching.pictures trace.jsonl docs/images`.
 
 Needs Chromium. The recording of those that are there: `vllm-rollout serve smollm2-135m-instruct --emulate
 examples/emulate_7b.json --data-parallel-size 2 --rollout-record trace.jsonl`, rollouts of 64 prompts, 8 of 16
