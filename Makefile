@@ -168,7 +168,7 @@ lint: $(DEPENDENCIES)
 # mkdocs has an environment of its own, and asks no network. What the reference says comes out of .venv, for the flags of
 # `vllm serve` are there.
 DOCS := .venvs/docs
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs
 
 $(DOCS)/.installed: requirements/docs.txt | $(VENV)/bin/python
 	$(PY) -m venv $(DOCS)

@@ -22,22 +22,36 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 TITLES = {"rollouts": "Rollouts", "learning": "Rewards, quality heads, state", "watch": "Watching"}
 """Tag of a router -> the title of its endpoints, where it is not the tag."""
-DOORS: Mapping[Door, tuple[str, str]] = {
+DOORS: Mapping[Door, tuple[str, str]] = {  # how a request comes in -> title, and what is said of it
     "own": (
         "One request with `n` choices",
-        "`n` is the size of the group. The answer always has exactly `n` choices. A stream sends each choice in one "
-        "piece when the group is complete. A request with `use_beam_search` and one of these fields is refused.",
+        (
+            "`n` is the size of the group. The answer always has exactly `n` choices. A stream sends each choice in "
+            "one piece when the group is complete. A request with `use_beam_search` and such a field is refused."
+        ),
     ),
     "join": (
         "One request per candidate",
-        "Each request has `n=1` and belongs to the group that its fields name. The candidates that are stopped end "
-        'with `finish_reason: "abort"` and `stop_reason: "surplus"` or `"pruned"`.',
+        (
+            "Each request has `n=1` and belongs to the group that its fields name. The candidates that are stopped "
+            'end with `finish_reason: "abort"` and `stop_reason: "surplus"` or `"pruned"`.'
+        ),
     ),
     "session": (
         "One request per turn of a session",
         "A request belongs to a session if it has `rollout_session` or the header `X-Session-ID`.",
     ),
 }
+
+JOINED = {
+    "rollout_namespace": "run-7",
+    "rollout_group_id": "step7-q1",
+    "rollout_group_size": 8,
+    "rollout_num_candidates": 16,
+}
+"""The fields of one of 16 requests that race for the first 8."""
+
+
 def openapi() -> dict[str, Any]:
     """The document of our routes, on an app without vLLM."""
     app = FastAPI()
@@ -59,9 +73,7 @@ def part() -> str:
     for path, method, operation in operations:
         text = sections(_endpoint(path, method, operation, schemas, everywhere))
         by_tag.setdefault(operation["tags"][-1], []).append(text)
-    endpoints = [
-        part for tag, texts in by_tag.items() for part in (f"## {TITLES.get(tag, tag.capitalize())}", *texts)
-    ]
+    endpoints = [part for tag, texts in by_tag.items() for part in (f"## {TITLES.get(tag, tag.capitalize())}", *texts)]
     return sections(
         [
             _contents(operations),
@@ -171,8 +183,10 @@ def _answers(operation: Schema, schemas: Schemas) -> Iterator[str]:
             if kind != EVENTS and (kind != JSON or each.get("schema"))
         ]
         says = "" if answer["description"] == "Successful Response" else f" {prose(answer['description'])}"
-        yield f"Answer {status}: {', '.join(kinds) or 'nothing'}.{says}" if kinds or EVENTS not in content else (
-            f"Answer {status}: a stream.{says}"
+        yield (
+            f"Answer {status}: {', '.join(kinds) or 'nothing'}.{says}"
+            if kinds or EVENTS not in content
+            else (f"Answer {status}: a stream.{says}")
         )
         if headers := answer.get("headers"):
             yield table(("header", "meaning"), ((f"`{name}`", prose(h["description"])) for name, h in headers.items()))
@@ -209,6 +223,8 @@ def _xargs() -> Iterator[str]:
         yield f"### {title}"
         yield says
         yield table(("field", "takes", "default", "meaning"), _of_door(door))
+        if door == "join":
+            yield f"```json\n{json.dumps({'prompt': '17 + 25 =', 'vllm_xargs': JOINED}, indent=2)}\n```"
     yield "### Rewards of the choices"
     yield (
         "The grades are in the answer's `kv_transfer_params.rollout_rewards`, one object per choice, null for a choice "
