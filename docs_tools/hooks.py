@@ -12,7 +12,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-from docs_tools.pages import ROOT, on_site
+from docs_tools.pages import ROOT, for_site
 
 GENERATED = Path(os.environ.get("DOCS_GENERATED", ROOT / ".scratch/reference"))
 PLACE = re.compile(r"<!-- generated: (\w+) -->")
@@ -24,7 +24,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri == "development/log.md":
         page.meta.setdefault("search", {"boost": LOG_BOOST})
     markdown = PLACE.sub(lambda place: _generated(place[1]), markdown)
-    return on_site(markdown, Path(page.file.src_uri), config.repo_url or "")
+    return for_site(markdown, Path(page.file.src_uri), config.repo_url or "")
 
 
 def _generated(name: str) -> str:

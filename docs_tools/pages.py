@@ -19,7 +19,7 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,})")
 ITEM = re.compile(r"^( *)([-*+]|\d+\.) ")
 
 
-def on_site(markdown: str, page: Path, repository: str) -> str:
+def for_site(markdown: str, page: Path, repository: str) -> str:
     """`page`: in docs/. `repository`: its address, or empty."""
     folder = DOCS / page.parent
     markdown = outside_fences(markdown, lambda text: LINK.sub(lambda found: _link(found, folder, repository), text))
@@ -77,13 +77,15 @@ def _with_lists(lines: list[str]) -> Iterator[str]:
             while indents and column < indents[-1]:
                 indents.pop()
         level = len(indents)
+        if level == 0 and column >= 4:  # code
+            item = None
         if fence is None and item and not before.startswith("|"):
             if before.strip() and level == 0 and not ITEM.match(before) and not before.startswith((" ", ">")):
                 yield ""
             yield _moved(line, column, level)
             indents.append(item.end())
         else:
-            yield _moved(line, min(column, indents[-1]) if indents else 0, level) if line.strip() else line
+            yield _moved(line, min(column, indents[-1]), level) if line.strip() and indents else line
         if mark:
             fence = mark[2] if fence is None else None if mark[2].startswith(fence) else fence
         before = line

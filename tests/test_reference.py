@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 import vllm_rollout
-from docs_tools.pages import on_site
+from docs_tools.pages import for_site
 from docs_tools.reference import cli, http, metrics
 from docs_tools.reference.schemas import class_of
 from tests.test_docs import ROOT
@@ -75,7 +75,8 @@ def test_each_event_of_a_stream_is_named_with_its_fields_and_says_what_it_means(
 
 
 def test_each_field_among_the_xargs_has_a_row() -> None:
-    named = set(re.findall(r"^\| `(rollout_\w+)`", page(), re.MULTILINE))
+    _, _, text = page().partition("\n## Fields of the OpenAI endpoints\n")
+    named = fields(text.partition("\n## ")[0])
     flat = {NAMES[field] for field, row in ROWS.items() if set(row.doors) & http.DOORS.keys()}
     assert named == flat | GRADING.keys()
 
@@ -131,7 +132,7 @@ def test_each_public_name_is_on_the_page_of_python() -> None:
 
 
 def on(markdown: str, repository: str = "") -> str:
-    return on_site(markdown, Path("guides/race.md"), repository)
+    return for_site(markdown, Path("guides/race.md"), repository)
 
 
 def test_links_to_files_outside_the_pages_are_names_of_files_or_lead_to_the_repository() -> None:

@@ -157,7 +157,8 @@ def _request(operation: Schema, schemas: Schemas) -> Iterator[str]:
             yield f"Body: bytes, `{kind}`."
             continue
         name = next(_references(content["schema"])).removeprefix(REFERENCE)
-        yield f"Body: JSON, `{name}`." + ("" if body.get("required") else " It may be left out.")
+        needed = "" if body.get("required") else " It may be left out."
+        yield f"Body: JSON, `{name}`.{needed}"
         yield from schemas.body(name)
 
 

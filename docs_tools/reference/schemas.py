@@ -176,7 +176,7 @@ def class_of(name: str, properties: tuple[str, ...]) -> type | None:
         for value in [vars(module).get(name)]
         if isinstance(value, type) and value.__module__ == module_name
     ]
-    return next((each for each in found if set(_fields_of(each)) & set(properties)), None)
+    return max(found, key=lambda each: len({*_fields_of(each)} & {*properties}), default=None)
 
 
 def _fields_of(its: type) -> Iterator[str]:
