@@ -5,7 +5,8 @@ Needs `vllm-rollout serve MODEL` at http://127.0.0.1:8000 with a model that is r
 
 In place of the print a trainer would make its update with the advantages: plain GRPO over what came back. They are not
 weighted by 1 / survival_probability, which would belong into mean and standard deviation too, and even there gains
-nothing (docs/guides/pruning.md). What returned answers are worth is not what all are: the report at the end says that.
+nothing (docs/guides/pruning.md, "Weights"). What returned answers are worth is not what all are: the report at the end
+says that.
 """
 
 import random

@@ -206,10 +206,9 @@ class GroupSummary(BaseModel):
 
 
 class GroupAnswer(GroupSummary):
-    """The group of one prompt."""
+    """The group of one prompt, its trajectories in the order of their indices."""
 
     trajectories: list[Trajectory]
-    """In the order of their indices."""
     candidates: list[UnselectedCandidate | Candidate]
 
 
