@@ -39,8 +39,9 @@ def _link(found: re.Match[str], folder: Path, repository: str) -> str:
     if repository:
         kind = "tree" if target.is_dir() else "blob"
         return f"[{text}]({repository.rstrip('/')}/{kind}/{BRANCH}/{name})"
-    is_its_name = name.endswith(text.strip("`").rstrip("/"))
-    return f"`{name}`" if is_its_name else f"{text} (`{name}`)"
+    said = text.strip("`").rstrip("/")
+    is_its_name = name.endswith(said) or (text.startswith("`") and name.startswith(said))
+    return f"`{name}`" if is_its_name else f"{text} `{name}`"
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:

@@ -55,7 +55,7 @@ def test_each_endpoint_has_a_section_with_its_body_and_what_it_answers(method: s
         schema = OPENAPI["components"]["schemas"][reference.rpartition("/")[2]]
         assert schema["properties"].keys() <= fields(text)
     for status in operation["responses"]:
-        assert status in text or f"| {status} " in page()
+        assert status in text or f"| {status} " in page() or status == "default"
 
 
 def test_each_link_leads_to_a_section_of_its_own() -> None:
@@ -137,9 +137,10 @@ def on(markdown: str, repository: str = "") -> str:
 
 def test_links_to_files_outside_the_pages_are_names_of_files_or_lead_to_the_repository() -> None:
     link = "[the reward](../../examples/trainer_loop.py)"
-    assert on(link) == "the reward (`examples/trainer_loop.py`)"
+    assert on(link) == "the reward `examples/trainer_loop.py`"
     assert on("[`trainer_loop.py`](../../examples/trainer_loop.py)") == "`examples/trainer_loop.py`"
     assert on(link, "https://git.example/r") == "[the reward](https://git.example/r/blob/main/examples/trainer_loop.py)"
+    assert on("[`examples/grpo`](../../examples/grpo/train.py)") == "`examples/grpo/train.py`"
     assert on("[all](../../examples)", "https://git.example/r/") == "[all](https://git.example/r/tree/main/examples)"
     for other in ("[a](../reference/http.md#x)", "[a](https://x.example/y)", "[a](../../nowhere.py)", "[a](#b)"):
         assert on(other) == other

@@ -101,7 +101,7 @@ def _errors(document: Schema, everywhere: set[str]) -> str:
     said: dict[str, str] = {}
     for methods in document["paths"].values():
         for operation in methods.values():
-            said |= {s: answer["description"] for s, answer in operation["responses"].items() if s >= "400"}
+            said |= {s: answer["description"] for s, answer in operation["responses"].items() if "400" <= s <= "599"}
     rows = (
         (status, prose(said[status]), "all" if status in everywhere else "where the endpoint says so")
         for status in sorted(said)
@@ -116,7 +116,7 @@ def _endpoint(path: str, method: str, operation: Schema, schemas: Schemas, every
     yield from _parameters(operation, schemas)
     yield from _request(operation, schemas)
     yield from _answers(operation, schemas)
-    others = [s for s in operation["responses"] if s >= "400" and s not in everywhere]
+    others = [s for s in operation["responses"] if "400" <= s <= "599" and s not in everywhere]
     if others:
         yield "Other [error statuses](#error-statuses): " + ", ".join(f"{s} {_phrase(s)}" for s in others) + "."
 
