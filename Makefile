@@ -57,7 +57,8 @@ help:
 	@echo "  make lint        ruff, mypy (pyproject.toml says of what) and clang-format, check only"
 	@echo "  make format      let them rewrite"
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
-	@echo "  make docs-tables  write the field tables of docs/http.md"
+	@echo "  make docs        the site of docs/ into site/, each link checked; its tools come into .venvs/docs"
+	@echo "  make docs-serve  the same site at http://127.0.0.1:8001, built anew when a page changes"
 	@echo "  make bench       benchmarks/: $(BENCHMARKS)"
 	@echo "  make gpu-check   what only a GPU can show, in ten minutes: docs/contributing/gpu.md   ARGS='--minutes 9 --output DIR'"
 	@echo "  make clean       remove what was built (to start from nothing, remove $(VENV) too)"
@@ -164,9 +165,25 @@ lint: $(DEPENDENCIES)
 	mypy
 	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
 
-.PHONY: docs-tables
-docs-tables: $(PACKAGE)
-	$(PY) -m tests.support.field_tables
+# mkdocs has an environment of its own, and asks no network. What the reference says comes out of .venv, for the flags of
+# `vllm serve` are there.
+DOCS := .venvs/docs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs
+
+$(DOCS)/.installed: requirements/docs.txt | $(VENV)/bin/python
+	$(PY) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --no-deps -r $<
+	@touch $@
+
+.PHONY: docs docs-serve docs-reference
+docs-reference: $(PACKAGE)
+	$(PY) -m docs_tools.reference .scratch/reference
+
+docs: docs-reference $(DOCS)/.installed
+	$(MKDOCS) build --strict $(ARGS)
+
+docs-serve: docs-reference $(DOCS)/.installed
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8001 $(ARGS)
 
 .PHONY: format
 format: $(DEPENDENCIES)
@@ -193,9 +210,9 @@ gpu-check: install
 
 .PHONY: clean
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .schemathesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .schemathesis
 	rm -f vllm_rollout/*.so $(VENV)/.built-*
-	find vllm_rollout kernels benchmarks conformance tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find vllm_rollout kernels benchmarks conformance docs_tools tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: no python3 found. On Debian: apt install python3 python3-venv" >&2; exit 1; }

@@ -51,7 +51,7 @@ VLLMS = {"nixl/pull_scheduler.py"}
 
 def test_programs_that_pages_name_are_there():
     """The log names what there was."""
-    folders = ("benchmarks", "conformance", "csrc", "examples", "kernels", "tests", "vllm_rollout")
+    folders = ("benchmarks", "conformance", "csrc", "docs_tools", "examples", "kernels", "tests", "vllm_rollout")
     programs = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
     named = {
         (str(page.relative_to(ROOT)), name)

@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import RootModel
 
 import vllm_rollout
 from tests.server.fake_engine import MODEL, FakeEngine
@@ -27,9 +26,6 @@ from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.client.client import rollout_body
 from vllm_rollout.client.groups import GroupStream
-from vllm_rollout.group.judging.advice import Advice
-from vllm_rollout.group.judging.length_trial import LengthTrialReport
-from vllm_rollout.group.plans.xargs import plan_from_xargs, rollout_xargs
 from vllm_rollout.server.answers import (
     DoneEvent,
     Event,
@@ -40,11 +36,7 @@ from vllm_rollout.server.answers import (
     Trajectory,
     TrajectoryEvent,
 )
-from vllm_rollout.server.learning.body import NamedRewardsRequest, RewardsAnswer, RewardsRequest
-from vllm_rollout.server.learning.prompts import PromptsAnswer
 from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, Pruning, Return, RolloutRequest
-from vllm_rollout.server.runs.body import RoundRequest, RunRequest
-from vllm_rollout.server.votes import VoteAnswer, VoteRequest
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}
@@ -385,9 +377,9 @@ def test_the_trainers_loop_standardizes_rewards_within_a_group():
 
 
 def test_documented_weights_follow_from_their_table():
-    """The worked example of docs/http.md: baselines and advantages from rewards and probabilities."""
-    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    section = text[text.index("### Weights") :].partition("\n## ")[0]
+    """The worked example of docs/guides/pruning.md: baselines and advantages from rewards and probabilities."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "pruning.md").read_text()
+    section = text[text.index("## Weights") :].partition("\n## ")[0]
     rows = [[float(cell) for cell in row] for row in re.findall(r"^\| \d \|" + r" (\S+) \|" * 5, section, re.MULTILINE)]
     rewards, inclusion, weights, plain, corrected = map(list, zip(*rows, strict=True))
     assert weights == pytest.approx([1 / p for p in inclusion])
@@ -396,26 +388,6 @@ def test_documented_weights_follow_from_their_table():
         assert f"{mean:.2f}" in section
         found = [(r - mean) / (mean * (1 - mean)) ** 0.5 for r in rewards]
         assert expected == pytest.approx(found, abs=0.005)
-
-
-def test_documented_bodies_are_accepted():
-    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
-    forms = {"idempotency_key": RoundRequest, "prompts_per_round": RunRequest, "prompts": RolloutRequest}
-    forms |= {"rewards": RewardsRequest, "texts": VoteRequest, "results": RewardsAnswer, "winner": VoteAnswer}
-    forms |= {"num_prompts": PromptsAnswer, "recommended": RootModel[LengthTrialReport]}
-    forms["advice"] = RootModel[dict[str, Advice]]
-    (named,) = (block for block in blocks if "request_id" in json.dumps(block))
-    blocks.remove(named)
-    assert [entry.index for entry in NamedRewardsRequest.model_validate(named).rewards] == [2, 3]
-    seen = {}
-    for block in blocks:
-        for name in [name for name in forms if name in block][:1]:  # the most telling one
-            seen[name] = forms[name].model_validate(block)
-    assert seen.keys() == forms.keys()
-    (xargs,) = (block["vllm_xargs"] for block in blocks if "vllm_xargs" in block)
-    assert plan_from_xargs(rollout_xargs(xargs), 1, max_candidates=16).num_candidates == 16
-    assert len(blocks) == len(forms) + 1
 
 
 def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, app):

@@ -306,7 +306,7 @@ def test_what_is_too_much_is_not_kept(monkeypatch):
 
 
 def test_a_token_takes_a_few_bytes():
-    """As many as docs/http.md says, of log probabilities as vLLM has them."""
+    """Bytes a token, as guides/rounds.md has them, of log probabilities as vLLM has them."""
     logprobs = array("f", [-(((7919 * i) % 10_007) / 2503) for i in range(20_000)]).tolist()
     candidate = replace(
         end(0, "deferred", 0), token_ids=[(7919 * i) % 49_152 for i in range(20_000)], logprobs=logprobs

@@ -1,4 +1,4 @@
-"""POST /v1/rollouts keeps the contract of docs/http.md, streamed or not, audited or not."""
+"""POST /v1/rollouts keeps the contract of docs/reference/http.md, streamed or not, audited or not."""
 
 from __future__ import annotations
 

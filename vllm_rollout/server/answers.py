@@ -1,4 +1,4 @@
-"""Answer bodies, events and error bodies of our endpoints (docs/http.md).
+"""Answer bodies, events and error bodies of our endpoints (docs/reference/http.md).
 
 Invariant: server and client read the same classes, so what one writes the other can parse.
 """
@@ -31,13 +31,19 @@ class EndedCandidate(BaseModel):
     """What every candidate has; all that concerns scores is null without pruning."""
 
     index: int
+    """In its group, from 0."""
     num_tokens: int
     score: float | None = None
+    """The quality head's logit, or confidence: `signal` says which. Null for one that ended before
+    `detection_length`."""
     success_probability: float | None = None
+    """What the score is calibrated to; null also while too few rewards are known."""
     survival_probability: float | None = None
-    """With pruning, 1 where nothing was at stake: unscored, cold start, shadow mode."""
+    """With pruning the probability with which it was kept; 1 where it could not be stopped: unscored, cold start,
+    shadow mode."""
     signal: Signal | None = None
     head_version: int | None = None
+    """0: there was no head yet."""
     confidence: ConfidenceAnswer | None = None
     score_weight_version: str | None = None
     """The version that sampled token `detection_length`."""
@@ -61,9 +67,14 @@ class RewardFields(BaseModel):
 
 
 class Trajectory(EndedCandidate, RewardFields):
+    """A candidate that its group returns."""
+
     token_ids: list[int]
+    """Of the output."""
     logprobs: list[float] | None = None
+    """Of the sampled tokens."""
     text: str | None = None
+    """Of the output tokens alone: if the prompt ends inside a UTF-8 character, the first bytes do not complete it."""
     finish_reason: str | None
     stop_reason: int | str | None = None
     final_score: float | None = None
@@ -72,8 +83,12 @@ class Trajectory(EndedCandidate, RewardFields):
     final_success_probability: float | None = None
     """What it is calibrated to; null while too few labels are known."""
     mean_confidence: float | None = None
+    """Self-certainty in nats: mean over its tokens of -(1/V) * sum of log P over the V tokens of the vocabulary that
+    a grammar allows. Null with speculative decoding and with --enable-batch-sharded-sampling."""
     std_confidence: float | None = None
+    """Standard deviation over its tokens; 0 for one token."""
     weight_versions: list[dict[str, Any]] = []
+    """Which version of the weights sampled which of its tokens: spans `{"version", "start", "end"}`."""
     inclusion_probability: float | None = None
     """Chance that it is among the trajectories: that of surviving pruning where whoever survives is returned, as in an
     audit group. Null where candidates race: nobody knows the chance to be among the first."""
@@ -87,6 +102,8 @@ class Candidate(EndedCandidate):
     """A candidate that is not among the trajectories."""
 
     state: CandidateState
+    """`finished`: it was not selected. `surplus`: it was stopped, or lost a tie. `pruned`: its score was too low.
+    `deferred`: its group was stopped. `failed`: `error` says why."""
     error: str | None = None
     """Why it failed, where that is known."""
 
@@ -170,8 +187,11 @@ class GroupSummary(BaseModel):
 
     prompt_id: str
     group_id: str
+    """Its name for POST /v1/rewards."""
     status: GroupStatus
+    """`complete`: it has exactly `group_size` trajectories. `incomplete`: it has what there is."""
     reason: str | None = None
+    """Why it is incomplete."""
     prompt_token_ids: list[int]
     lengths: GroupLengths
     allocation: Allocation
@@ -186,11 +206,15 @@ class GroupSummary(BaseModel):
 
 
 class GroupAnswer(GroupSummary):
+    """The group of one prompt, its trajectories in the order of their indices."""
+
     trajectories: list[Trajectory]
     candidates: list[UnselectedCandidate | Candidate]
 
 
 class Usage(BaseModel):
+    """Tokens and candidates of all groups."""
+
     prompt_tokens: int = 0
     generated_tokens: int = 0
     returned_tokens: int = 0
@@ -214,6 +238,8 @@ class Usage(BaseModel):
 
 
 class Timing(BaseModel):
+    """Seconds since the rollout began."""
+
     latency_s: float = 0.0
     time_to_first_group_s: float | None = None
     started_s: list[float | None] = []
@@ -238,7 +264,10 @@ class RolloutSummary(BaseModel):
     """What is said of a rollout that is over, beside its groups."""
 
     id: str
+    """`rollout-…`. It names the rollout for rewards and for vLLM's abort endpoints, as the header X-Request-Id of the
+    request does."""
     created: int
+    """Seconds since 1970."""
     model: str
     weight_version: str | None = None
     warnings: list[str] = []
@@ -260,9 +289,12 @@ class RolloutSummary(BaseModel):
 class RolloutAnswer(RolloutSummary):
     object: Literal["rollout"] = "rollout"
     groups: list[GroupAnswer]
+    """One per prompt, in the order of the prompts."""
 
 
 class TrajectoryEvent(BaseModel):
+    """A trajectory has ended. With `reward` it comes before its reward is known."""
+
     type: Literal["trajectory"] = "trajectory"
     prompt_id: str
     group_id: str
@@ -279,6 +311,8 @@ class RewardEvent(RewardFields):
 
 
 class CandidateEvent(BaseModel):
+    """A candidate is out: none of its tokens follow, and it will not be selected."""
+
     type: Literal["candidate"] = "candidate"
     prompt_id: str
     group_id: str
@@ -286,10 +320,13 @@ class CandidateEvent(BaseModel):
 
 
 class TokensEvent(BaseModel):
+    """New tokens of a candidate. Its chunks join without a gap, also after a preemption, and make up its trajectory."""
+
     type: Literal["tokens"] = "tokens"
     prompt_id: str
     index: int
     offset: int
+    """Of the first of these tokens in the output."""
     token_ids: list[int]
     logprobs: list[float] | None = None
 
@@ -317,6 +354,8 @@ class RanksFreeEvent(FreedRanks):
 
 
 class DoneEvent(RolloutSummary):
+    """The rollout is over."""
+
     type: Literal["done"] = "done"
 
 

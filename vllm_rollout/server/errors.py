@@ -23,9 +23,28 @@ MAX_MESSAGE_CHARS = 2000
 """A message quotes the request; it must not send megabytes back."""
 
 
+MEANINGS = {
+    400: "The body or a parameter has a value that is not allowed, or vLLM refuses the prompt or a sampling value. "
+    "Nothing has run.",
+    401: "The header x-rollout-admin-key is missing or wrong, and the server has --rollout-admin-key.",
+    404: "There is no model, rollout, run, group or session of that name, or another client made it.",
+    409: "The request conflicts with the server's state. The message says how to go on.",
+    410: "The answer of this key is no longer kept, or its round was given up.",
+    413: "The body is larger than the server reads: 64 MiB, or 1 GiB for a state.",
+    422: "The body or a parameter has a value that is not allowed. Nothing has run.",
+    429: "Too much waits already. Repeat the request after Retry-After seconds.",
+    500: "Our code raised an exception, or a file is damaged. The server's log says more.",
+    503: "The engine has stopped or is paused, or too much waits. Repeat the request after Retry-After seconds, if the "
+    "answer has that header.",
+    504: "No session of the round was run for idle_timeout_s seconds.",
+    507: "The disk is full, or waiting prompts would take more than 512 MiB. Nothing has changed.",
+}
+"""When an endpoint answers with a status; errors of one endpoint are in its own description."""
+
+
 def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Answers with these statuses, as OpenAPI describes them."""
-    return {int(status): {"model": ErrorAnswer} for status in statuses}
+    return {int(status): {"model": ErrorAnswer, "description": MEANINGS[int(status)]} for status in statuses}
 
 
 ERRORS = errors_of(400, 404, 413, 422, 500, 503)

@@ -1,4 +1,4 @@
-"""The metric table: name, unit, help (docs/http.md). Served with vLLM's own on `/metrics`.
+"""The metric table: name, unit, help (docs/reference/metrics.md). Served with vLLM's own on `/metrics`.
 
 The prefix is `vllm_rollout:`, not `vllm:`: vLLM unregisters every name of that prefix which it does not own.
 """

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_rollout.group.plans.xargs import NAMES, PREFIX
+from vllm_rollout.group.plans.xargs import GRADING, NAMES, PREFIX
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_response
 from vllm_rollout.server.paths import path_of
@@ -34,7 +34,7 @@ PLACES: Final[Mapping[str, str | None]] = {
 """Where an endpoint that generates reads our fields; None: nowhere."""
 OBJECTS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Objects of a body in which somebody may write them, with those inside of these."""
-FIELDS: Final = frozenset({*NAMES.values(), "rollout_reward", "rollout_data"})
+FIELDS: Final = frozenset({*NAMES.values(), *GRADING})
 MARK: Final = f'"{PREFIX}'.encode()
 
 

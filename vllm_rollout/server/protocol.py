@@ -1,4 +1,4 @@
-"""Request bodies of our endpoints (docs/http.md).
+"""Request bodies of our endpoints (docs/reference/http.md).
 
 Invariant: an unknown field is an error that names it, and what is accepted can travel to the engine.
 """
@@ -102,7 +102,8 @@ class RolloutFields(Body, fields.RaceFields):
     pruning: Pruning | None
     sampling: dict[str, Any] = Field(
         default_factory=dict,
-        description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, …",
+        description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, … With a "
+        "seed each prompt samples by a seed made of that one and of its id, and candidate i by that seed + i.",
     )
     reward: RewardField | None = Field(
         default=None,

@@ -49,6 +49,9 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     engine scores candidates at a detection length and stops those that will not help training. With `stream` the
     answer is a stream of server-sent events: `tokens`, `trajectory`, `candidate`, `group`, then `done` (or `error`).
     Each has one JSON object in `data`, whose `type` is the event's name.
+
+    A request may name 16,384 prompts and 262,144 candidates. When the client leaves, its candidates are stopped. A
+    stream that nobody reads for an hour ends.
     """
     service: RolloutService = request.app.state.rollout_service
     rollout = await service.prepare(body)

@@ -12,7 +12,7 @@ from threading import BoundedSemaphore
 from typing import Annotated, Literal
 
 import regex
-from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.group.judging.voting import AnsweredGroup, VotingMethod, accuracy_at_k, normalise_answer, vote
 from vllm_rollout.server.body import Body
@@ -41,6 +41,19 @@ MAX_DRAWN = 256_000
 
 class VoteRequest(Body):
     """One prompt's candidates: their answers, or their texts and where the answer stands in them."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "texts": ["… so it is 42", "… 41", "… 42"],
+                    "answer_pattern": r"(\d+)",
+                    "method": "quality",
+                    "weights": [0.7, -1.2, 0.1],
+                }
+            ]
+        }
+    )
 
     answers: (
         Annotated[

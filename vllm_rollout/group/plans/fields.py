@@ -2,7 +2,7 @@
 
 A row has a field's name, type, default, what it takes, what it means, and the doors by which it comes in. From these
 follow the bodies of our endpoints (`server/body.py::of_table`), `vllm_xargs` (`group/plans/xargs.py`), settings of the
-simulator, the words of the clients and the tables of docs/http.md.
+simulator, the words of the clients and the tables of the reference (docs/reference/http.md).
 
 Invariant: all of it is stated here, and nowhere else.
 """

@@ -17,6 +17,11 @@ PREFIX = "rollout_"
 NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
 """Field of a plan -> its name among the xargs."""
 PRUNING_XARGS: Mapping[str, str] = {field: NAMES[field] for field in rows(PruningFields)}
+GRADING: Mapping[str, str] = {
+    f"{PREFIX}reward": "The name of the reward by which the server grades the choices before it answers.",
+    f"{PREFIX}data": "What the reward gets beside the text: a string of JSON, or a plain string or number.",
+}
+"""Fields of a request whose choices the server grades: what each says."""
 
 
 def rollout_xargs(extra_args: Mapping[str, object]) -> dict[str, object]:

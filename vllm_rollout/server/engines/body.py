@@ -1,4 +1,4 @@
-"""Bodies and answers of the endpoints about ranks (docs/http.md)."""
+"""Bodies and answers of the endpoints about ranks (docs/reference/http.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The endpoints about ranks: their load, and emptying them (docs/http.md). Invariant: some rank always takes groups."""
+"""The endpoints about ranks: their load, and emptying them (docs/reference/http.md).
+
+Invariant: some rank always takes groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies and answers of the endpoints that learn (docs/http.md)."""
+"""Bodies and answers of the endpoints that learn (docs/reference/http.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_REWARD, REWARD_THRESHOLD
 from vllm_rollout.group.judging.ledger import NamedReward, Reward, RewardStatus, request_name
@@ -58,6 +58,10 @@ class RewardEntry(Body):
 class RewardsRequest(Body):
     """What the trajectories of a rollout were worth."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"rewards": [{"prompt_id": "q1", "index": 3, "reward": 1.0}]}]}
+    )
+
     rewards: Annotated[list[RewardEntry], Field(min_length=1, max_length=MAX_REWARDS, fail_fast=True)] = Field(
         description=f"From 1 to {MAX_REWARDS} rewards. Pruned candidates need none."
     )
@@ -103,6 +107,20 @@ class NamedRewardEntry(Body):
 class NamedRewardsRequest(Body):
     """What candidates of any requests and groups were worth."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "rewards": [
+                        {"request_id": "chatcmpl-8d5f", "index": 2, "reward": 1.0},
+                        {"group_id": "rollout-8d5f-0", "index": 3, "reward": 0.0},
+                    ],
+                    "namespace": "run-7",
+                }
+            ]
+        }
+    )
+
     rewards: Annotated[list[NamedRewardEntry], Field(min_length=1, max_length=MAX_REWARDS, fail_fast=True)] = Field(
         description=f"From 1 to {MAX_REWARDS} rewards. Pruned candidates need none."
     )
@@ -129,9 +147,14 @@ assert EXPLANATIONS.keys() == set(get_args(RewardStatus))
 
 
 class RewardResult(BaseModel):
+    """What became of one reward."""
+
     prompt_id: str
     index: int
     status: RewardStatus
+    """`accepted`: it is learned. `duplicate`: the same reward came before. `conflict`: another reward came before, and
+    stays. `unknown`: no such candidate is remembered. `unfinished`: the candidate runs, or was stopped. `unscored`: it
+    ended before `detection_length`."""
     message: str | None = None
     """Why the reward was not accepted."""
 
@@ -161,7 +184,9 @@ class RewardsAnswer(BaseModel):
     counts: RewardCounts
     threshold: float
     num_training: int
+    """Accepted rewards by which the head is trained, too; hidden states of the others are no longer there."""
     head_version: int
+    """Before that training."""
     filtered: list[str] = []
     """Prompt ids whose groups left the round by these rewards."""
 

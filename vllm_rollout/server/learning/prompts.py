@@ -1,4 +1,4 @@
-"""The answer of `GET /v1/rollouts/prompts` (docs/http.md), page by page.
+"""The answer of `GET /v1/rollouts/prompts` (docs/reference/http.md), page by page.
 
 Invariant: pages that are read one after the other while nothing runs have each prompt once.
 """

@@ -1,4 +1,4 @@
-"""The endpoints that learn: rewards, quality head, state (docs/http.md). Invariant: as of routes.py."""
+"""The endpoints that learn: rewards, quality head, state (docs/reference/http.md). Invariant: as of routes.py."""
 
 from __future__ import annotations
 
@@ -194,9 +194,21 @@ successful first, without rewards last). The next page: `after` is the `key` of 
 )
 async def get_prompts(
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE,
-    after: Annotated[str | None, Query(min_length=1, max_length=HISTORY_KEY_CHARS)] = None,
-    sort: PromptOrder = "last_seen",
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Prompts in a page.")] = DEFAULT_PAGE,
+    after: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=HISTORY_KEY_CHARS,
+            description="The `key` of the last prompt of the page before. 404 if the server has forgotten that prompt.",
+        ),
+    ] = None,
+    sort: Annotated[
+        PromptOrder,
+        Query(
+            description="`last_seen`: the last one first. `success`: the least successful first, without rewards last."
+        ),
+    ] = "last_seen",
     model: ServedName = None,
 ) -> Response:
     answer = await _learning(request).prompts(limit, after, sort, model)

@@ -1,4 +1,4 @@
-"""Answers about runs (docs/http.md)."""
+"""Answers about runs (docs/reference/http.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Request bodies of runs and rounds (docs/http.md). Invariant: what a run says is the default of its rounds."""
+"""Request bodies of runs and rounds (docs/reference/http.md).
+
+Invariant: what a run says is the default of its rounds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoints of runs (docs/http.md). Invariant: as of server/routes.py."""
+"""The endpoints of runs (docs/reference/http.md). Invariant: as of server/routes.py."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
 from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields, Until
@@ -53,6 +53,10 @@ class SessionOptions(Body, SessionFields):
 @of_table
 class SessionGroupRequest(SessionOptions):
     """A group that is declared before its sessions begin."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"id": "step7-q1", "group_size": 8, "redundancy": 8, "max_turns": 10}]}
+    )
 
     id: DeclaredName | None = Field(
         default=None,
