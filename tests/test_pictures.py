@@ -28,6 +28,7 @@ from vllm_rollout.demo.rounds.options import RoundsOptions
 from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
 from vllm_rollout.demo.training import picture as training_picture
 from vllm_rollout.demo.training.curve import Answer, Curve
+from vllm_rollout.profiling.picture import draw as draw_profile_alone
 from vllm_rollout.profiling.profile_file import Profile
 
 RESULTS = ROOT / "benchmarks/results"
@@ -58,6 +59,10 @@ def draw_profile(path: Path) -> None:
     from benchmarks.ptl import draw
 
     draw(Profile.read(RESULTS / "ptl_profile.json"), result("ptl"), path)
+
+
+def draw_profile_of_gpu(path: Path) -> None:
+    draw_profile_alone(Profile.read(RESULTS / "gpu_h200" / "ptl.json"), path)
 
 
 def draw_race(path: Path) -> None:
@@ -115,6 +120,7 @@ KEPT: Mapping[str, Kept] = {
     "ptl": Kept(
         "python -m benchmarks.ptl", draw_profile, (*["candidates in the step (batch size)"] * 2, "measured, s")
     ),
+    "ptl_h200": Kept("python -m benchmarks.gpu_check", draw_profile_of_gpu, ("candidates in the step (batch size)",) * 2),
     "rewards": Kept(
         "python -m benchmarks.rewards.rounds",
         of_result("benchmarks.rewards.rounds"),
