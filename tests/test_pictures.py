@@ -120,7 +120,9 @@ KEPT: Mapping[str, Kept] = {
     "ptl": Kept(
         "python -m benchmarks.ptl", draw_profile, (*["candidates in the step (batch size)"] * 2, "measured, s")
     ),
-    "ptl_h200": Kept("python -m benchmarks.gpu_check", draw_profile_of_gpu, ("candidates in the step (batch size)",) * 2),
+    "ptl_h200": Kept(
+        "python -m benchmarks.gpu_check", draw_profile_of_gpu, ("candidates in the step (batch size)",) * 2
+    ),
     "rewards": Kept(
         "python -m benchmarks.rewards.rounds",
         of_result("benchmarks.rewards.rounds"),
