@@ -29,7 +29,7 @@ MORE = {
     "selection": "#selection-dual-end",
     "pruning": "#pruning",
     "audit_ratio": "#audit-groups",
-    "sampling": "#seeds",
+    "sampling_params": "#seeds",
     "migration": "engines.md#moves-that-pay",
     "on_engine_failure": "engines.md#when-a-rank-dies",
     "detection_length": "#which-detection-length",
@@ -77,7 +77,7 @@ def _table_of(body: type[BaseModel]) -> Iterator[str]:
         more = f" [More]({MORE[name]})." if name in MORE else ""
         default = field.get_default(call_default_factory=True)
         shown = "" if field.is_required() or default is None else f"`{json.dumps(_plain(default))}`"
-        yield f"| `{field.alias or name}` | {shown} | {field.description}{more} |"
+        yield f"| `{name}` | {shown} | {field.description}{more} |"
 
 
 def _plain(value: object) -> object:

@@ -91,8 +91,8 @@ class Candidate(EndedCandidate):
     """Why it failed, where that is known."""
 
 
-class UnselectedCandidate(Candidate):
-    """What `return.unselected` adds."""
+class StoppedCandidate(Candidate):
+    """What `"stopped"` in `include` adds."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
@@ -187,7 +187,7 @@ class GroupSummary(BaseModel):
 
 class GroupAnswer(GroupSummary):
     trajectories: list[Trajectory]
-    candidates: list[UnselectedCandidate | Candidate]
+    candidates: list[StoppedCandidate | Candidate]
 
 
 class Usage(BaseModel):
@@ -282,7 +282,7 @@ class CandidateEvent(BaseModel):
     type: Literal["candidate"] = "candidate"
     prompt_id: str
     group_id: str
-    candidate: UnselectedCandidate | Candidate
+    candidate: StoppedCandidate | Candidate
 
 
 class TokensEvent(BaseModel):

@@ -36,8 +36,8 @@ def resume_refusal(params: SamplingParams, prompt: Mapping[str, Any]) -> Request
     for field, reason in READS_OUTPUT_TOKENS.items():
         if getattr(params, field):
             return RequestError(
-                f"resume: does not go together with sampling.{field}, which {reason}, and a candidate that goes on "
-                "begins a new one. Leave one of them out.",
+                f"resume: does not go together with sampling_params.{field}, which {reason}, and a candidate that goes "
+                "on begins a new one. Leave one of them out.",
                 param="resume",
             )
     if prompt["type"] != "token":

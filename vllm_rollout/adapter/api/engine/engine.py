@@ -123,7 +123,7 @@ class VLLMEngine:
             rendered = await self._render(prompt)
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
-                raise _bad_prompt(prompt, " is empty after tokenization.", status=HTTPStatus.UNPROCESSABLE_ENTITY)
+                raise _bad_prompt(prompt, " is empty after tokenization.")
             limited = self._limited(params, prompt, token_ids)
             refusal = resume_refusal(limited, rendered)
             prepared.append(
