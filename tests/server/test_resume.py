@@ -23,7 +23,6 @@ from vllm_rollout.server import kept as kept_module
 from vllm_rollout.server.ended import candidate_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.server.kept import keep, read_kept
-from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.trace.file import read_trace
@@ -280,7 +279,7 @@ def test_survival_is_not_forgotten(mode, expected):
     (kept,) = read_kept(keep([judged], 1, plan))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
-    trajectory = trajectory_of(later, Return(), GroupPlan(1, pruning=replace(plan, mode="shadow")))
+    trajectory = trajectory_of(later, frozenset({"logprobs"}), GroupPlan(1, pruning=replace(plan, mode="shadow")))
     assert trajectory.survival_probability == trajectory.inclusion_probability == expected
 
 

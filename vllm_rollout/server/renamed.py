@@ -1,4 +1,4 @@
-"""Old names of fields and options. Invariant: an old name is refused for one version, with the new name in the error."""
+"""Old names of fields and options. Invariant: each is refused for one version, with its new name in the error."""
 
 from __future__ import annotations
 
