@@ -55,6 +55,19 @@ def mutate(state: bytes, change) -> bytes:
     return json.dumps({"format": 3, "runs": len(body)}).encode() + b"\n" + body + rest[size:]
 
 
+async def test_a_state_of_an_earlier_version_is_taken_under_its_old_names(http: httpx.AsyncClient) -> None:
+    before = await play(http)
+
+    def with_old_names(runs: list[dict]) -> None:
+        settings = runs[0]["settings"]
+        settings["sampling"], settings["return"] = settings.pop("sampling_params"), settings.pop("include")
+
+    state = mutate((await http.get("/v1/rollouts/state")).content, with_old_names)
+    response = await http.put("/v1/rollouts/state", content=state)
+    assert response.status_code == 204, response.text
+    assert await play(http, num_rounds=0) == before
+
+
 @pytest.mark.parametrize(("change", "words"), [
     (lambda runs: runs[0].pop("model"), "a run of a state has the fields"),
     (lambda runs: runs.append(runs[0]), "must have different ids"),

@@ -464,6 +464,19 @@ async def test_rewards_of_candidates_that_there_are_not_are_not_kept(http: httpx
     assert {len(rewards) for rewards in course._rewards.values()} == {2}
 
 
+@pytest.mark.parametrize(
+    ("said", "is_repeat"),
+    [
+        ({}, True),
+        ({"prompts": [], "epoch": None, "stream": True}, True),
+        ({"include": []}, False),
+        ({"epoch": 0}, False),
+    ],
+)
+def test_a_repeat_says_its_key_alone(said: dict, is_repeat: bool) -> None:
+    assert RoundRequest.model_validate({"idempotency_key": "k", **said}).is_repeat is is_repeat
+
+
 async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     await make(http, prompts_per_round=1, prompt_speculation=1.0)
     await interrupt(http, engine, prompts=prompts(100, 1), idempotency_key="given up")

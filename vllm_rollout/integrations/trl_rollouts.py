@@ -43,7 +43,6 @@ from vllm_rollout.integrations.trl_rows import (
     with_columns,
 )
 from vllm_rollout.server.answers import GroupAnswer
-from vllm_rollout.server.protocol import INCLUDED
 
 RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
 Placed = tuple[int, str, GroupAnswer]
@@ -82,8 +81,8 @@ class TRLRollouts:
         self._client: RollsOut = RolloutClient(server) if isinstance(server, str) else server
         self._redundancy = redundancy
         self._sampling = dict(options.pop("sampling_params", None) or {})
-        included = [word for word in INCLUDED if word == "logprobs" or word in (options.get("include") or ())]
-        self._options: RolloutOptions = {**options, "include": included}
+        included = dict.fromkeys([*(options.get("include") or ()), "logprobs"])  # TRL needs those
+        self._options: RolloutOptions = {**options, "include": list(included)}
         self._columns: dict[bool, dict[str, Any]] = {}
         """Columns of the data sets of training and of evaluation, by prompt."""
 

@@ -364,9 +364,9 @@ def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
     return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
 
 
-def _bad_prompt(prompt: PromptInput, problem: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> RequestError:
+def _bad_prompt(prompt: PromptInput, problem: str) -> RequestError:
     form = "messages" if prompt.messages is not None else "prompt" if prompt.prompt is not None else "prompt_token_ids"
-    return RequestError(f"prompt {prompt.id!r}{problem}", status=status, param=f"prompts.{prompt.position}.{form}")
+    return RequestError(f"prompt {prompt.id!r}{problem}", param=f"prompts.{prompt.position}.{form}")
 
 
 def _first_line(error: Exception) -> str:
