@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from http import HTTPStatus
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -43,7 +42,6 @@ def resume_refusal(params: SamplingParams, prompt: Mapping[str, Any]) -> Request
     if prompt["type"] != "token":
         return RequestError(
             f"resume: needs prompts of tokens only, got one of type {prompt['type']!r}. Make a run without resume.",
-            status=HTTPStatus.BAD_REQUEST,
             param="resume",
         )
     return None

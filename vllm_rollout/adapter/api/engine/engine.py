@@ -177,7 +177,7 @@ class VLLMEngine:
                     elif stream_tokens is not None and (chunk := log.take_chunk(stream_tokens)) is not None:
                         yield chunk
         except VLLMClientError as error:
-            raise RequestError(str(error), status=HTTPStatus.BAD_REQUEST) from error
+            raise RequestError(str(error)) from error
         except RankDied as death:
             lost = GroupLost(f"rank {death.rank} of the engine died")
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
@@ -297,9 +297,7 @@ class VLLMEngine:
                     "check", rendered, params, supported_tasks=tasks, lora_request=lora
                 )
             except (VLLMClientError, ValueError, TypeError) as error:
-                raise RequestError(
-                    f"prompt {prompt.id!r}: {error}", status=HTTPStatus.BAD_REQUEST, param=sampling_field(error)
-                ) from error
+                raise RequestError(f"prompt {prompt.id!r}: {error}", param=sampling_field(error)) from error
 
 
 class _CandidateLog:
