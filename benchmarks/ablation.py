@@ -242,9 +242,8 @@ async def measure(its: Workload, rewards: Rewards, name: str, client: AsyncRollo
         terms.prompts_per_round,
         prompt_speculation=speculation,
         response_speculation=speculation,
-        sampling={"max_tokens": its.model.max_tokens, "seed": FIRST_SEED},
-        return_logprobs=False,
-        return_text=True,
+        sampling_params={"max_tokens": its.model.max_tokens, "seed": FIRST_SEED},
+        include=["text"],
         **fields,
     )
     prompts = [{"id": str(number), "prompt": text} for number, text in enumerate(texts)]

@@ -107,7 +107,7 @@ async def roll_out(
 
         async def one(some: list[dict[str, Any]]) -> int:
             sampling = {"max_tokens": MAX_TOKENS, "seed": 1}
-            answer = await client.rollout(some, *sizes, sampling=sampling, return_logprobs=False)
+            answer = await client.rollout(some, *sizes, sampling_params=sampling, include=[])
             assert all(group.status == "complete" for group in answer.groups)
             return answer.usage.generated_tokens
 

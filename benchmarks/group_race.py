@@ -182,8 +182,8 @@ async def roll_out(client: httpx.AsyncClient, task: Task) -> Read:
         "prompts": [{"prompt_token_ids": prompt} for prompt in task.prompts],
         "group_size": race.group_size,
         "redundancy": race.num_candidates - race.group_size,
-        "sampling": task.sampling,
-        "return": {"logprobs": False},
+        "sampling_params": task.sampling,
+        "include": [],
     }
     response = await client.post("/v1/rollouts", json=body)
 

@@ -88,7 +88,9 @@ async def _move(client: AsyncRolloutClient, prompt: list[int], group_size: int) 
     drain: asyncio.Task[float] | None = None
     drained_at, num_after = 0.0, 0
     sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 1.0}
-    stream = client.stream([{"prompt_token_ids": prompt}], group_size=group_size, stream_tokens=1, sampling=sampling)
+    stream = client.stream(
+        [{"prompt_token_ids": prompt}], group_size=group_size, stream_tokens=1, sampling_params=sampling
+    )
     async with aclosing(stream) as events:
         async for event in events:
             if not isinstance(event, TokensEvent):

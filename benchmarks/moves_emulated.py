@@ -98,7 +98,7 @@ async def _roll_out(its: Workload, data: EmulatedDataSet, url: str, fields: dict
     async with AsyncRolloutClient(url) as client:
         started = time.perf_counter()
         answer = await client.rollout(
-            prompts, its.group_size, sampling=sampling, return_logprobs=False, timeout=7200.0, **fields
+            prompts, its.group_size, sampling_params=sampling, include=[], timeout=7200.0, **fields
         )
         seconds = time.perf_counter() - started
         engines = await client.engines()

@@ -154,7 +154,7 @@ def roll_out(server: ServerProcess, workload: Workload, name: str, seed: int | N
         "prompts": prompts,
         "group_size": workload.group_size,
         "early_stop": False,
-        "sampling": {"temperature": 1.0, "max_tokens": workload.max_tokens, "seed": seed},
+        "sampling_params": {"temperature": 1.0, "max_tokens": workload.max_tokens, "seed": seed},
     }
     started = time.perf_counter()
     response = httpx.post(f"{server.url}/v1/rollouts", json=body, timeout=None, trust_env=False)

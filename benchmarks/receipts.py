@@ -63,7 +63,7 @@ def roll_out(client: RolloutClient, seed: int, early_stop: bool) -> dict[str, An
     """What its receipt says; `seed` makes prompts that nobody has seen before, and the lengths of their candidates."""
     prompts = [{"id": f"{seed}-{i}", "prompt_token_ids": [100 + seed, 200 + i, 300]} for i in range(PROMPTS)]
     sampling = {"max_tokens": MAX_TOKENS, "seed": seed}
-    answer = client.rollout(prompts, GROUP_SIZE, REDUNDANCY, early_stop=early_stop, sampling=sampling)
+    answer = client.rollout(prompts, GROUP_SIZE, REDUNDANCY, early_stop=early_stop, sampling_params=sampling)
     assert answer.receipt is not None
     return asdict(answer.receipt)
 

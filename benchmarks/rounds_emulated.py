@@ -122,9 +122,8 @@ async def _rounds(its: Workload, terms: RunTerms, data: EmulatedDataSet, url: st
             terms.prompts_per_round,
             prompt_speculation=terms.prompt_speculation,
             response_speculation=terms.response_speculation,
-            sampling={"max_tokens": its.model.max_tokens, "seed": FIRST_SEED},
-            return_logprobs=False,
-            return_text=False,
+            sampling_params={"max_tokens": its.model.max_tokens, "seed": FIRST_SEED},
+            include=[],
         )
         started = time.perf_counter()
         async for answer in run.rounds(data.in_order(its.seed)):

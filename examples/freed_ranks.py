@@ -49,7 +49,7 @@ async def rollout(client: AsyncRolloutClient, groups: asyncio.Queue, free: async
     """Hands on each group when it is complete, and None after the last."""
     trajectories: dict[str, list[Trajectory]] = defaultdict(list)
     prompts = [f"Question {i}:" for i in range(PROMPTS)]
-    stream = client.stream(prompts, group_size=GROUP_SIZE, sampling={"max_tokens": 1024}, scale_down="auto")
+    stream = client.stream(prompts, group_size=GROUP_SIZE, sampling_params={"max_tokens": 1024}, scale_down="auto")
     async with aclosing(stream) as events:
         async for event in events:
             match event:

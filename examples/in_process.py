@@ -20,7 +20,8 @@ def main(model: str) -> None:
     # What POST /v1/rollouts answers: four trajectories of each group, of the six candidates that raced for it.
     answer = llm.rollout(
         ["2 + 2 =", "3 * 7 ="], group_size=4, redundancy=2,
-        pruning={"detection_length": 8, "mode": "shadow"}, sampling={"max_tokens": 48}, return_text=True,
+        pruning={"detection_length": 8, "mode": "shadow"},
+        sampling_params={"max_tokens": 48}, include=["text"],
     )  # fmt: skip
     print(f"{answer.usage.returned_tokens} of {answer.usage.generated_tokens} tokens came back")
 
@@ -29,7 +30,7 @@ def main(model: str) -> None:
     print(llm.post_rewards(answer.id, rewards).counts)
 
     # The same as it happens.
-    for event in llm.stream(["5 + 5 ="], group_size=2, redundancy=2, sampling={"max_tokens": 32}):
+    for event in llm.stream(["5 + 5 ="], group_size=2, redundancy=2, sampling_params={"max_tokens": 32}):
         print(event.type)
 
     # vLLM's own generate: exactly n outputs, of n + rollout_redundancy that were started.

@@ -26,7 +26,9 @@ def short(text: str, data: dict) -> float:
 def main(url: str, reward: str = "math") -> None:
     with RolloutClient(url) as client:
         client.wait_until_ready(timeout_s=600)
-        for event in client.stream(PROMPTS, 4, redundancy=4, reward=reward, sampling={"max_tokens": 256, "seed": 7}):
+        for event in client.stream(
+            PROMPTS, 4, redundancy=4, reward=reward, sampling_params={"max_tokens": 256, "seed": 7}
+        ):
             if event.type == "reward":
                 print(
                     f"{event.prompt_id}, {event.index}: {event.reward} ({event.reward_status}, {event.reward_s:.3f} s)"

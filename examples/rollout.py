@@ -17,8 +17,8 @@ def main(url: str) -> None:
             PROMPTS,
             group_size=4,
             redundancy=4,
-            sampling={"temperature": 1.0, "max_tokens": 128, "seed": 7},
-            return_text=True,
+            sampling_params={"temperature": 1.0, "max_tokens": 128, "seed": 7},
+            include=["text", "logprobs"],
         )
     for group in answer.groups:
         print(f"{group.prompt_id}: {group.status}, mean length {group.lengths.mean:.0f} tokens")

@@ -43,12 +43,12 @@ def advantages(group: GroupAnswer) -> list[float]:
 def main(url: str, num_prompts: int = 50) -> None:
     with RolloutClient(url) as client:
         client.wait_until_ready(timeout_s=600)
-        run = client.run(GROUP_SIZE, PROMPTS_PER_ROUND, id="rounds-example", sampling={"max_tokens": 256})
+        run = client.run(GROUP_SIZE, PROMPTS_PER_ROUND, id="rounds-example", sampling_params={"max_tokens": 256})
         known = {*run.info.queue, *run.info.unstarted, *(DONE.read_text().split() if DONE.exists() else ())}
         if run.info.open_round is not None:
             known.update(run.info.open_round.prompt_ids)
         prompts = [prompt for prompt in data(num_prompts) if prompt["id"] not in known]
-        for round in run.rounds(prompts, epoch=1, return_text=True):
+        for round in run.rounds(prompts, epoch=1, include=["text", "logprobs"]):
             batch = [(t, a) for g in round.groups for t, a in zip(g.trajectories, advantages(g), strict=False)]
             num_teaching = sum(advantage != 0 for _, advantage in batch)
             print(

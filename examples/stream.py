@@ -15,7 +15,7 @@ async def main(url: str) -> None:
     async with AsyncRolloutClient(url) as client:
         await client.wait_until_ready(timeout_s=600)
         stream = client.stream(
-            ["Once upon a time"], group_size=2, redundancy=2, sampling={"max_tokens": 64}, stream_tokens=16
+            ["Once upon a time"], group_size=2, redundancy=2, sampling_params={"max_tokens": 64}, stream_tokens=16
         )
         async with aclosing(stream) as events:
             async for event in events:

@@ -44,7 +44,7 @@ async def main(url: str) -> None:
     async with AsyncRolloutClient(url) as client:
         await client.wait_until_ready(timeout_s=600)
         stream = client.stream(
-            PROMPTS, group_size=4, redundancy=4, sampling={"max_tokens": 128}, stream_tokens=CHUNK_TOKENS
+            PROMPTS, group_size=4, redundancy=4, sampling_params={"max_tokens": 128}, stream_tokens=CHUNK_TOKENS
         )
         async with aclosing(stream) as events:
             async for event in events:

@@ -56,8 +56,8 @@ def main(url: str, num_steps: int = NUM_STEPS) -> None:
                 group_size=4,
                 redundancy=4,
                 pruning=PRUNING,
-                sampling={"temperature": 1.0, "max_tokens": 128, "seed": step},
-                return_text=True,
+                sampling_params={"temperature": 1.0, "max_tokens": 128, "seed": step},
+                include=["text", "logprobs"],
             )
             earned = rewards(answer, {id: right for id, (_, right) in asked.items()})
             receipt = client.post_rewards(answer.id, earned)

@@ -14,7 +14,7 @@ from benchmarks.time_to_reward.trl_record import Record, RecordedClient
 from examples.grpo.task import problems
 from examples.grpo.train import Training, parse
 from vllm_rollout import RolloutClient
-from vllm_rollout.server.answers import GroupAnswer, GroupRewards, RolloutAnswer, Trajectory, UnselectedCandidate, Usage
+from vllm_rollout.server.answers import GroupAnswer, GroupRewards, RolloutAnswer, StoppedCandidate, Trajectory, Usage
 
 
 def step(at: int, lengths: list[int], **more: object) -> dict:
@@ -141,7 +141,7 @@ def group(rewards: list[float], stopped: list[int]) -> GroupAnswer:
     return GroupAnswer.model_construct(
         prompt_id="p",
         trajectories=[Trajectory.model_construct(index=i, reward=r, **said) for i, r in enumerate(rewards)],
-        candidates=[UnselectedCandidate.model_construct(index=i, state="surplus", **said) for i in stopped],
+        candidates=[StoppedCandidate.model_construct(index=i, state="surplus", **said) for i in stopped],
         rewards=told,
     )
 

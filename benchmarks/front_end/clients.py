@@ -86,8 +86,8 @@ def rollouts(port: int, prompts: list[list[int]]) -> list[Got]:
         "prompts": [{"prompt_token_ids": prompt} for prompt in prompts],
         "group_size": GROUP_SIZE,
         "redundancy": NUM_CANDIDATES - GROUP_SIZE,
-        "sampling": {"seed": FIRST_SEED, "max_tokens": MAX_TOKENS},
-        "return": {"logprobs": False},
+        "sampling_params": {"seed": FIRST_SEED, "max_tokens": MAX_TOKENS},
+        "include": [],
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     connection.request("POST", "/v1/rollouts", json.dumps(body), {"content-type": "application/json"})

@@ -132,8 +132,8 @@ class Ways:
             "prompts": [{"prompt_token_ids": prompt} for prompt in self._prompts(repeat)],
             "group_size": group_size,
             "redundancy": GROUP - group_size,
-            "sampling": self._sampling,
-            "return": {"logprobs": False},
+            "sampling_params": self._sampling,
+            "include": [],
         }
         async with httpx.AsyncClient(base_url=self._ours, timeout=None, trust_env=False) as client:
             answer = await client.post("/v1/rollouts", json=body)

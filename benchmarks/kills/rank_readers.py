@@ -43,7 +43,7 @@ class Reader:
             prompts = [{"id": f"{i}", "prompt_token_ids": [10 + self._name, 20 + number, 1 + i]} for i in range(4)]
             body = {"prompts": prompts, "group_size": GROUP_SIZE, "redundancy": 1, "on_engine_failure": "retry"}
             body |= {"stream": True, "stream_tokens": 1}
-            body |= {"sampling": {"seed": number, "max_tokens": self._max_tokens}}
+            body |= {"sampling_params": {"seed": number, "max_tokens": self._max_tokens}}
             try:
                 with httpx.stream("POST", f"{self._url}/v1/rollouts", json=body, timeout=TIMEOUT_S) as response:
                     if response.status_code != 200:

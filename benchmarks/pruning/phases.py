@@ -191,7 +191,7 @@ async def _take_turns(
         # the prompts get into the prefix cache before any way is timed; the first time, everything warms up
         warm_up = {"max_tokens": bench.sizes.detection_length + 8 if done == 0 else 1, "min_tokens": 0}
         key = ("warm-up", number)
-        await roll(bench, key, block, phase=phase, group_size=2, pruning=None, seed=number, sampling=warm_up)
+        await roll(bench, key, block, phase=phase, group_size=2, pruning=None, seed=number, sampling_params=warm_up)
         for way in order:
             run = await roll(
                 bench,
@@ -216,22 +216,21 @@ async def roll(
     group_size: int,
     pruning: Mapping[str, Any] | None,
     seed: int,
-    sampling: Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
     post_rewards: bool = False,
 ) -> Run:
     """One rollout request; the clock stops when its whole answer is there. Checking and rewards come after that."""
     sizes = bench.sizes
     by_id = {f"{phase}/{question.prompt['id']}": question for question in batch}
     prompts = [{**question.prompt, "id": prompt_id} for prompt_id, question in by_id.items()]
-    settings = {**sizes.sampling, "seed": seed, **(sampling or {})}
+    settings = {**sizes.sampling, "seed": seed, **(sampling_params or {})}
     started_s, started = time.time(), time.perf_counter()
     answer = await bench.client.rollout(
         prompts,
         group_size,
         pruning=pruning,
-        sampling=settings,
-        return_text=True,
-        return_logprobs=False,
+        sampling_params=settings,
+        include=["text"],
     )
     wall_s = time.perf_counter() - started
     records = tuple(

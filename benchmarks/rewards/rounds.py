@@ -212,7 +212,7 @@ async def one_round(its: Workload, client: AsyncRolloutClient, shape: str, epoch
     """`grader`: of the client, for what the server does not grade."""
     prompts, seed = its.prompts(), 1_000_000 * (2 * epoch + (shape == "race") + 1)
     sampling = {"max_tokens": its.max_tokens, "seed": seed}
-    options: dict[str, Any] = {"return_text": True, "return_logprobs": False, "sampling": sampling}
+    options: dict[str, Any] = {"include": ["text"], "sampling_params": sampling}
     if grader is None:
         options["reward"] = "code"
     answers: dict[tuple[str, int], str] = {}

@@ -135,7 +135,7 @@ async def _ask(
                 spare,
                 selection=sizes.selection(way),
                 early_stop=way.early_stop,
-                sampling=sampling,
+                sampling_params=sampling,
             )
             for some, spare in requests
         )

@@ -24,11 +24,11 @@ BAD_ROLLOUTS: tuple[Any, ...] = (
     {"prompts": [{"prompt_token_ids": [2**63]}], "group_size": 2},
     {"prompts": [{"prompt_token_ids": [10**6]}], "group_size": 2},
     {"prompts": [{"prompt_token_ids": [20] * 5000}], "group_size": 2},
-    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling": {"temperature": -1}},
-    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling": {"max_tokens": 0}},
-    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling": {"n": 2}},
-    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling": {"seed": 2**63}},
-    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling": {"structured_outputs": {"regex": "("}}},
+    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling_params": {"temperature": -1}},
+    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling_params": {"max_tokens": 0}},
+    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling_params": {"n": 2}},
+    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling_params": {"seed": 2**63}},
+    {"prompts": [{"prompt": "a"}], "group_size": 2, "sampling_params": {"structured_outputs": {"regex": "("}}},
     {"prompts": [{"prompt": "a"}], "group_size": 2, "model": "another"},
     {"prompts": [{"prompt": "a"}], "group_size": 2, "pruning": {"detection_length": 0}},
     {"prompts": [{"prompt": "a"}], "group_size": 2, "pruning": {"detection_length": 8, "keep_ratio": 2}},
@@ -69,12 +69,10 @@ def rollout(rng: Random, name: str, **fields: Any) -> dict[str, Any]:
         "prompts": prompts(rng, name, rng.randint(1, 4)),
         "group_size": rng.randint(1, 4),
         "redundancy": rng.randint(0, 4),
-        "sampling": sampling(rng),
-        "return": {
-            "text": rng.random() < 0.3,
-            "logprobs": rng.random() < 0.7,
-            "unselected": rng.random() < 0.2,
-        },
+        "sampling_params": sampling(rng),
+        "include": [
+            word for word, share in (("text", 0.3), ("logprobs", 0.7), ("stopped", 0.2)) if rng.random() < share
+        ],
     }
     return {**body, **fields}
 

@@ -30,7 +30,7 @@ LONGEST_PATIENCE_S = 1.0
 """A client that breaks off does so within this time."""
 READ_TIMEOUT_S = 120.0
 """An answer that takes longer is an invariant broken: nobody here generates for more than seconds."""
-REFUSED = (400, 404, 409, 413, 422)
+REFUSED = (400, 404, 409, 413)
 SHARED_GROUPS = 5
 """Group ids that several trainers take for their own."""
 
@@ -175,12 +175,12 @@ class SoakClient:
     async def many_lengths(self) -> None:
         """More detection lengths than a server learns at: the least used are forgotten."""
         pruning = {"detection_length": self._rng.randint(1, 40), "min_labels": 8}
-        await self._rollout(self._body(group_size=2, redundancy=2, pruning=pruning), 200, 422)
+        await self._rollout(self._body(group_size=2, redundancy=2, pruning=pruning), 200, 400)
 
     async def large(self) -> None:
         """Several times what the engine runs: its groups start in turn, others in between."""
         prompts = bodies.prompts(self._rng, f"{self.name}-{self._num_acts}", 60)
-        body = self._body(prompts=prompts, group_size=4, redundancy=2, sampling={"max_tokens": 16})
+        body = self._body(prompts=prompts, group_size=4, redundancy=2, sampling_params={"max_tokens": 16})
         await (self._rollout(body) if self._rng.random() < 0.5 else self._stream(body))
 
     async def open_path(self) -> None:
@@ -263,7 +263,7 @@ class SoakClient:
 
     async def colliding(self) -> None:
         """Two trainers that take the same group id, not always with the same sizes."""
-        await self._join(f"q{self._rng.randrange(SHARED_GROUPS)}", 4, 200, 400, 422)
+        await self._join(f"q{self._rng.randrange(SHARED_GROUPS)}", 4, 200, 400)
 
     async def _join(self, group_id: str, num_coming: int, *allowed: int) -> None:
         sizes = {"rollout_group_size": 2, "rollout_num_candidates": 4}
@@ -299,7 +299,7 @@ class SoakClient:
         """A run of its own, by keys that are sent again. Who puts a state takes the run away, or its newest rounds."""
         run = f"run-{self.name}-{self._num_acts}"
         terms = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 2}
-        body = {"id": run, **terms, "sampling": bodies.sampling(self._rng)}
+        body = {"id": run, **terms, "sampling_params": bodies.sampling(self._rng)}
         await self._send("POST", "/v1/runs", 201, json=body)
         for number in range(4):
             found = await self._send("GET", f"/v1/runs/{run}", 200, 404)
@@ -331,7 +331,7 @@ class SoakClient:
     async def evil_votes(self) -> None:
         pattern = self._rng.choice(bodies.EVIL_PATTERNS)
         body = {"texts": ["a" * 3000 + "!"] * 4, "answer_pattern": pattern}
-        await self._send("POST", "/v1/votes", 200, 422, 429, json=body)
+        await self._send("POST", "/v1/votes", 200, 400, 429, json=body)
 
     async def heads(self) -> None:
         length = self._rng.choice(bodies.DETECTION_LENGTHS)

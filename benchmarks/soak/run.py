@@ -188,7 +188,7 @@ async def _check_end(url: str, tally: Tally) -> None:
 
 async def _left(http: httpx.AsyncClient, tally: Tally) -> dict[str, float]:
     """What the server still holds, by name."""
-    body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling": {"max_tokens": 4}}
+    body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling_params": {"max_tokens": 4}}
     answer = await http.post("/v1/rollouts", json=body)
     if answer.status_code != 200:
         tally.broken("end", f"a rollout was answered {answer.status_code}: {answer.text[:400]}")

@@ -138,7 +138,7 @@ def our_client_loses_no_prompt_by_a_kill(kit: Kit) -> dict[str, Any]:
         prompts = [{"id": f"p{n}", "prompt": f"What is {n} + 1?"} for n in range(12)]
         returned: Counter[str] = Counter()
         restarted, is_killed = 0, False
-        for event in client.stream(prompts, GROUP_SIZE, 4, sampling=LONG):
+        for event in client.stream(prompts, GROUP_SIZE, 4, sampling_params=LONG):
             if event.type == "group":
                 returned[event.prompt_id] += 1
             restarted += event.type == "restarted"
@@ -183,7 +183,12 @@ def router(servers: Sequence[Server], policy: str) -> Iterator[str]:
 
 def rollout_body(prompt: str, sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
     prompts = [{"id": prompt, "prompt": prompt}]
-    return {"prompts": prompts, "group_size": GROUP_SIZE, "redundancy": 4, "sampling": sampling or {"max_tokens": 60}}
+    return {
+        "prompts": prompts,
+        "group_size": GROUP_SIZE,
+        "redundancy": 4,
+        "sampling_params": sampling or {"max_tokens": 60},
+    }
 
 
 def completion(server: Server, redundancy: int, **fields: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 
 from examples.grpo.model import answer_logprobs, micro_batches
 from vllm_rollout.group.rewards.estimates import Estimator, advantages
-from vllm_rollout.server.answers import GroupAnswer, Trajectory, UnselectedCandidate
+from vllm_rollout.server.answers import GroupAnswer, StoppedCandidate, Trajectory
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 
@@ -32,7 +32,7 @@ ALGORITHMS = {
 
 class Row(NamedTuple):
     prompt_ids: list[int]
-    answer: Trajectory | UnselectedCandidate
+    answer: Trajectory | StoppedCandidate
     advantage: float
 
 
@@ -40,7 +40,7 @@ def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
     """The rows of a group, none where it does not teach, and what it counts in the mean that the loss is, also then.
     Candidates stopped in mid-answer (`--stopped-teach`), not who lost a tie, are as right as their score, or wrong."""
     assert group.rewards is not None  # a reward was asked for
-    its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, UnselectedCandidate)]
+    its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, StoppedCandidate)]
     stopped = [c for c in stopped if c.state in ("surplus", "pruned") and c.token_ids and not c.ended_by_itself]
     if stopped:
         expected = [candidate.success_probability or 0.0 for candidate in stopped]

@@ -100,11 +100,11 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
         if spare is None and not args.rounds and args.prune != "shadow":  # twice as many, of which half are kept
             size, fields["pruning"]["allow_fewer"] = 2 * size, True
     fields |= {name: getattr(args, name) for name in ("until", "audit_ratio") if getattr(args, name)}
-    fields |= {"return_unselected": True} if args.stopped_teach else {}
+    fields |= {"include": ["logprobs", "stopped"]} if args.stopped_teach else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     # each prompt samples by a seed of its own, made of this one and its id: none comes twice
     reward = {"name": args.task, "estimator": ALGORITHMS[args.algorithm].estimator}
-    return size, {"reward": reward, "sampling": sampling(args, args.seed), **fields}
+    return size, {"reward": reward, "sampling_params": sampling(args, args.seed), **fields}
 
 
 def run_fields(args: Namespace) -> dict[str, Any]:  # the same for a run, once

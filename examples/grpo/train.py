@@ -165,7 +165,9 @@ class Training:
         args, began = self.args, time.perf_counter()
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
         asked = [self.asked(problem) for problem in held_out.values()]
-        answer = self.server.client.rollout(asked, 2, reward=args.task, sampling=sampling(args, 7), return_text=True)
+        answer = self.server.client.rollout(
+            asked, 2, reward=args.task, sampling_params=sampling(args, 7), include=["text", "logprobs"]
+        )
         graded = [(g.prompt_id, t) for g in answer.groups for t in g.trajectories if t.reward is not None]
         if not graded:
             why = "; ".join([*answer.warnings, *filter(None, [answer.groups[0].reason])][:2])

@@ -66,7 +66,7 @@ def llm(engine: vllm_rollout.LLM) -> Iterator[vllm_rollout.LLM]:
 
 def assert_good_as_new(llm: vllm_rollout.LLM) -> None:
     assert in_engine(llm) == []
-    answer = llm.rollout(PROMPTS[:1], 2, 1, sampling={"max_tokens": 200})
+    answer = llm.rollout(PROMPTS[:1], 2, 1, sampling_params={"max_tokens": 200})
     assert [group.status for group in answer.groups] == ["complete"]
     assert len(llm.generate(prompts(1), GROUPS, use_tqdm=False)) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -83,11 +83,11 @@ def prompts(num: int) -> list[Any]:
 
 
 def rollout(llm: vllm_rollout.LLM) -> None:
-    llm.rollout(PROMPTS, 2, 2, sampling={"max_tokens": 200}, return_text=True)
+    llm.rollout(PROMPTS, 2, 2, sampling_params={"max_tokens": 200}, include=["text", "logprobs"])
 
 
 def stream(llm: vllm_rollout.LLM) -> None:
-    for _ in llm.stream(PROMPTS, 2, 2, stream_tokens=8, sampling={"max_tokens": 200}):
+    for _ in llm.stream(PROMPTS, 2, 2, stream_tokens=8, sampling_params={"max_tokens": 200}):
         pass
 
 
@@ -201,7 +201,7 @@ def interrupting(function: Callable[..., Any], calls: list[Any]) -> Callable[...
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_what_the_body_of_a_loop_over_a_stream_raises_ends_the_stream(llm, error):
     def fail() -> None:
-        for _ in llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling={"max_tokens": 200}):
+        for _ in llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling_params={"max_tokens": 200}):
             assert in_engine(llm)
             raise error
 
@@ -211,20 +211,20 @@ def test_what_the_body_of_a_loop_over_a_stream_raises_ends_the_stream(llm, error
 
 
 def test_a_stream_that_is_left_or_closed_ends(llm):
-    for _ in llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling={"max_tokens": 200}):
+    for _ in llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling_params={"max_tokens": 200}):
         break
     gc.collect()
     assert in_engine(llm) == []
-    events = llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling={"max_tokens": 200})
+    events = llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling_params={"max_tokens": 200})
     next(events)
     events.close()
     assert in_engine(llm) == []
 
 
 def test_an_interrupted_stream_leaves_another_one_as_it_was(llm):
-    first = llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling={"max_tokens": 200})
+    first = llm.stream(PROMPTS, 2, 2, stream_tokens=1, sampling_params={"max_tokens": 200})
     next(first)
-    second = llm.stream(PROMPTS, 2, 2, sampling={"max_tokens": 200})
+    second = llm.stream(PROMPTS, 2, 2, sampling_params={"max_tokens": 200})
     with called(lambda count: interrupt() if count == 20_000 else None), pytest.raises(KeyboardInterrupt):
         list(second)
     assert [event.status for event in first if event.type == "group"] == ["complete"] * 2

@@ -58,7 +58,7 @@ REFUSED: dict[str, Any] = {
 def test_what_looks_at_output_tokens_is_refused(field):
     refusal = resume_refusal(SamplingParams(**{field: REFUSED[field]}), PROMPT)
     assert refusal.param == "resume"
-    assert f"sampling.{field}" in str(refusal)
+    assert f"sampling_params.{field}" in str(refusal)
 
 
 def test_every_reason_is_tried_but_for_one_that_needs_a_type_of_vllm_s():

@@ -1,4 +1,4 @@
-"""What `sampling` of a rollout may say, on each vLLM."""
+"""What `sampling_params` of a rollout may say, on each vLLM."""
 
 import pytest
 from pydantic import ValidationError
@@ -21,15 +21,15 @@ def refusal(sampling):
 @pytest.mark.parametrize("field", [*(field for field in LATER if field not in FIELDS), "no_such_field"])
 def test_a_field_that_this_vllm_lacks_is_refused_with_its_version_and_what_is_allowed(field):
     error = refusal({"temperature": 1, field: 1})
-    assert (error.status, error.param) == (422, f"sampling.{field}")
-    assert str(error).startswith(f"sampling.{field}: vLLM {vllm_version} has no such sampling field; allowed: ")
+    assert (error.status, error.param) == (400, f"sampling_params.{field}")
+    assert str(error).startswith(f"sampling_params.{field}: vLLM {vllm_version} has no such sampling field; allowed: ")
     assert str(error).endswith(f"{', '.join(ALLOWED)}.")
 
 
 @pytest.mark.parametrize("field", sorted(OURS.keys() & FIELDS))
 def test_a_field_that_the_server_sets_is_refused_with_what_to_use(field):
     error = refusal({field: 1})
-    assert (error.param, str(error)) == (f"sampling.{field}", f"sampling.{field}: {OURS[field]}.")
+    assert (error.param, str(error)) == (f"sampling_params.{field}", f"sampling_params.{field}: {OURS[field]}.")
 
 
 def test_what_a_rollout_does_not_take_is_a_field_of_some_supported_vllm():
@@ -39,7 +39,7 @@ def test_what_a_rollout_does_not_take_is_a_field_of_some_supported_vllm():
 @pytest.mark.parametrize("logprobs", [1, 5, -1, True, "all"])
 def test_log_probabilities_that_a_rollout_does_not_return_are_refused(logprobs):
     error = refusal({"logprobs": logprobs})
-    assert error.param == "sampling.logprobs"
+    assert error.param == "sampling_params.logprobs"
     assert "/inference/v1/generate" in str(error)
 
 
@@ -53,7 +53,7 @@ def test_those_of_sampled_tokens_may_be_asked_for_as_vllm_calls_them(logprobs):
 def test_a_field_that_stands_beside_sampling_is_told_where_it_belongs(field):
     with pytest.raises(ValidationError) as error:
         RolloutRequest.model_validate({"prompts": [{"prompt": "a"}], field: 1})
-    place = "return.logprobs" if field == "logprobs" else f"sampling.{field}"
+    place = "include" if field == "logprobs" else f"sampling_params.{field}"
     assert f"Write {place} instead" in str(error.value)
 
 
@@ -61,7 +61,7 @@ def test_a_field_that_stands_beside_sampling_is_told_where_it_belongs(field):
 def test_a_value_that_vllm_refuses_names_its_field(sampling):
     (field,) = sampling
     error = refusal(sampling)
-    assert error.param == f"sampling.{field}"
+    assert error.param == f"sampling_params.{field}"
     assert field in str(error)
 
 

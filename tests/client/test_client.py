@@ -36,7 +36,7 @@ from vllm_rollout.server.answers import (
     Trajectory,
     TrajectoryEvent,
 )
-from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, Pruning, Return, RolloutRequest
+from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, Pruning, RolloutRequest
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}
@@ -70,10 +70,10 @@ def test_both_clients_have_the_same_methods():
 def test_help_names_every_option_with_its_default(cls, name, own):
     method = getattr(cls, name)
     mine, body = signature(method).parameters, RolloutRequest.model_fields
-    options = {name for name in body if name not in ("stream", "stream_tokens", "sampling", "return_")}
-    returned = {f"return_{name}": field for name, field in Return.model_fields.items()}
-    assert mine.keys() - {"self", "timeout"} == options | returned.keys() | {"sampling"} | own
-    known = {**{name: body[name] for name in options - {"prompts", "group_size"}}, **returned}
+    options = {name for name in body if name not in ("stream", "stream_tokens")}
+    assert mine.keys() - {"self", "timeout"} == options | own
+    known = {name: body[name] for name in options - {"prompts", "group_size", "sampling_params"}}
+    assert mine["sampling_params"].default is None
     assert {name: mine[name].default for name in known} == {name: field.default for name, field in known.items()}
     assert all(f"\n{name}: {known[name].description}" in method.__doc__ for name in known.keys() - {"redundancy"})
 
@@ -125,20 +125,25 @@ def test_prompts_of_no_known_form_are_type_errors(prompts, words):
 def test_every_argument_reaches_the_body():
     body = rollout_body(
         ["p"], 4, 2, early_stop=False, selection=DualEndSelection(dual_end=DualEnd(num_longest=2)),
-        pruning=Pruning(detection_length=5), sampling={"seed": 1}, return_text=True, return_logprobs=False,
-        return_unselected=True, model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
+        pruning=Pruning(detection_length=5), sampling_params={"seed": 1}, include=["text", "stopped"],
+        model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
         migration="auto", scale_down="auto", on_engine_failure="retry", reward="math",
         until="variance", max_candidates=64, order="prompts", priority=-1,
     )  # fmt: skip
     request = RolloutRequest.model_validate(body)
     assert request.model_fields_set == RolloutRequest.model_fields.keys()
-    assert request.model_dump(by_alias=True, exclude={"prompts"}, exclude_unset=True) == {
+    assert request.model_dump(exclude={"prompts"}, exclude_unset=True) == {
         k: v for k, v in body.items() if k != "prompts"
     }
 
 
 def test_sync_and_async_give_the_same(server_url):
-    arguments: dict[str, Any] = {"prompts": ["one", "two"], "group_size": 2, "redundancy": 2, "sampling": {"seed": 3}}
+    arguments: dict[str, Any] = {
+        "prompts": ["one", "two"],
+        "group_size": 2,
+        "redundancy": 2,
+        "sampling_params": {"seed": 3},
+    }
 
     async def run() -> tuple[list[Any], list[Event], list[str], bool]:
         async with AsyncRolloutClient(server_url) as client:
@@ -161,12 +166,12 @@ def test_errors_carry_the_servers_words(client: RolloutClient):
     with pytest.raises(RolloutError, match="max_num_seqs") as raised:
         client.rollout(["p"], 60, 60)
     error = raised.value
-    assert (error.status, error.param, error.type) == (422, "redundancy", "UnprocessableEntity")
+    assert (error.status, error.param, error.type) == (400, "redundancy", "BadRequest")
     assert error.message in str(error)
     with pytest.raises(RolloutError, match="max_num_seqs"):
         next(client.stream(["p"], 60, 60))
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.status, copy.message, copy.type, copy.param) == (422, error.message, error.type, "redundancy")
+    assert (copy.status, copy.message, copy.type, copy.param) == (400, error.message, error.type, "redundancy")
 
 
 def test_error_events_are_raised(server_url, engine: FakeEngine):
@@ -194,19 +199,19 @@ def test_errors_that_are_not_ours_are_told_in_short(server_url):
 def test_leaving_a_stream_early_aborts_its_candidates(server_url, engine: FakeEngine):
     engine.step_s = 0.001
     with RolloutClient(server_url) as client:
-        for _ in client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1):
+        for _ in client.stream(["p"], 4, sampling_params=ENDLESS, stream_tokens=1):
             break
         wait_until(lambda: engine.num_aborted == 4)
-        with closing(client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1)) as events:
+        with closing(client.stream(["p"], 4, sampling_params=ENDLESS, stream_tokens=1)) as events:
             next(events)
         wait_until(lambda: engine.num_aborted == 8)
 
     async def run() -> None:
         async with AsyncRolloutClient(server_url) as client:
-            async with aclosing(client.stream(["p"], 4, sampling=ENDLESS, stream_tokens=1)) as events:
+            async with aclosing(client.stream(["p"], 4, sampling_params=ENDLESS, stream_tokens=1)) as events:
                 await anext(events)
             await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 12)
-            waiting = asyncio.create_task(client.rollout(["p"], 4, sampling=ENDLESS))
+            waiting = asyncio.create_task(client.rollout(["p"], 4, sampling_params=ENDLESS))
             await asyncio.to_thread(wait_until, lambda: engine.num_launched == 16)
             waiting.cancel()
             await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 16)
@@ -222,9 +227,9 @@ def test_read_timeout_is_told_and_not_retried(server_url, engine: FakeEngine):
     with RolloutClient(server_url, read_timeout_s=3) as client:
         for call in (client.rollout, lambda *args, **fields: list(client.stream(*args, **fields))):
             with pytest.raises(RolloutError, match="read_timeout_s") as raised:
-                call(["p"], 2, sampling=ENDLESS)
+                call(["p"], 2, sampling_params=ENDLESS)
             assert (raised.value.status, raised.value.type) == (None, "ReadTimeout")
-        assert client.rollout(["p"], 1, timeout=30, sampling={"max_tokens": 20, "min_tokens": 20}).groups
+        assert client.rollout(["p"], 1, timeout=30, sampling_params={"max_tokens": 20, "min_tokens": 20}).groups
     assert engine.num_launched == 5
 
 
@@ -334,7 +339,7 @@ def test_an_answer_that_is_cut_or_of_another_version_is_an_error_and_not_asked_f
 
 
 def test_events_survive_any_split_of_the_bytes(client: RolloutClient, server_url):
-    body = rollout_body(["p"], 2, return_text=True, stream_tokens=1, stream=True)
+    body = rollout_body(["p"], 2, include=["text", "logprobs"], stream_tokens=1, stream=True)
     content = httpx.post(f"{server_url}/v1/rollouts", json=body).content
     assert "\u2028".encode() in content
 
@@ -420,7 +425,12 @@ def what_is_said(group: GroupAnswer) -> dict[str, Any]:
 
 
 def test_they_are_those_of_a_rollout(client: RolloutClient) -> None:
-    asked = {"group_size": 2, "redundancy": 2, "sampling": {"seed": 3}, "return_text": True, "return_unselected": True}
+    asked = {
+        "group_size": 2,
+        "redundancy": 2,
+        "sampling_params": {"seed": 3},
+        "include": ["text", "logprobs", "stopped"],
+    }
     stream = GroupStream(client.stream(PROMPTS, **asked))
     assert stream.summary is None
     groups = {group.prompt_id: what_is_said(group) for group in stream}
@@ -432,7 +442,7 @@ def test_they_are_those_of_a_rollout(client: RolloutClient) -> None:
 
 
 def test_rewards_come_later_and_a_group_that_runs_again_forgets(client: RolloutClient) -> None:
-    events = list(client.stream(PROMPTS[:1], 2, sampling={"seed": 3}))
+    events = list(client.stream(PROMPTS[:1], 2, sampling_params={"seed": 3}))
     name = {"prompt_id": "q0", "group_id": events[0].group_id}
     lost = TrajectoryEvent(**name, trajectory=Trajectory(index=9, num_tokens=1, token_ids=[1], finish_reason="stop"))
     again = RestartedEvent(**name, reason="the engine died")

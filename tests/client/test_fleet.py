@@ -64,8 +64,8 @@ class FakeServer:
         if self.is_dead or path == self.breaks_at:
             raise httpx.ConnectError("refused")
         if path in self.refuses:
-            error = {"message": f"{path} is refused", "type": "BadRequest", "param": "x", "code": 422}
-            return httpx.Response(422, json={"error": error})
+            error = {"message": f"{path} is refused", "type": "BadRequest", "param": "x", "code": 400}
+            return httpx.Response(400, json={"error": error})
         if path == "/v1/engines":
             return httpx.Response(200, json={"engines": [self.engine()]})
         if path == "/v1/rollouts":
@@ -232,7 +232,7 @@ def test_a_refusal_is_raised_with_the_server_s_name_and_nothing_is_tried_elsewhe
         pytest.raises(RolloutError, match=r"http://server\d:8000: .*refused") as raised,
     ):
         client.rollout(PROMPTS[:1], 2)
-    assert (raised.value.status, raised.value.param) == (422, "x")
+    assert (raised.value.status, raised.value.param) == (400, "x")
     assert sum(path == "/v1/rollouts" for server in servers.all for _, path in server.requests) == 1
 
 

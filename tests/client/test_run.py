@@ -23,7 +23,7 @@ from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEven
 
 
 def make_run(client: RolloutClient, **options: object) -> Run:
-    return client.run(2, 4, prompt_speculation=1.5, response_speculation=1.5, sampling={"seed": 3}, **options)
+    return client.run(2, 4, prompt_speculation=1.5, response_speculation=1.5, sampling_params={"seed": 3}, **options)
 
 
 def data(count: int) -> list[dict[str, str]]:
@@ -50,7 +50,7 @@ def test_a_run_of_the_same_name_is_gone_on_with(client: RolloutClient) -> None:
     assert again.info.num_rounds == 1
     assert again.info.queue == first.refresh().queue
     with pytest.raises(RolloutError, match="exists with group_size 2, got 3"):
-        client.run(3, 4, id="train", prompt_speculation=1.5, response_speculation=1.5, sampling={"seed": 3})
+        client.run(3, 4, id="train", prompt_speculation=1.5, response_speculation=1.5, sampling_params={"seed": 3})
     again.delete()
     with pytest.raises(RolloutError, match="not known"):
         first.refresh()
@@ -123,11 +123,11 @@ def test_a_round_that_a_server_left_open_is_asked_for_again(tmp_path: Path) -> N
     with serving(make_app(engine, database=database)) as url, RolloutClient(url) as client:
         run = make_run(client, id="train")
         with pytest.raises(RolloutError, match="has stopped"):
-            run.round(data(6), key="lost", patience_s=0, return_text=True)
+            run.round(data(6), key="lost", patience_s=0, include=["text", "logprobs"])
         wait_until(lambda: run.refresh().open_round.state == "interrupted")
     with serving(make_app(FakeEngine(), database=database)) as url, RolloutClient(url) as client:
         run = make_run(client, id="train")
-        answers = list(run.rounds(data(12)[6:], return_text=True))
+        answers = list(run.rounds(data(12)[6:], include=["text", "logprobs"]))
     assert answers[0].idempotency_key == "lost"
     assert Counter(group.prompt_id for answer in answers for group in answer.groups) == {f"q{i}": 1 for i in range(12)}
 

@@ -32,7 +32,7 @@ ROLLOUT = {
     "redundancy": 2,
     "pruning": SHADOW,
     "audit_ratio": 0.0,
-    "sampling": {"max_tokens": 24, "min_tokens": 6, "seed": 3},
+    "sampling_params": {"max_tokens": 24, "min_tokens": 6, "seed": 3},
 }
 
 
@@ -86,10 +86,16 @@ def main(which: str, model: str) -> None:
         "rewards": llm.post_rewards(answer.id, rewards).counts.model_dump(),
         "again": llm.rollout(PROMPTS, **ROLLOUT).model_dump(mode="json"),
         "report": llm.report().signals["confidence"].num_positive,
-        "events": [event.type for event in llm.stream(PROMPTS[:2], 2, 1, stream_tokens=4, sampling={"max_tokens": 9})],
+        "events": [
+            event.type for event in llm.stream(PROMPTS[:2], 2, 1, stream_tokens=4, sampling_params={"max_tokens": 9})
+        ],
         "state": len(llm.state()),
         "graded": llm.rollout(
-            [{"prompt": "one", "data": {"times": 2}}], 3, reward="length", sampling={"max_tokens": 9}, return_text=True
+            [{"prompt": "one", "data": {"times": 2}}],
+            3,
+            reward="length",
+            sampling_params={"max_tokens": 9},
+            include=["text", "logprobs"],
         ).model_dump(mode="json"),
     }
     groups = SamplingParams(
@@ -110,7 +116,7 @@ def main(which: str, model: str) -> None:
     result["errors"].append(said(lambda: llm.generate(ids, bad, use_tqdm=False)))
     result["after"] = [len(o.outputs) for o in llm.generate(ids, groups, use_tqdm=False)]
     if which == "llm":
-        stream = llm.stream(PROMPTS[:1], 2, 2, stream_tokens=1, sampling={"max_tokens": 60, "min_tokens": 50})
+        stream = llm.stream(PROMPTS[:1], 2, 2, stream_tokens=1, sampling_params={"max_tokens": 60, "min_tokens": 50})
         next(stream)
         result["meanwhile"] = llm.report().detection_length
         open_stream = said(lambda: llm.generate(ids, SamplingParams(max_tokens=5), use_tqdm=False))
@@ -137,7 +143,7 @@ def audited_labels(llm: Any, params: SamplingParams, seed: int) -> float:
     return llm.report().audit.num_labels - before
 
 
-UNENDING = {"sampling": {"max_tokens": 200, "ignore_eos": True}}
+UNENDING = {"sampling_params": {"max_tokens": 200, "ignore_eos": True}}
 
 
 def interrupt_all() -> None:
@@ -172,7 +178,7 @@ def interrupted(llm: Any, use: Any) -> list[Any]:
         use(llm)
     except BaseException as error:
         raised = type(error).__name__
-    answer = llm.rollout(PROMPTS[:2], 2, 2, sampling={"max_tokens": 20})
+    answer = llm.rollout(PROMPTS[:2], 2, 2, sampling_params={"max_tokens": 20})
     return [raised, [group.status for group in answer.groups], answer.usage.num_candidates]
 
 

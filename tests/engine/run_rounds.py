@@ -40,7 +40,7 @@ def assert_nothing_left(server: Server) -> None:
     gauge = "vllm_rollout:groups_held"
 
     def is_empty() -> bool:
-        body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling": {"max_tokens": 1}}
+        body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling_params": {"max_tokens": 1}}
         server.http.post("/v1/rollouts", json=body).raise_for_status()
         return server.counter(gauge) == 0 and server.counter("vllm_rollout:races_held") == 0
 

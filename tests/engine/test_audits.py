@@ -68,7 +68,7 @@ def learn_by_rollouts(server: Server, detection_length: int, audit_ratio: float,
             "prompts": [{"id": f"p{number}", "prompt_token_ids": prompt_of(number)} for number in numbers],
             "group_size": GROUP_SIZE, "redundancy": REDUNDANCY, "pruning": pruning,
             "audit_ratio": audit_ratio, "audit_unit": "group",
-            "sampling": {"seed": 1000, "max_tokens": 1000}, "return": {"logprobs": False},
+            "sampling_params": {"seed": 1000, "max_tokens": 1000}, "include": [],
         }  # fmt: skip
         answer = server.rollout(**body)
         posted = server.reward(answer, lambda _, trajectory: succeeded(trajectory["token_ids"]))

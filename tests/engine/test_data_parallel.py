@@ -44,7 +44,12 @@ def test_a_group_runs_on_one_rank_and_the_next_one_on_the_other(server: Server) 
     used = []
     for _ in range(8):  # either of two API processes may take a request, each with turns of its own
         before = tokens_by_rank(server)
-        body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 200}}
+        body = {
+            "prompts": [{"prompt": "hello"}],
+            "group_size": 2,
+            "redundancy": 2,
+            "sampling_params": {"max_tokens": 200},
+        }
         answer = server.rollout(**body)
         used.append(rank_of(server, answer, before))
         assert answer["groups"][0]["status"] == "complete"
@@ -69,7 +74,7 @@ def test_groups_keep_off_a_rank_that_ordinary_requests_keep_busy(server: Server)
             server.wait_until(lambda: server.num_requests >= 10)
             time.sleep(2 * LATE_S)
             before = tokens_by_rank(server)[1]
-            body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "sampling": {"max_tokens": 4}}
+            body = {"prompts": [{"prompt": "hello"}], "group_size": 2, "sampling_params": {"max_tokens": 4}}
             answers = [server.rollout(**body) for _ in range(8)]
             generated = sum(answer["usage"]["generated_tokens"] for answer in answers)
             server.wait_until(lambda: tokens_by_rank(server)[1] - before >= 0.75 * generated)
@@ -94,7 +99,7 @@ def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Serve
     def rollout() -> tuple[int, dict[str, Any]]:
         before = tokens_by_rank(server)
         body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 8, "pruning": pruning}
-        body["sampling"] = {"min_tokens": 20, "max_tokens": 40}
+        body["sampling_params"] = {"min_tokens": 20, "max_tokens": 40}
         answer = server.rollout(**body)
         return rank_of(server, answer, before), answer
 
@@ -125,7 +130,7 @@ def test_both_ranks_learn_every_label_and_score_with_the_same_head(server: Serve
 
 def test_a_round_stops_on_all_ranks_when_enough_groups_are_complete(server: Server) -> None:
     """No rank sees the groups of the others: an API process counts, and cuts them a message later."""
-    run = make_run(server, "cut", group_size=3, prompts_per_round=6, prompt_speculation=1.5, sampling=VARIED)
+    run = make_run(server, "cut", group_size=3, prompts_per_round=6, prompt_speculation=1.5, sampling_params=VARIED)
     for number in range(3):
         now = server.http.get("/v1/runs/cut").json()
         prompts = [{"id": f"{number}-{i}", "prompt": f"question {i}"} for i in range(now["num_fresh_prompts"])]
@@ -137,7 +142,7 @@ def test_a_round_stops_on_all_ranks_when_enough_groups_are_complete(server: Serv
 
 
 def test_any_api_process_goes_on_with_a_run(server: Server) -> None:
-    run = make_run(server, "shared", group_size=2, prompts_per_round=3, prompt_speculation=1.5, sampling=VARIED)
+    run = make_run(server, "shared", group_size=2, prompts_per_round=3, prompt_speculation=1.5, sampling_params=VARIED)
     answers = play_out(server, run, num_short=4)
     assert_groups_whole(answers, 2)
     for _ in range(8):  # whichever process answers
@@ -151,7 +156,7 @@ def test_a_group_that_the_servers_queue_has_no_room_for_is_refused_as_a_whole(se
     """Last: nothing tells when the engine is rid of those it had let in, whose tokens would be taken for others'."""
     body = {"prompts": [{"prompt": "hello"}], "group_size": 40, "redundancy": 40}
     # None of those let in ends and makes room while the others come.
-    body["sampling"] = {"max_tokens": 900, "ignore_eos": True}
+    body["sampling_params"] = {"max_tokens": 900, "ignore_eos": True}
     response = server.http.post("/v1/rollouts", json=body)
     assert response.status_code == 503
     assert response.json()["error"]["message"]

@@ -33,8 +33,8 @@ def test_a_chat_race_returns_text_that_ended_by_itself(server: Server) -> None:
     question = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
     with RolloutClient(server.url) as client:
         answer = client.rollout(
-            [question], group_size=2, redundancy=4, sampling={"max_tokens": 200, "temperature": 0},
-            return_text=True,
+            [question], group_size=2, redundancy=4, sampling_params={"max_tokens": 200, "temperature": 0},
+            include=["text", "logprobs"],
         )  # fmt: skip
     (group,) = answer.groups
     assert group.status == "complete"
@@ -49,5 +49,5 @@ def test_siblings_share_a_short_chat_prompt(server: Server) -> None:
     question = [{"role": "user", "content": "Tell me a story about a fox and a crow. " * 4}]
     before = server.counter("vllm:prefix_cache_hits_total")
     with RolloutClient(server.url) as client:
-        client.rollout([question], group_size=4, sampling={"max_tokens": 2})
+        client.rollout([question], group_size=4, sampling_params={"max_tokens": 2})
     assert server.counter("vllm:prefix_cache_hits_total") - before >= 3 * 64

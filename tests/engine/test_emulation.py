@@ -53,10 +53,10 @@ class Emulated(Server):
         return self.run(prompts, num_candidates, **body)["groups"]
 
     def run(self, prompts: list[list[int]], num_candidates: int, **body: Any) -> dict[str, Any]:
-        sampling = {"seed": SEED, "max_tokens": 1000, **body.pop("sampling", {})}
+        sampling = {"seed": SEED, "max_tokens": 1000, **body.pop("sampling_params", {})}
         named = [{"id": id_of(prompt), "prompt_token_ids": prompt} for prompt in prompts]
-        body = {"prompts": named, "group_size": num_candidates, "redundancy": 0, "sampling": sampling, **body}
-        return self.rollout(**{"return": {"logprobs": False}, **body})
+        body = {"prompts": named, "group_size": num_candidates, "redundancy": 0, "sampling_params": sampling, **body}
+        return self.rollout(**{"include": [], **body})
 
 
 def prompts_of(num: int, num_tokens: int = 7, first: int = 0) -> list[list[int]]:
@@ -133,7 +133,7 @@ def test_candidates_that_were_preempted_have_their_lengths_and_say_the_same_as_t
     prompts = prompts_of(16, first=100)
     body = {"prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt} for prompt in prompts], "group_size": 16}
     sampling = {"seed": SEED, "max_tokens": 1000}
-    streamed = said_in(emulated.events(**body, sampling=sampling, stream_tokens=7), 7)
+    streamed = said_in(emulated.events(**body, sampling_params=sampling, stream_tokens=7), 7)
     assert emulated.counter("vllm:num_preemptions_total") > before
     emulated.wait_until_idle()
     assert emulated.counter("vllm:generation_tokens_total") - generated == sum(map(len, streamed.values()))
@@ -163,12 +163,12 @@ def test_success_can_be_read_from_the_tokens(emulated):
 
 def test_a_candidate_that_max_tokens_cuts_is_truncated_and_lengths_can_be_forced(emulated):
     prompt = prompts_of(1)[0]
-    (group,) = emulated.groups([prompt], 8, sampling={"max_tokens": 40})
+    (group,) = emulated.groups([prompt], 8, sampling_params={"max_tokens": 40})
     ends = [(t["num_tokens"], t["finish_reason"]) for t in group["trajectories"]]
     assert ends == [(min(n, 40), "stop" if n <= 40 else "length") for n in lengths_of(prompt, 8)]
     assert {reason for _, reason in ends} == {"stop", "length"}
     forced = [5, 9, 1, 33]
-    for group in emulated.groups(prompts_of(2), 4, sampling={"extra_args": {"emulate_lengths": forced}}):
+    for group in emulated.groups(prompts_of(2), 4, sampling_params={"extra_args": {"emulate_lengths": forced}}):
         assert [t["num_tokens"] for t in group["trajectories"]] == forced
 
 
@@ -262,7 +262,7 @@ def test_a_client_that_leaves_ends_its_candidates(emulated):
     emulated.wait_until_idle()
     before = len(emulated.steps[0].steps)
     sampling = {"max_tokens": 1900, "extra_args": {"emulate_lengths": [20, 1900]}}
-    body = {"prompts": [{"prompt_token_ids": [40, 41]}], "group_size": 2, "sampling": sampling, "stream": True}
+    body = {"prompts": [{"prompt_token_ids": [40, 41]}], "group_size": 2, "sampling_params": sampling, "stream": True}
     with emulated.http.stream("POST", "/v1/rollouts", json=body) as stream:
         next(stream.iter_lines())  # the short one has ended
     emulated.wait_until_idle()
@@ -282,7 +282,7 @@ def scores(groups: list[dict[str, Any]]) -> list[tuple[float, bool]]:
 def teach(server: Emulated, detection_length: int) -> list[tuple[float, bool]]:
     """Candidates at a detection length of which nothing was known, until there is a head; their scores."""
     plan = {**SCORED, "detection_length": detection_length}
-    answer = server.run(prompts_of(40, first=40), 16, pruning=plan, sampling={"extra_args": FORCED})
+    answer = server.run(prompts_of(40, first=40), 16, pruning=plan, sampling_params={"extra_args": FORCED})
     server.reward(answer, lambda _, trajectory: succeeded(trajectory["token_ids"]))
     query = {"detection_length": detection_length}
     server.wait_until(lambda: server.http.get("/v1/quality_head", params=query).status_code == 200)
@@ -298,7 +298,7 @@ def test_scores_have_the_stated_auc_and_rewards_teach_a_head_which_then_prunes(e
     prompts = prompts_of(8, first=90)
     active = {**SCORED, "detection_length": 7, "mode": "active", "rule": "balance"}
     active |= {"allow_fewer": True, "target_positive_ratio": 0.9}
-    groups = emulated.groups(prompts, 16, pruning=active, sampling={"extra_args": FORCED})
+    groups = emulated.groups(prompts, 16, pruning=active, sampling_params={"extra_args": FORCED})
     kept = [success for _, success in scores(groups)]
     fates = Fates(SETTINGS)
     drawn = [fates.of(prompt, seed_of(prompt) + i, i, FORCED).succeeds for prompt in prompts for i in range(16)]
@@ -368,7 +368,7 @@ def test_steps_are_stretched_and_follow_each_other_as_the_loop_does(emulated, sl
 def test_a_candidate_that_goes_on_says_what_it_would_have_said_at_once(emulated):
     tokens = prompts_of(3, first=300)
     run = {"id": "resumed", "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "resume": True}
-    run |= {"response_speculation": 1.0, "sampling": {"seed": SEED, "max_tokens": 1000}, "return": {"logprobs": False}}
+    run |= {"response_speculation": 1.0, "sampling_params": {"seed": SEED, "max_tokens": 1000}, "include": []}
     assert emulated.http.post("/v1/runs", json=run).is_success
     prompts = [{"id": id_of(each), "prompt_token_ids": each} for each in tokens]
     short = emulated.http.post("/v1/runs/resumed/rounds", json={"prompts": prompts}).json()
@@ -411,7 +411,7 @@ def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> No
         while not stop.is_set():
             prompt = prompts_of(1, first=100 + 10 * reader + num_rollouts % 10)[0]
             body = {"prompts": [{"id": id_of(prompt), "prompt_token_ids": prompt}], "group_size": 3}
-            said = said_in(ranks.events(**body, stream_tokens=1, sampling={"seed": SEED, "max_tokens": 1000}))
+            said = said_in(ranks.events(**body, stream_tokens=1, sampling_params={"seed": SEED, "max_tokens": 1000}))
             assert [len(said[id_of(prompt), index]) for index in range(3)] == lengths_of(prompt, 3)
             num_rollouts += 1
         return num_rollouts
@@ -436,7 +436,7 @@ def test_moves_at_random_lose_no_token_and_say_none_twice(ranks: Emulated) -> No
 def test_with_drafts_candidates_say_the_same_in_fewer_steps_and_vllm_counts_them(emulated, drafted):
     prompts, sampling = prompts_of(3, first=500), {"extra_args": {"emulate_lengths": [700, 600, 500, 400]}}
     before = len(emulated.steps[0].steps)
-    said = [server.groups(prompts, 4, sampling=sampling) for server in (emulated, drafted)]
+    said = [server.groups(prompts, 4, sampling_params=sampling) for server in (emulated, drafted)]
     tokens = [[t["token_ids"] for group in groups for t in group["trajectories"]] for groups in said]
     assert [sorted(map(len, its)) for its in tokens] == [sorted([700, 600, 500, 400] * 3)] * 2
     assert sorted(tokens[0]) == sorted(tokens[1])

@@ -80,11 +80,11 @@ def test_rollouts_and_runs_go_on_while_the_rust_front_end_is_asked(server: TwoFr
     prompts = [{"id": f"p{i}", "prompt_token_ids": [5, 6, i]} for i in range(8)]
     with ThreadPoolExecutor(16) as pool:
         plain = [pool.submit(complete, server.http, seed=i) for i in range(32)]
-        body = {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling": sampling}
+        body = {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling_params": sampling}
         groups = pool.submit(server.ours.post, "/v1/rollouts", json=body).result().json()["groups"]
         assert {answer.result().status_code for answer in plain} == {200}
     assert Counter(group["status"] for group in groups) == {"complete": 8}
-    run = {"id": "run", "group_size": 2, "prompts_per_round": 2, "sampling": sampling}
+    run = {"id": "run", "group_size": 2, "prompts_per_round": 2, "sampling_params": sampling}
     assert server.ours.post("/v1/runs", json=run).status_code == 201, "one process has all rounds"
 
 

@@ -62,7 +62,7 @@ def test_a_judge_beside_a_server(tiny_model, tmp_path, monkeypatch) -> None:
         refused = graded("another", choices={"x": 1})
         assert (refused.status, refused.reward) == ("error", None)
         assert "exit status -9" in refused.reason
-        assert server.rollout(prompts=[{"prompt": TEXT}], group_size=2, sampling={"max_tokens": 4})["groups"]
+        assert server.rollout(prompts=[{"prompt": TEXT}], group_size=2, sampling_params={"max_tokens": 4})["groups"]
 
         keepers = [keeper, *keeper.children(recursive=True)]
         keeper.parent().kill()

@@ -45,7 +45,7 @@ class Pupil:
         ]
         self.num_rollouts += 1
         sampling = {"min_tokens": 2 * DETECTION_LENGTH, "max_tokens": 40, "seed": 100 * self.num_rollouts}
-        body = {"model": self.model, "prompts": prompts, "group_size": GROUP_SIZE, "sampling": sampling}
+        body = {"model": self.model, "prompts": prompts, "group_size": GROUP_SIZE, "sampling_params": sampling}
         return self.server.rollout(**{**body, "pruning": SHADOW, **fields})
 
     def is_success(self, prompt_id: str) -> bool:
@@ -214,7 +214,7 @@ def test_several_lengths_and_ends_are_learned_by_heads_of_their_own(taught: Pupi
     assert trial["num_candidates"] == 3 * NUM_TRAJECTORIES
     assert trial["lengths"][0]["cost_ratio"] < trial["lengths"][1]["cost_ratio"]
     # Also of what ends before it can be scored.
-    answer = taught.rollout(pruning=plan, sampling={"max_tokens": 4, "seed": 77})
+    answer = taught.rollout(pruning=plan, sampling_params={"max_tokens": 4, "seed": 77})
     assert seen_in(answer, "score") == {None}
     assert taught.share_in_order(answer, "final_score") > 0.7, "learned at 16 to 40 tokens, asked at 4"
     assert taught.reward(answer)["counts"]["accepted"] == NUM_TRAJECTORIES
@@ -237,7 +237,7 @@ def test_no_head_and_no_state_that_a_client_makes_up_stops_the_engine(taught: Pu
     for path, cases in (("/v1/quality_head", bad_heads), ("/v1/rollouts/state", bad_states)):
         for data in cases:
             answer = http.put(path, content=data)
-            assert (answer.status_code, bool(answer.json()["error"]["message"])) == (422, True), (path, answer.text)
+            assert (answer.status_code, bool(answer.json()["error"]["message"])) == (400, True), (path, answer.text)
     assert taught.head == head
     taught.teach()
 
@@ -281,7 +281,7 @@ def test_candidates_of_several_names_run_together_and_each_is_scored_by_the_head
 ) -> None:
     seeds = {"min_tokens": 2 * DETECTION_LENGTH, "max_tokens": 40, "seed": 7}
     with ThreadPoolExecutor(len(GOOD)) as pool:
-        answers = list(pool.map(lambda pupil: pupil.rollout(sampling=seeds), pupils.values()))
+        answers = list(pool.map(lambda pupil: pupil.rollout(sampling_params=seeds), pupils.values()))
     for pupil, answer in zip(pupils.values(), answers, strict=True):
         assert seen_in(answer, "head_version") == {pupil.head_version}
         assert pupil.share_in_order(answer) > 0.8

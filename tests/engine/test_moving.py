@@ -93,15 +93,15 @@ def test_model_runner_v2_goes_on_too(tiny_model: str, tmp_path: Path) -> None:
     sampling = {"max_tokens": 100, "ignore_eos": True, "seed": 5, "repetition_penalty": 1.2}
     command = serve_command(tiny_model, *FLAGS, "--max-num-seqs", "8")
     with Server(command, tmp_path / "server.log", **V2) as server:
-        assert_same(*moved_and_unmoved(server, group_size=2, sampling=sampling, stream_tokens=1))
+        assert_same(*moved_and_unmoved(server, group_size=2, sampling_params=sampling, stream_tokens=1))
 
 
 @pytest.mark.parametrize(("fields", "move"), [
-    ({"sampling": {**LONG, "temperature": 0.0}}, move_all),
-    ({"sampling": {**LONG, "seed": 5}}, move_while_paused),
+    ({"sampling_params": {**LONG, "temperature": 0.0}}, move_all),
+    ({"sampling_params": {**LONG, "seed": 5}}, move_while_paused),
     ({
-        "sampling": {"max_tokens": 960, "seed": 6, "repetition_penalty": 1.2, "min_tokens": 800, "stop": ["e"]},
-        "pruning": {"detection_length": 700, "mode": "shadow"}, "return": {"text": True},
+        "sampling_params": {"max_tokens": 960, "seed": 6, "repetition_penalty": 1.2, "min_tokens": 800, "stop": ["e"]},
+        "pruning": {"detection_length": 700, "mode": "shadow"}, "include": ["text", "logprobs"],
     }, move_all),
 ])  # fmt: skip
 def test_a_moved_group_says_what_it_would_have_said(
@@ -139,7 +139,11 @@ def test_a_drained_rank_gets_nothing_until_it_is_restored(server: Server) -> Non
     assert refused.status_code == 409
     assert "last one that is not drained" in refused.json()["error"]["message"]
     generated = server.counter("vllm:generation_tokens_total", engine="1")
-    body = {"prompts": [{"prompt": f"hello {i}"} for i in range(6)], "group_size": 2, "sampling": {"max_tokens": 20}}
+    body = {
+        "prompts": [{"prompt": f"hello {i}"} for i in range(6)],
+        "group_size": 2,
+        "sampling_params": {"max_tokens": 20},
+    }
     server.rollout(**body)
     plain = {"prompt": "hello", "max_tokens": 10}
     for _ in range(3):

@@ -105,7 +105,7 @@ def ours(chance: random.Random) -> Body:
         "prompts": [{"prompt_token_ids": [chance.randrange(3, 12) for _ in range(6)]} for _ in range(2)],
         "group_size": 3,
         "redundancy": chance.choice([0, 3]),
-        "sampling": sampling,
+        "sampling_params": sampling,
     }
     if chance.random() < 0.4:
         body["pruning"] = {"detection_length": 16, "mode": "shadow"}
@@ -213,7 +213,7 @@ def test_exceptions_of_ours_fail_candidates_and_nobody_else(faulty: Server, seed
 def test_wide_log_probabilities_come_and_go_beside_a_group(crowd: Server) -> None:
     """What was found first: rows of a step are as wide as its widest request."""
     sampling = {"max_tokens": 900, "ignore_eos": True}
-    body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 4, "sampling": sampling}
+    body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 4, "sampling_params": sampling}
     with ThreadPoolExecutor(2) as pool:
         group = pool.submit(crowd.http.post, "/v1/rollouts", json=body)
         crowd.wait_until(lambda: crowd.num_in_engine >= 4 or group.done())
@@ -284,7 +284,7 @@ def test_a_policy_whose_logits_are_not_finite_is_told_in_candidates_warnings_and
         "prompts": [{"prompt_token_ids": [5, 6, 7]}],
         "group_size": 2,
         "redundancy": 1,
-        "sampling": {"max_tokens": 30},
+        "sampling_params": {"max_tokens": 30},
     }
     give(broken)
     try:
@@ -302,7 +302,7 @@ def test_a_policy_whose_logits_are_not_finite_is_told_in_candidates_warnings_and
 
 def test_a_grammar_that_cannot_be_compiled_is_named_as_the_cause(crowd: Server) -> None:
     sampling = {"max_tokens": 30, "structured_outputs": {"grammar": "root ::= missing"}}
-    body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 2, "sampling": sampling}
+    body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 2, "sampling_params": sampling}
     answer = crowd.http.post("/v1/rollouts", json=body)
     if answer.status_code == 200:  # else it was looked at before anything was launched
         assert all("grammar" in each["error"] for each in answer.json()["groups"][0]["candidates"])

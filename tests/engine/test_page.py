@@ -56,8 +56,8 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
 def race(server: Server, name: str, num_groups: int = 64, **body: Any) -> dict[str, Any]:
     """8 of 16 of each group."""
     prompts = [{"id": f"{name}-{i}", "prompt": f"What is {i} + 17?"} for i in range(num_groups)]
-    body |= {"pruning": {"detection_length": 16, "mode": "shadow"}, "return": {"text": True, "logprobs": False}}
-    return server.rollout(prompts=prompts, group_size=8, redundancy=8, sampling={"seed": 1}, **body)
+    body |= {"pruning": {"detection_length": 16, "mode": "shadow"}, "include": ["text"]}
+    return server.rollout(prompts=prompts, group_size=8, redundancy=8, sampling_params={"seed": 1}, **body)
 
 
 def both_ranks_run(page: Any) -> str:
@@ -127,7 +127,9 @@ def test_a_race_of_64_groups_is_seen_in_every_view(server: Server, page: Any) ->
 
 def test_what_runs_is_read_as_it_grows(server: Server, page: Any) -> None:
     body = {"prompts": [{"id": "long", "prompt": "Count."}], "group_size": 1, "redundancy": 1}
-    with closing(server.events(**body, stream_tokens=100, sampling={"max_tokens": 4000, "ignore_eos": True})) as events:
+    with closing(
+        server.events(**body, stream_tokens=100, sampling_params={"max_tokens": 4000, "ignore_eos": True})
+    ) as events:
         next(event for event in events if event["type"] == "tokens")
         page.keyboard.press("3")
         text(page, "long · running")
@@ -201,7 +203,7 @@ def test_sessions_are_seen_with_their_turns(server: Server, browser: Any, page: 
 def test_hostile_prompts_of_a_real_server_do_nothing(server: Server, page: Any) -> None:
     words = [*HOSTILE[:-1], LINE]
     prompts = [{"id": f"{i}{word[:200]}", "prompt": f"{word}?"} for i, word in enumerate(words)]
-    answer = server.rollout(prompts=prompts, group_size=2, sampling={"seed": 1, "max_tokens": 8})
+    answer = server.rollout(prompts=prompts, group_size=2, sampling_params={"seed": 1, "max_tokens": 8})
     text(page, "5\nof 5 groups complete")
     page.click("summary")
     assert "<img src=x" in text(page, "complete\t0")

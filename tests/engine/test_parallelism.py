@@ -42,7 +42,7 @@ def teach(server: Server) -> None:
     answer = server.rollout(
         prompts=[{"id": f"t{i}", "prompt": f"lesson {i}"} for i in range(20)], group_size=4,
         pruning={"detection_length": 4, "mode": "shadow", "min_labels": 1},
-        sampling={"max_tokens": 12, "ignore_eos": True, "seed": 1},
+        sampling_params={"max_tokens": 12, "ignore_eos": True, "seed": 1},
     )  # fmt: skip
     server.reward(answer, lambda _, trajectory: trajectory["index"] % 2)
     server.wait_until(lambda: server.http.get("/v1/quality_head").status_code == 200)
@@ -69,7 +69,7 @@ def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resiza
     run = make_run(server, "a", **RUN)
     said = complete(server)
 
-    answer = play(server, run, sampling=CROWDED)
+    answer = play(server, run, sampling_params=CROWDED)
     assert len(answer["groups"]) == NUM_PROMPTS
     assert now(server)["preemptions_per_candidate"] > 0
     assert (now(server)["tensor_parallel_size"], now(server)["next_size"], now(server)["reason"]) == (1, 2, "rise")
@@ -82,7 +82,9 @@ def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resiza
         assert server.alive
         waiting = pool.submit(complete, server)
         group = pool.submit(
-            server.http.post, "/v1/rollouts", json={"prompts": [{"prompt": "hi"}], "group_size": 2, "sampling": ROOMY}
+            server.http.post,
+            "/v1/rollouts",
+            json={"prompts": [{"prompt": "hi"}], "group_size": 2, "sampling_params": ROOMY},
         )
         pausing.result().raise_for_status()
         assert learned(server) == before
@@ -95,11 +97,11 @@ def test_rounds_that_preempt_get_a_larger_engine_and_quiet_ones_a_smaller(resiza
     assert server.http.get("/get_world_size").json() == {"world_size": 2}
 
     for number in range(QUIET_ROUNDS):
-        play(server, run, first=NUM_PROMPTS * (number + 1), sampling=ROOMY)
+        play(server, run, first=NUM_PROMPTS * (number + 1), sampling_params=ROOMY)
     assert (now(server)["tensor_parallel_size"], now(server)["next_size"], now(server)["reason"]) == (2, 1, "quiet")
     server.http.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
     # Without a word from a trainer the next round begins with it.
-    answer = play(server, run, first=NUM_PROMPTS * (QUIET_ROUNDS + 1), sampling=ROOMY)
+    answer = play(server, run, first=NUM_PROMPTS * (QUIET_ROUNDS + 1), sampling_params=ROOMY)
     assert len(answer["groups"]) == NUM_PROMPTS
     assert now(server)["tensor_parallel_size"] == 1
     assert now(server)["num_rebuilds"] == server.counter("vllm_rollout:engine_rebuilds_total") == 2
@@ -132,10 +134,10 @@ def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_an_emulated_engine_becomes_larger_and_has_the_steps_of_its_size(emulated: tuple[Server, Path]) -> None:
     server, steps = emulated
     run = make_run(server, "a", **RUN)
-    first = play(server, run, sampling={"seed": 1, "max_tokens": 400})
+    first = play(server, run, sampling_params={"seed": 1, "max_tokens": 400})
     assert now(server)["allowed_sizes"] == [1, 2]
     assert (now(server)["next_size"], now(server)["reason"]) == (2, "rise")
-    second = play(server, run, first=NUM_PROMPTS, sampling={"seed": 1, "max_tokens": 400})
+    second = play(server, run, first=NUM_PROMPTS, sampling_params={"seed": 1, "max_tokens": 400})
     assert (now(server)["tensor_parallel_size"], now(server)["preemptions_per_candidate"]) == (2, 0)
     assert [len(group["trajectories"]) for group in first["groups"] + second["groups"]] == [4] * 2 * NUM_PROMPTS
     lasted = [step.end - step.start for step in read_steps(steps)[0].steps]

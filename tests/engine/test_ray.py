@@ -46,7 +46,7 @@ def test_every_engine_core_is_an_actor_on_its_host_and_answers_our_calls(server:
 
 def test_groups_race_on_both_hosts(server: Server) -> None:
     prompts = [{"id": f"q{i}", "prompt": f"hello {i}"} for i in range(4)]
-    answer = server.rollout(prompts=prompts, group_size=2, redundancy=2, sampling=ends_after(50))
+    answer = server.rollout(prompts=prompts, group_size=2, redundancy=2, sampling_params=ends_after(50))
     assert [group["status"] for group in answer["groups"]] == ["complete"] * 4
     assert all(candidate["state"] == "surplus" for group in answer["groups"] for candidate in group["candidates"])
     for rank in "01":
@@ -57,7 +57,7 @@ def test_rewards_teach_a_head_that_prunes_on_both_hosts(server: Server) -> None:
     def learn() -> dict[str, Any]:
         prompts = [{"id": prompt, "prompt": "hello"} for prompt in ("q", "r")]
         sampling = {"min_tokens": 20, "max_tokens": 40}
-        answer = server.rollout(prompts=prompts, group_size=8, pruning=PRUNING, sampling=sampling)
+        answer = server.rollout(prompts=prompts, group_size=8, pruning=PRUNING, sampling_params=sampling)
         posted = server.reward(answer, lambda _, trajectory: trajectory["token_ids"][6] % 2)
         assert posted["counts"]["accepted"] == posted["num_training"] > 0
         return answer
@@ -87,7 +87,7 @@ def drained_on_its_way(server: Server, body: dict[str, Any]) -> tuple[int, dict[
 
 def test_a_group_moves_to_the_other_host_and_says_what_it_would_have_said(server: Server) -> None:
     sampling = {"seed": 5, "max_tokens": 2000, "ignore_eos": True}
-    body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling": sampling}
+    body = {"prompts": [{"id": "q", "prompt": "hello"}], "group_size": 3, "sampling_params": sampling}
     unmoved = server.rollout(**body)
     for _ in range(NUM_TRIES):
         before = server.engines

@@ -15,7 +15,6 @@ MAX_MODEL_LEN = 2048
 FAST, SLOW = 1950, 1700
 """Tokens of prompts."""
 GREEDY = {"temperature": 0, "ignore_eos": True}
-RETURN = {"text": True, "logprobs": True}
 
 
 def prompts(name: str) -> list[dict[str, Any]]:
@@ -31,7 +30,7 @@ def prompts(name: str) -> list[dict[str, Any]]:
 def short_round(server: Server, name: str, **fields: Any) -> dict[str, Any]:
     """A run `name` after its short round."""
     body = {"id": name, "group_size": 2, "prompts_per_round": 2, "prompt_speculation": 2.0, "response_speculation": 1.0}
-    body |= {"sampling": GREEDY, "return": RETURN, "resume": True, **fields}
+    body |= {"sampling_params": GREEDY, "include": ["text", "logprobs"], "resume": True, **fields}
     response = server.http.post("/v1/runs", json=body)
     assert response.status_code == 201, response.text
     response = server.http.post(f"/v1/runs/{name}/rounds", json={"prompts": prompts(name)})
@@ -74,7 +73,7 @@ def test_greedy_candidates_that_go_on_say_what_they_would_have_said_at_once(
     try:
         answer = long_round(server, name)
         slow = prompts(name)[2:]
-        at_once = server.rollout(**{"prompts": slow, "group_size": 2, "sampling": GREEDY, "return": RETURN})
+        at_once = server.rollout(prompts=slow, group_size=2, sampling_params=GREEDY, include=["text", "logprobs"])
     finally:
         name_weights(server, "default")
     assert answer["off_policy"] is off_policy

@@ -37,7 +37,9 @@ def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
     forgetting: Server, name: str, fields: dict[str, Any]
 ) -> None:
     server = forgetting
-    run = make_run(server, name, group_size=3, prompts_per_round=4, prompt_speculation=1.5, sampling=VARIED, **fields)
+    run = make_run(
+        server, name, group_size=3, prompts_per_round=4, prompt_speculation=1.5, sampling_params=VARIED, **fields
+    )
     answers = play_out(server, run, num_short=3, after=partial(reward_by_parity, server) if name == "pruned" else None)
     assert_groups_whole(answers, 3)
     assert {answer["kind"] for answer in answers} == {"short", "long"}
@@ -57,7 +59,7 @@ def test_every_prompt_of_a_run_comes_back_once_and_nothing_is_left(
 
 def round_with_an_abort(server: Server, run_id: str, prompt_id: str) -> list[dict[str, Any]]:
     """The events of a round whose second candidate is aborted as soon as both run."""
-    body = {"prompts": [{"id": prompt_id, "prompt": "question"}], "sampling": ends_after(1800)}
+    body = {"prompts": [{"id": prompt_id, "prompt": "question"}], "sampling_params": ends_after(1800)}
     events: list[dict[str, Any]] = []
     server.wait_until_idle()
     with ThreadPoolExecutor(1) as pool:

@@ -32,7 +32,7 @@ Events = list[dict[str, Any]]
 
 
 def rollout(server: Server, **fields: Any) -> dict[str, Any]:
-    body = {"prompts": PROMPTS, "group_size": 3, "redundancy": 3, "sampling": {"max_tokens": 300}, **fields}
+    body = {"prompts": PROMPTS, "group_size": 3, "redundancy": 3, "sampling_params": {"max_tokens": 300}, **fields}
     return server.rollout(**body)
 
 
@@ -43,7 +43,7 @@ def completion(server: Server, **fields: Any) -> httpx.Response:
 
 @pytest.mark.versions
 def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) -> None:
-    answer = rollout(server, sampling=ends_after(50))
+    answer = rollout(server, sampling_params=ends_after(50))
     assert [group["prompt_id"] for group in answer["groups"]] == ["text", "ids", "chat"]
     for group in answer["groups"]:
         assert group["status"] == "complete"
@@ -80,7 +80,11 @@ def test_the_engines_own_counter_and_ours_agree_with_usage(server: Server) -> No
 
 def test_the_same_seed_gives_the_same_group(server: Server) -> None:
     # Of every candidate: which of them are selected depends on the step in which each came in.
-    wanted = {"sampling": {"max_tokens": 200, "seed": 11}, "early_stop": False, "return": {"unselected": True}}
+    wanted = {
+        "sampling_params": {"max_tokens": 200, "seed": 11},
+        "early_stop": False,
+        "include": ["logprobs", "stopped"],
+    }
 
     def tokens() -> list[dict[int, list[int]]]:
         groups = rollout(server, **wanted)["groups"]
@@ -90,7 +94,7 @@ def test_the_same_seed_gives_the_same_group(server: Server) -> None:
 
 
 def test_who_loses_a_tie_comes_back_as_one_that_ended_by_itself(server: Server) -> None:
-    fields = {"sampling": ends_after(50), "return": {"unselected": True}}
+    fields = {"sampling_params": ends_after(50), "include": ["logprobs", "stopped"]}
     groups = in_one_step(server, 18, lambda: rollout(server, **fields))["groups"]
     others = [candidate for group in groups for candidate in group["candidates"]]
     assert [c["ended_by_itself"] for c in others] == [c["num_tokens"] == 50 for c in others]
@@ -99,13 +103,13 @@ def test_who_loses_a_tie_comes_back_as_one_that_ended_by_itself(server: Server) 
 
 def test_a_group_without_redundancy_equals_the_n_choices_of_stock(server: Server) -> None:
     sampling = {"max_tokens": 60, "seed": 5, "temperature": 1.0}
-    group = rollout(server, prompts=[PROMPTS[1]], redundancy=0, sampling=sampling)["groups"][0]
+    group = rollout(server, prompts=[PROMPTS[1]], redundancy=0, sampling_params=sampling)["groups"][0]
     stock = completion(server, prompt=[5, 6, 7, 8], n=3, **sampling | {"seed": seed_for(5, PROMPTS[1]["id"])}).json()
     assert [t["token_ids"] for t in group["trajectories"]] == [c["token_ids"] for c in stock["choices"]]
 
 
 def test_a_stop_string_ends_a_candidate_and_counts_as_a_finish(server: Server) -> None:
-    answer = rollout(server, sampling={**LONG, "stop": ["e"]}, **{"return": {"text": True}})
+    answer = rollout(server, sampling_params={**LONG, "stop": ["e"]}, include=["text", "logprobs"])
     for group in answer["groups"]:
         assert group["status"] == "complete"
         for t in group["trajectories"]:
@@ -115,7 +119,7 @@ def test_a_stop_string_ends_a_candidate_and_counts_as_a_finish(server: Server) -
 
 @pytest.mark.versions
 def test_streamed_tokens_are_complete_and_the_stream_ends_with_done(server: Server) -> None:
-    body = {"prompts": PROMPTS, "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 200}}
+    body = {"prompts": PROMPTS, "group_size": 2, "redundancy": 2, "sampling_params": {"max_tokens": 200}}
     events = list(server.events(**body, stream_tokens=10))
     tokens = said_in(events, 10)
     kinds = [event["type"] for event in events]
@@ -128,9 +132,9 @@ def test_a_client_that_goes_away_stops_its_candidates_and_nobody_elses(server: S
     server.wait_until_idle()
     deferred = server.counter('vllm_rollout:candidates_total{state="deferred"}')
     before = server.counter("vllm:generation_tokens_total")
-    body = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": LONG}
+    body = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling_params": LONG}
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(rollout, server, prompts=PROMPTS[:1], group_size=2, redundancy=0, sampling=LONG)
+        other = pool.submit(rollout, server, prompts=PROMPTS[:1], group_size=2, redundancy=0, sampling_params=LONG)
         with closing(HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)) as leaving:
             leaving.request("POST", "/v1/rollouts", json.dumps(body), {"content-type": "application/json"})
             # The other two may be over by then, on a machine that stalls.
@@ -175,7 +179,7 @@ def test_openai_endpoints_answer_with_exactly_n_choices(server: Server, endpoint
 @pytest.mark.versions
 def test_the_server_grades_what_it_generates(server: Server) -> None:
     prompts = [{**prompt, "data": {"pattern": "e"}} for prompt in PROMPTS]
-    answer = rollout(server, prompts=prompts, reward="regex", **{"return": {"text": True}})
+    answer = rollout(server, prompts=prompts, reward="regex", include=["text", "logprobs"])
     for group in answer["groups"]:
         rewards = [float("e" in t["text"]) for t in group["trajectories"]]
         assert [t["reward"] for t in group["trajectories"]] == rewards
@@ -227,7 +231,7 @@ def test_siblings_share_the_prompt_in_the_prefix_cache(server: Server) -> None:
     server.wait_until_idle()
     before = server.counter("vllm:prefix_cache_hits_total")
     prompt = {"prompt_token_ids": [9 + i % 400 for i in range(100)]}  # three full blocks of 32
-    rollout(server, prompts=[prompt], group_size=4, redundancy=0, sampling={"max_tokens": 4})
+    rollout(server, prompts=[prompt], group_size=4, redundancy=0, sampling_params={"max_tokens": 4})
     assert server.counter("vllm:prefix_cache_hits_total") - before >= 3 * 96
 
 
@@ -235,9 +239,11 @@ def test_seeded_requests_with_chunked_prefill_do_not_end_the_engine(server: Serv
     # vLLM 0.32 on CPU dies of this: it rewinds the generator of an unfinished prefill, which a CPU generator cannot.
     prompt = {"prompt_token_ids": [7 + i % 300 for i in range(700)]}
     sampling = {"max_tokens": 8, "seed": 3}
-    chunked = rollout(server, prompts=[prompt], sampling=sampling, redundancy=0)["groups"][0]
+    chunked = rollout(server, prompts=[prompt], sampling_params=sampling, redundancy=0)["groups"][0]
     assert chunked["status"] == "complete"
-    again = rollout(server, prompts=[prompt], sampling=sampling, redundancy=0)["groups"][0]  # from the prefix cache
+    again = rollout(server, prompts=[prompt], sampling_params=sampling, redundancy=0)["groups"][
+        0
+    ]  # from the prefix cache
     assert [t["token_ids"] for t in again["trajectories"]] == [t["token_ids"] for t in chunked["trajectories"]]
     assert server.alive
 
@@ -245,11 +251,16 @@ def test_seeded_requests_with_chunked_prefill_do_not_end_the_engine(server: Serv
 @pytest.mark.parametrize(
     ("fields", "status", "param", "words"),
     [
-        ({"sampling": {"temperature": -1}}, 422, "sampling.temperature", "temperature"),
-        ({"sampling": {"logit_bias": {"99999": 1}}}, 400, "sampling.logit_bias", "99999"),
-        ({"sampling": {"allowed_token_ids": [99999]}}, 400, "sampling.allowed_token_ids", "allowed_token_ids"),
-        ({"sampling": {"structured_outputs": {"json": "{"}}}, 400, "sampling", "JSON"),
-        ({"redundancy": 100}, 422, "redundancy", "--max-num-seqs 103"),
+        ({"sampling_params": {"temperature": -1}}, 400, "sampling_params.temperature", "temperature"),
+        ({"sampling_params": {"logit_bias": {"99999": 1}}}, 400, "sampling_params.logit_bias", "99999"),
+        (
+            {"sampling_params": {"allowed_token_ids": [99999]}},
+            400,
+            "sampling_params.allowed_token_ids",
+            "allowed_token_ids",
+        ),
+        ({"sampling_params": {"structured_outputs": {"json": "{"}}}, 400, "sampling_params", "JSON"),
+        ({"redundancy": 100}, 400, "redundancy", "--max-num-seqs 103"),
         ({"model": "other"}, 404, "model", "not served"),
         ({"prompts": [{"prompt_token_ids": [5] * 2048}]}, 400, "prompts.0.prompt_token_ids", "max_model_len (2048)"),
         ({"prompts": [{"prompt_token_ids": [99999]}]}, 400, "prompts.0.prompt_token_ids", "99999"),
@@ -302,7 +313,7 @@ def stream_and_interfere(server: Server, interfere: Callable[[], None]) -> Event
     all at the same length.
     """
     prompts = [{"prompt_token_ids": list(range(9, 9 + 63))}]
-    body = {"prompts": prompts, "group_size": MANY, "sampling": LONG, "return": {"unselected": True}}
+    body = {"prompts": prompts, "group_size": MANY, "sampling_params": LONG, "include": ["logprobs", "stopped"]}
     events: list[dict[str, Any]] = []
     silent = set(range(MANY))
     for event in server.events(**body, stream_tokens=CHUNK):
@@ -359,7 +370,7 @@ def test_an_abort_delivers_the_tokens_that_were_held_back(server: Server, path: 
 
 @pytest.mark.versions
 def test_a_rollout_that_comes_while_an_aborting_pause_lasts_waits_or_is_told_to_come_again(server: Server) -> None:
-    body = {"prompts": PROMPTS[:1], "group_size": 2, "sampling": {"max_tokens": 3}}
+    body = {"prompts": PROMPTS[:1], "group_size": 2, "sampling_params": {"max_tokens": 3}}
     failed = server.counter("vllm_rollout:candidates_total", state="failed")
     server.http.post("/pause?mode=abort", json={}).raise_for_status()
     with ThreadPoolExecutor(1) as pool:

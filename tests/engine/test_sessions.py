@@ -155,7 +155,11 @@ def test_the_external_id_of_a_request_stops_its_whole_group_in_whichever_process
     assert num == 4
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["abort"] * 3
     sampling = {"max_tokens": 1800, "extra_args": {"emulate_lengths": LONG}}
-    body = {"prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)], "group_size": 4, "sampling": sampling}
+    body = {
+        "prompts": [{"prompt_token_ids": [60, at]} for at in range(70, 150)],
+        "group_size": 4,
+        "sampling_params": sampling,
+    }
     num, answer = aborted(server, "/v1/rollouts", body, f"b{attempt}", f"b{attempt}")
     assert 4 <= num < 320, "others start in place of those that were stopped"
     assert answer["id"].startswith(f"rollout-b{attempt}-")
@@ -614,7 +618,7 @@ def test_runs_and_their_rewards_reach_one_process_whoever_is_asked(server):
         "prompts_per_round": 2,
         "group_size": 2,
         "prompt_speculation": 1.0,
-        "sampling": {"max_tokens": 8},
+        "sampling_params": {"max_tokens": 8},
     }
     made = [server.http.post("/v1/runs", json={**terms, "filter": "zero_variance"}).status_code for _ in range(8)]
     assert made == [201] + [200] * 7

@@ -24,7 +24,7 @@ GROUP_SIZE, NUM_CANDIDATES = 4, 8
 def rollout(server: Server, *ids: str, **fields: Any) -> dict[str, Any]:
     prompts = [{"id": id, "prompt_token_ids": [5, 6, 7 + len(id)]} for id in ids]
     sampling = {"stop_token_ids": STOPS, "max_tokens": 400, "seed": 11, "temperature": 1.0}
-    return server.rollout(**{"prompts": prompts, "group_size": GROUP_SIZE, "sampling": sampling, **fields})
+    return server.rollout(**{"prompts": prompts, "group_size": GROUP_SIZE, "sampling_params": sampling, **fields})
 
 
 def lengths(group: dict[str, Any]) -> dict[int, int]:
@@ -82,8 +82,8 @@ def test_auto_gives_more_to_prompts_whose_lengths_vary_more(server: Server) -> N
     calm = {"stop_token_ids": [6], "logit_bias": {"6": 100}, "min_tokens": 20, "max_tokens": 400}
     wild = {"stop_token_ids": STOPS, "max_tokens": 400, "seed": 3}
     for _ in range(2):
-        rollout(server, "calm", early_stop=False, sampling=calm)
-        rollout(server, "wild", early_stop=False, sampling=wild, redundancy=4)
+        rollout(server, "calm", early_stop=False, sampling_params=calm)
+        rollout(server, "wild", early_stop=False, sampling_params=wild, redundancy=4)
     answer = rollout(server, "calm", "wild", redundancy="auto", selection={"dual_end": {}})
     of_calm, of_wild = (group["allocation"] for group in answer["groups"])
     assert (of_calm["weight"], of_wild["weight"]) == (0.0, 1.0)
@@ -104,13 +104,15 @@ def test_auto_gives_more_to_prompts_whose_lengths_vary_more(server: Server) -> N
 def test_steps_that_take_longer_than_the_profile_says_are_drift_and_said_once(server: Server) -> None:
     long = {"max_tokens": 1900, "ignore_eos": True}
     server.wait_until(
-        lambda: rollout(server, "drift", sampling=long) and "have drifted from the profile" in server.log.read_text()
+        lambda: (
+            rollout(server, "drift", sampling_params=long) and "have drifted from the profile" in server.log.read_text()
+        )
     )
     assert server.log.read_text().count("have drifted from the profile") == 1
     assert "vllm-rollout profile tiny --output" in server.log.read_text()
     server.wait_until(
         lambda: (
-            rollout(server, "drift", sampling=long)
+            rollout(server, "drift", sampling_params=long)
             and server.counter("vllm_rollout:step_time_drift", batch_sizes="4-7") > 1.25
         )
     )

@@ -20,11 +20,11 @@ def test_a_reader_that_does_not_read_stalls_nobody_and_misses_nothing(server: Se
     with (
         RolloutClient(server.url) as client,
         closing(
-            client.stream(prompts, NUM_CANDIDATES, early_stop=False, sampling=sampling, stream_tokens=1)
+            client.stream(prompts, NUM_CANDIDATES, early_stop=False, sampling_params=sampling, stream_tokens=1)
         ) as stalled,
     ):
         events = [next(stalled)]
-        others = list(client.stream(["hello"], 4, 4, sampling=ends_after(50), stream_tokens=5))
+        others = list(client.stream(["hello"], 4, 4, sampling_params=ends_after(50), stream_tokens=5))
         server.wait_until_idle()  # the stalled group, too, has been generated to its end
         generated = server.counter("vllm:generation_tokens_total") - num_generated
         assert generated == NUM_CANDIDATES * NUM_TOKENS + others[-1].usage.generated_tokens

@@ -49,7 +49,7 @@ def test_candidates_are_below_their_group_in_the_clients_trace(
     command = serve_command(tiny_model, "--max-model-len", "2048", *device, "--otlp-traces-endpoint", url)
     environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     prompts = [{"id": f"p{i}", "prompt_token_ids": [40 + i, 50, 51]} for i in range(3)]
-    body = {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 500}}
+    body = {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling_params": {"max_tokens": 500}}
     with Server(command, tmp_path / "server.log", **environment) as server:
         headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
         answer = server.http.post("/v1/rollouts", json=body, headers=headers).json()

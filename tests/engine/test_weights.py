@@ -60,8 +60,8 @@ def give(server: Server, folder: str, name: str | None = None) -> None:
 
 def roll(server: Server, prompt: list[int], num_tokens: int) -> dict[str, Any]:
     body = {
-        "prompts": [{"prompt_token_ids": prompt}], "group_size": 4, "return": {"logprobs": True},
-        "sampling": {"max_tokens": num_tokens, "ignore_eos": True, "seed": 5},
+        "prompts": [{"prompt_token_ids": prompt}], "group_size": 4, "include": ["logprobs"],
+        "sampling_params": {"max_tokens": num_tokens, "ignore_eos": True, "seed": 5},
     }  # fmt: skip
     answer = server.http.post("/v1/rollouts", json=body)
     answer.raise_for_status()

@@ -17,7 +17,7 @@ from examples.grpo.train import parse
 from vllm_rollout.adapter.api.client.sampling import sampling_params
 from vllm_rollout.group.rewards.estimates import Estimator, advantages
 from vllm_rollout.process import ServerError, ServerProcess
-from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, Trajectory, UnselectedCandidate
+from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, StoppedCandidate, Trajectory
 from vllm_rollout.training.stream import StreamTrainer
 
 
@@ -144,10 +144,10 @@ def test_who_was_stopped_teaches_as_a_wrong_answer_up_to_there(state: str, teach
     (other,) = group(model, "mean", ([5, 5, 5], 0.0)).trajectories
     said = {"token_ids": other.token_ids, "num_tokens": 3, "logprobs": other.logprobs}
     answered.candidates = [
-        UnselectedCandidate.model_construct(index=2, state=state, **said),
-        UnselectedCandidate.model_construct(index=3, state="surplus", token_ids=[], num_tokens=0, logprobs=[]),
+        StoppedCandidate.model_construct(index=2, state=state, **said),
+        StoppedCandidate.model_construct(index=3, state="surplus", token_ids=[], num_tokens=0, logprobs=[]),
         Candidate.model_construct(index=4, state="surplus", num_tokens=2),
-        UnselectedCandidate.model_construct(index=5, state=state, ended_by_itself=True, **said),
+        StoppedCandidate.model_construct(index=5, state=state, ended_by_itself=True, **said),
     ]
     rows, count = rows_of(answered, ALGORITHMS["dr_grpo"])
     told = [(row.answer.token_ids, row.advantage) for row in rows]
@@ -161,8 +161,8 @@ def test_who_was_stopped_and_scored_is_as_right_as_its_score_says() -> None:
     answered = group(Bigrams(), "mean", ([2, 3], 1.0), ([4], 0.0))
     said = {"state": "surplus", "num_tokens": 1, "logprobs": [-1.0]}
     answered.candidates = [
-        UnselectedCandidate.model_construct(index=2, token_ids=[5], success_probability=0.5, **said),
-        UnselectedCandidate.model_construct(index=3, token_ids=[6], success_probability=None, **said),
+        StoppedCandidate.model_construct(index=2, token_ids=[5], success_probability=0.5, **said),
+        StoppedCandidate.model_construct(index=3, token_ids=[6], success_probability=None, **said),
     ]
     rows, _ = rows_of(answered, ALGORITHMS["dr_grpo"])
     assert [row.advantage for row in rows] == pytest.approx([0.625, -0.375, 0.125, -0.375])
@@ -240,7 +240,7 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
         ("", 8, {}),
         ("--race", 8, {"redundancy": 8}),
         ("--redundancy auto", 8, {"redundancy": "auto"}),
-        ("--race --stopped-teach", 8, {"redundancy": 8, "return_unselected": True}),
+        ("--race --stopped-teach", 8, {"redundancy": 8, "include": ["logprobs", "stopped"]}),
         ("--race --redundancy 3", 8, {"redundancy": 3}),
         ("--dual-end", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 1.5}}}),
         ("--dual-end 0", 8, {"redundancy": 8, "selection": {"dual_end": {"num_longest": 1, "patience": 0.0}}}),
@@ -252,7 +252,7 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
     ],
 )
 def test_each_flag_is_a_field(flags: str, size: int, fields: dict[str, Any]) -> None:
-    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling": {**POLICY, "max_tokens": 512}}
+    always = {"reward": {"name": "chain", "estimator": "grpo"}, "sampling_params": {**POLICY, "max_tokens": 512}}
     assert rollout_fields(parse(["model", "output", *flags.split()])) == (size, {**always, **fields})
 
 

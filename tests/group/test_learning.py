@@ -218,7 +218,7 @@ def test_memory_is_bounded():
     "change", [{"outcomes": [[1]]}, {"calibrators": [{"signal": "luck"}]}, {"detection_length": None}, {"verdicts": 3}]
 )
 def test_states_that_were_never_saved_are_refused(change):
-    with pytest.raises(ValueError):  # noqa: PT011 - any message; the caller answers 422
+    with pytest.raises(ValueError):  # noqa: PT011 - any message; the caller answers 400
         Learning.from_state({**taught(2).to_state(), **change})
 
 

@@ -170,7 +170,9 @@ class FakeEngine:
             token_ids = self._tokenize(prompt)
             room = self.max_model_len - len(token_ids)
             max_tokens = min(handle.sampling.max_tokens or room, room)
-            refusal = RequestError("resume: not with sampling.stop", param="resume") if handle.sampling.stop else None
+            refusal = (
+                RequestError("resume: not with sampling_params.stop", param="resume") if handle.sampling.stop else None
+            )
             prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens, refusal))
         return model or MODEL, prepared
 
@@ -425,17 +427,19 @@ def _text(token_ids: Sequence[int]) -> str:
 
 def _sampling(fields: dict[str, Any]) -> Sampling:
     if "n" in fields:
-        raise RequestError("sampling.n: is not a sampling field here: use group_size.", param="sampling.n")
+        raise RequestError(
+            "sampling_params.n: is not a sampling field here: use group_size.", param="sampling_params.n"
+        )
     for name in fields:
         if name not in Sampling.model_fields:
             raise RequestError(
-                f"sampling.{name}: vLLM 0.32.0 has no such sampling field; "
+                f"sampling_params.{name}: vLLM 0.32.0 has no such sampling field; "
                 f"allowed: {', '.join(sorted(Sampling.model_fields))}.",
-                param=f"sampling.{name}",
+                param=f"sampling_params.{name}",
             )
     try:
         return Sampling.model_validate(fields)
     except ValidationError as error:
         problem = error.errors()[0]
-        name = f"sampling.{problem['loc'][0]}"
+        name = f"sampling_params.{problem['loc'][0]}"
         raise RequestError(f"{name}: {problem['msg']}, got {problem['input']!r}", param=name) from error

@@ -23,7 +23,7 @@ def body(**fields: Any) -> dict[str, Any]:
         "group_size": 4,
         "redundancy": 4,
         "pruning": PRUNING,
-        "sampling": {"seed": 7, "min_tokens": 12},
+        "sampling_params": {"seed": 7, "min_tokens": 12},
         **fields,
     }
 
@@ -53,4 +53,4 @@ async def post(http: httpx.AsyncClient, answer: RolloutAnswer | str, **fields: A
 async def teach(http: httpx.AsyncClient, num_rollouts: int = 8, **fields: Any) -> None:
     """Roll out and reward until calibration and head know something."""
     for seed in range(num_rollouts):
-        await post(http, await roll(http, **{"sampling": {"seed": 1000 + seed, "min_tokens": 12}, **fields}))
+        await post(http, await roll(http, **{"sampling_params": {"seed": 1000 + seed, "min_tokens": 12}, **fields}))

@@ -72,7 +72,7 @@ async def test_redundancy_auto_goes_by_the_adapters_own_lengths(http, engine: Fa
 async def test_a_name_that_is_not_served_is_a_404_that_says_so(http, method, path):
     response = await http.request(method, path, params={"model": "unheard of"})
     check_error(response, 404, "model", ["'unheard of'", MODEL])
-    check_error(await http.request(method, path, params={"model": ""}), 422, "model", [])
+    check_error(await http.request(method, path, params={"model": ""}), 400, "model", [])
 
 
 async def test_a_head_is_put_in_an_adapters_place_and_scores_its_candidates(http, engine: FakeEngine):
@@ -132,7 +132,7 @@ async def test_gauges_name_the_adapter_and_their_number_is_bounded(http):
 def test_the_client_brings_heads_reports_prompts_and_state_back_by_name(client: RolloutClient, engine: FakeEngine):
     for seed in range(12):
         sampling = {"seed": seed, "min_tokens": 12}
-        answer = client.rollout(["x"], 4, 4, model="a", pruning=PRUNING, sampling=sampling)
+        answer = client.rollout(["x"], 4, 4, model="a", pruning=PRUNING, sampling_params=sampling)
         rewards = [("0", t.index, succeeded(t.token_ids)) for t in answer.groups[0].trajectories]
         client.post_rewards(answer.id, rewards)
     head, report, state = client.quality_head(model="a"), client.report(8, model="a"), client.state()

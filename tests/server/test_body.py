@@ -41,7 +41,7 @@ def test_a_check_takes_memory_by_the_length_of_the_body_whatever_its_shape(name,
         for check in (
             lambda: check_json(shape, "data"),
             lambda: Prompt.model_validate({"prompt": "p", "data": shape}),
-            lambda: RolloutRequest.model_validate({"prompts": [{"prompt": "p"}], "sampling": {"a": shape}}),
+            lambda: RolloutRequest.model_validate({"prompts": [{"prompt": "p"}], "sampling_params": {"a": shape}}),
             lambda: SessionGroupRequest.model_validate({"group_id": "g", "group_size": 1, "data": shape}),
         ):
             before = tracemalloc.get_traced_memory()[0]

@@ -68,7 +68,7 @@ async def test_a_rank_that_is_not_there(engine: FakeEngine, http: httpx.AsyncCli
 async def test_bad_input_is_named(engine: FakeEngine, http: httpx.AsyncClient, rank, body, param):
     engine.moves.num_ranks = 2
     answer = await http.post(f"/v1/engines/{rank}/drain", json=body)
-    assert answer.status_code == 422
+    assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert await states(http) == ["active"] * 2
 
@@ -90,7 +90,7 @@ async def test_kv_of_older_weights_is_computed_again(engine: FakeEngine, http: h
         assert answer.json() == {"object": "weights.recompute", "num_candidates": 3}
     assert engine.recomputed == [None, ["rollout-1"]]
     answer = await http.post("/v1/weights/recompute", json={"request_ids": "rollout-1"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "request_ids")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_ids")
 
 
 async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_after_it(engine, app):
@@ -100,7 +100,7 @@ async def test_half_of_the_ranks_are_free_while_a_rollout_runs_and_taken_back_af
     seen: list[list[str]] = []
     with serving(app) as url:
         async with AsyncRolloutClient(url) as client, httpx.AsyncClient(base_url=url) as http:
-            async for event in client.stream(PROMPTS, 4, sampling={"seed": 1}, scale_down="auto"):
+            async for event in client.stream(PROMPTS, 4, sampling_params={"seed": 1}, scale_down="auto"):
                 if event.type == "ranks_free":
                     freed = event
                     seen.append(await states(http))
@@ -208,7 +208,7 @@ REASON = "rank 1 of the engine died"
 
 
 async def rolled_out(http: httpx.AsyncClient, **fields: object) -> RolloutAnswer:
-    body = {"prompts": TWO, "group_size": 3, "redundancy": 1, "sampling": {"seed": 7}, **fields}
+    body = {"prompts": TWO, "group_size": 3, "redundancy": 1, "sampling_params": {"seed": 7}, **fields}
     answer = await http.post("/v1/rollouts", json=body)
     assert answer.status_code == 200, answer.text
     return RolloutAnswer.model_validate_json(answer.content)
@@ -237,7 +237,7 @@ async def test_with_retry_the_answer_is_that_of_an_engine_that_never_died(http, 
 
 def test_a_stream_says_that_a_group_begins_anew_and_what_came_before_is_void(client, engine):
     engine.lengths, engine.losses = LENGTHS, {"b": 8}
-    options = {"sampling": {"seed": 7}, "on_engine_failure": "retry"}
+    options = {"sampling_params": {"seed": 7}, "on_engine_failure": "retry"}
     events = list(client.stream(TWO, 3, 1, stream_tokens=1, **options))
     (restart,) = [position for position, event in enumerate(events) if isinstance(event, RestartedEvent)]
     assert (events[restart].prompt_id, events[restart].reason) == ("b", REASON)

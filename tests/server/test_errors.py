@@ -42,91 +42,98 @@ def deep(levels: int) -> Any:
 
 BAD = {
     # name: body, status, param, words of the message
-    "group_size_missing": (without("group_size"), 422, "group_size", ["required", "1 to 4096"]),
-    "group_size_0": (body(group_size=0), 422, "group_size", ["got 0", "1 to 4096"]),
-    "group_size_huge": (body(group_size=10**30), 422, "group_size", ["1000000", "1 to 4096"]),
-    "group_size_bool": (body(group_size=True), 422, "group_size", ["got true", "integer"]),
-    "group_size_beyond_server": (body(group_size=65), 422, "group_size", ["max_num_seqs (64)", "--max-num-seqs 65"]),
-    "redundancy_negative": (body(redundancy=-1), 422, "redundancy", ["got -1", "0 to 4096"]),
-    "redundancy_word": (body(redundancy="much"), 422, "redundancy", ["got much", "0 to 4096", "'auto'"]),
-    "redundancy_bool": (body(redundancy=True), 422, "redundancy", ["integer", "true"]),
+    "group_size_missing": (without("group_size"), 400, "group_size", ["required", "1 to 4096"]),
+    "group_size_0": (body(group_size=0), 400, "group_size", ["got 0", "1 to 4096"]),
+    "group_size_huge": (body(group_size=10**30), 400, "group_size", ["1000000", "1 to 4096"]),
+    "group_size_bool": (body(group_size=True), 400, "group_size", ["got true", "integer"]),
+    "group_size_beyond_server": (body(group_size=65), 400, "group_size", ["max_num_seqs (64)", "--max-num-seqs 65"]),
+    "redundancy_negative": (body(redundancy=-1), 400, "redundancy", ["got -1", "0 to 4096"]),
+    "redundancy_word": (body(redundancy="much"), 400, "redundancy", ["got much", "0 to 4096", "'auto'"]),
+    "redundancy_bool": (body(redundancy=True), 400, "redundancy", ["integer", "true"]),
     "tradeoff_0": (
-        body(redundancy={"auto": {"tradeoff": 0}}), 422, "redundancy.auto.tradeoff", ["greater than 0", "got 0"]
+        body(redundancy={"auto": {"tradeoff": 0}}), 400, "redundancy.auto.tradeoff", ["greater than 0", "got 0"]
     ),
-    "unknown_field_of_auto": (body(redundancy={"auto": {"tradeof": 1}}), 422, "redundancy.auto.tradeof", ["tradeoff"]),
+    "unknown_field_of_auto": (body(redundancy={"auto": {"tradeof": 1}}), 400, "redundancy.auto.tradeof", ["tradeoff"]),
     "too_many_candidates": (
-        body(group_size=40, redundancy=40), 422, "redundancy",
+        body(group_size=40, redundancy=40), 400, "redundancy",
         ["40 + 40 = 80", "max_num_seqs (64)", "--max-num-seqs 80"],
     ),
-    "prompts_missing": (without("prompts"), 422, "prompts", ["required", "1 to 16384"]),
-    "prompts_empty": (prompts(), 422, "prompts", ["1 to 16384", "list of 0"]),
-    "prompts_too_many": (prompts(*[{"prompt": "p"}] * 16385), 422, "prompts", ["16385", "16384"]),
-    "prompt_empty": (prompts({"prompt": ""}), 422, "prompts.0.prompt", ["at least one character"]),
-    "token_ids_empty": (prompts({"prompt_token_ids": []}), 422, "prompts.0.prompt_token_ids", ["At least one"]),
+    "prompts_missing": (without("prompts"), 400, "prompts", ["required", "1 to 16384"]),
+    "prompts_empty": (prompts(), 400, "prompts", ["1 to 16384", "list of 0"]),
+    "prompts_too_many": (prompts(*[{"prompt": "p"}] * 16385), 400, "prompts", ["16385", "16384"]),
+    "prompt_empty": (prompts({"prompt": ""}), 400, "prompts.0.prompt", ["at least one character"]),
+    "token_ids_empty": (prompts({"prompt_token_ids": []}), 400, "prompts.0.prompt_token_ids", ["At least one"]),
     "token_id_negative": (
-        prompts({"prompt": "p"}, {"prompt_token_ids": [1, -2]}), 422, "prompts.1.prompt_token_ids.1", ["got -2"]
+        prompts({"prompt": "p"}, {"prompt_token_ids": [1, -2]}), 400, "prompts.1.prompt_token_ids.1", ["got -2"]
     ),
-    "token_id_huge": (prompts({"prompt_token_ids": [2**63]}), 422, "prompts.0.prompt_token_ids.0", [str(2**63)]),
+    "token_id_huge": (prompts({"prompt_token_ids": [2**63]}), 400, "prompts.0.prompt_token_ids.0", [str(2**63)]),
     "token_id_beyond_vocabulary": (
         prompts({"id": "q", "prompt_token_ids": [10**6]}), 400, "prompts.q.prompt_token_ids", ["vocabulary"]
     ),
-    "messages_empty": (prompts({"messages": []}), 422, "prompts.0.messages", ["at least one"]),
+    "messages_empty": (prompts({"messages": []}), 400, "prompts.0.messages", ["at least one"]),
     "message_without_role": (prompts({"id": "q", "messages": [{}]}), 400, "prompts.q.messages", ["cannot be rendered"]),
-    "two_forms": (prompts({"prompt": "a", "prompt_token_ids": [1]}), 422, "prompts.0", ["exactly one", "prompt and"]),
-    "no_form": (prompts({"id": "q"}), 422, "prompts.0", ["exactly one", "none of them"]),
+    "two_forms": (prompts({"prompt": "a", "prompt_token_ids": [1]}), 400, "prompts.0", ["exactly one", "prompt and"]),
+    "no_form": (prompts({"id": "q"}), 400, "prompts.0", ["exactly one", "none of them"]),
     "prompt_too_long": (
         prompts({"id": "q", "prompt_token_ids": [1] * 5000}), 400, "prompts.q.prompt_token_ids",
         ["5000 tokens", "max_model_len (4096)", "--max-model-len"],
     ),
-    "id_empty": (prompts({"id": "", "prompt": "p"}), 422, "prompts.0.id", ["at least 1 character"]),
-    "id_long": (prompts({"id": "x" * 257, "prompt": "p"}), 422, "prompts.0.id", ["256", "xxx…"]),
+    "id_empty": (prompts({"id": "", "prompt": "p"}), 400, "prompts.0.id", ["at least 1 character"]),
+    "id_long": (prompts({"id": "x" * 257, "prompt": "p"}), 400, "prompts.0.id", ["256", "xxx…"]),
     "id_twice": (
-        prompts({"id": "q", "prompt": "p"}, {"id": "q", "prompt": "p"}), 422, "prompts.1.id", ["'q'", "twice", "unique"]
+        prompts({"id": "q", "prompt": "p"}, {"id": "q", "prompt": "p"}), 400, "prompts.1.id", ["'q'", "twice", "unique"]
     ),
     "id_of_a_position": (
-        prompts({"prompt": "p"}, {"id": "0", "prompt": "p"}), 422, "prompts.1.id", ["'0'", "takes its position"]
+        prompts({"prompt": "p"}, {"id": "0", "prompt": "p"}), 400, "prompts.1.id", ["'0'", "takes its position"]
     ),
-    "unknown_field": (body(groupsize=4), 422, "groupsize", ["not a field", "group_size"]),
-    "field_of_openai_n": (body(n=4), 422, "n", ["not a field", "group_size instead"]),
-    "field_of_openai_max_tokens": (body(max_tokens=9), 422, "max_tokens", ["Write sampling.max_tokens instead"]),
-    "field_of_openai_temperature": (body(temperature=0), 422, "temperature", ["Write sampling.temperature instead"]),
-    "field_of_xargs": (body(rollout_redundancy=1), 422, "rollout_redundancy", ["Write redundancy instead"]),
-    "unknown_field_of_a_prompt": (prompts({"text": "p"}), 422, "prompts.0.text", ["not a field", "prompt_token_ids"]),
-    "unknown_field_of_return": (body(**{"return": {"tokens": True}}), 422, "return.tokens", ["allowed", "unselected"]),
-    "python_name_of_an_alias": (body(return_={"text": True}), 422, "return_", ["allowed", "return,"]),
-    "selection_unknown": (body(selection="best"), 422, "selection", ["got best", "'first' or 'shortest'", "dual_end"]),
-    "selection_empty": (body(selection={}), 422, "selection.dual_end", ["required"]),
+    "unknown_field": (body(groupsize=4), 400, "groupsize", ["not a field", "group_size"]),
+    "field_of_openai_n": (body(n=4), 400, "n", ["not a field", "group_size instead"]),
+    "field_of_openai_max_tokens": (body(max_tokens=9), 400, "max_tokens", ["Write sampling_params.max_tokens instead"]),
+    "field_of_openai_temperature": (body(temperature=0), 400, "temperature", ["Write sampling_params.temperature"]),
+    "field_of_xargs": (body(rollout_redundancy=1), 400, "rollout_redundancy", ["Write redundancy instead"]),
+    "unknown_field_of_a_prompt": (prompts({"text": "p"}), 400, "prompts.0.text", ["not a field", "prompt_token_ids"]),
+    "include_unknown_word": (
+        body(include=["text", "unselected"]), 400, "include.1", ["'text', 'logprobs' or 'stopped'", "got unselected"]
+    ),
+    "include_many_unknown_words": (body(include=["x"] * 100_000), 400, "include.0", ["got x"]),
+    "include_twice": (body(include=["text"] * 2), 400, "include", ["each of text, logprobs, stopped at most once"]),
+    "include_word": (body(include="text"), 400, "include", ["list", "got text"]),
+    "include_null": (body(include=None), 400, "include", ["got null"]),
+    "include_of_openai": (body(logprobs=True), 400, "logprobs", ["Write include instead"]),
+    "selection_unknown": (body(selection="best"), 400, "selection", ["got best", "'first' or 'shortest'", "dual_end"]),
+    "selection_empty": (body(selection={}), 400, "selection.dual_end", ["required"]),
     "num_longest_beyond_group": (
-        body(selection={"dual_end": {"num_longest": 3}}), 422, "selection.dual_end.num_longest",
+        body(selection={"dual_end": {"num_longest": 3}}), 400, "selection.dual_end.num_longest",
         ["got 3", "below group_size (2)"],
     ),
     "early_stop_with_dual_end": (
-        body(selection={"dual_end": {}}, early_stop=True), 422, "early_stop", ["dual_end", "to false", '"auto"']
+        body(selection={"dual_end": {}}, early_stop=True), 400, "early_stop", ["dual_end", "to false", '"auto"']
     ),
-    "early_stop_word": (body(early_stop="true"), 422, "early_stop", ["'auto'", "true"]),
+    "early_stop_word": (body(early_stop="true"), 400, "early_stop", ["'auto'", "true"]),
     "patience_below_1": (
-        body(selection={"dual_end": {"patience": 0.5}}), 422, "selection.dual_end.patience", ["1", "0.5"]
+        body(selection={"dual_end": {"patience": 0.5}}), 400, "selection.dual_end.patience", ["1", "0.5"]
     ),
-    "dual_end_word": (body(selection="dual_end"), 422, "selection", ["shortest", "dual_end"]),
-    **{f"audit_ratio_{it}": (body(audit_ratio=it), 422, "audit_ratio", []) for it in (-0.1, 1.5, "half", True)},
-    **{f"{field}_of_one_rank": (body(**{field: "auto"}), 422, field, []) for field in ("migration", "scale_down")},
-    "on_engine_failure_unknown": (body(on_engine_failure="pray"), 422, "on_engine_failure", ["pray", "fail", "retry"]),
-    "stream_tokens_without_stream": (body(stream_tokens=4), 422, "stream_tokens", ["needs stream", "leave it out"]),
-    "stream_tokens_0": (body(stream=True, stream_tokens=0), 422, "stream_tokens", ["got 0", "1 to 1000000"]),
-    "return_null": (body(**{"return": None}), 422, "return", ["got null"]),
-    "sampling_n": (body(sampling={"n": 4}), 422, "sampling.n", ["group_size"]),
-    "sampling_unknown": (body(sampling={"temprature": 1}), 422, "sampling.temprature", ["allowed", "temperature"]),
-    "sampling_invalid": (body(sampling={"temperature": -1}), 422, "sampling.temperature", ["-1"]),
+    "dual_end_word": (body(selection="dual_end"), 400, "selection", ["shortest", "dual_end"]),
+    **{f"audit_ratio_{it}": (body(audit_ratio=it), 400, "audit_ratio", []) for it in (-0.1, 1.5, "half", True)},
+    **{f"{field}_of_one_rank": (body(**{field: "auto"}), 400, field, []) for field in ("migration", "scale_down")},
+    "on_engine_failure_unknown": (body(on_engine_failure="pray"), 400, "on_engine_failure", ["pray", "fail", "retry"]),
+    "stream_tokens_without_stream": (body(stream_tokens=4), 400, "stream_tokens", ["needs stream", "leave it out"]),
+    "stream_tokens_0": (body(stream=True, stream_tokens=0), 400, "stream_tokens", ["got 0", "1 to 1000000"]),
+    "sampling_n": (body(sampling_params={"n": 4}), 400, "sampling_params.n", ["group_size"]),
+    "sampling_unknown": (
+        body(sampling_params={"temprature": 1}), 400, "sampling_params.temprature", ["allowed", "temperature"]
+    ),
+    "sampling_invalid": (body(sampling_params={"temperature": -1}), 400, "sampling_params.temperature", ["-1"]),
     "sampling_huge_negative_integer": (
-        body(sampling={"logit_bias": {"5": [1, -(2**63) - 1]}}), 422, "sampling.logit_bias.5.1",
+        body(sampling_params={"logit_bias": {"5": [1, -(2**63) - 1]}}), 400, "sampling_params.logit_bias.5.1",
         [f"got {-(2**63) - 1}", f"from {-(2**63)} to {2**63 - 1}"],
     ),
     "message_huge_integer": (
-        prompts({"messages": [{"role": "user", "content": 10**4000}]}), 422, "prompts.0.messages.0.content",
+        prompts({"messages": [{"role": "user", "content": 10**4000}]}), 400, "prompts.0.messages.0.content",
         [f"from {-(2**63)} to {2**63 - 1}", "got 1000"],
     ),
     "model_unknown": (body(model="other"), 404, "model", ["'other'", "fake-model", "Leave the field out"]),
-    "message_deep": (prompts({"messages": [{"content": deep(40)}]}), 422, None, ["nested more than 32 levels"]),
+    "message_deep": (prompts({"messages": [{"content": deep(40)}]}), 400, None, ["nested more than 32 levels"]),
 }  # fmt: skip
 
 
@@ -178,11 +185,11 @@ BAD_PRUNING = {
         ["nothing could ever be pruned", "all 2 candidates", "(redundancy)", "pruning.allow_fewer to true"],
     ),
 }  # fmt: skip
-BAD |= {f"pruning_{name}": (bad, 422, param, words) for name, (bad, param, words) in BAD_PRUNING.items()}
+BAD |= {f"pruning_{name}": (bad, 400, param, words) for name, (bad, param, words) in BAD_PRUNING.items()}
 
 RAW = {
-    "nan_sampling": (b'{"sampling": {"temperature": NaN}}', "sampling.temperature", ["finite", "nan"]),
-    "overflowing_number": (b'{"sampling": {"temperature": 1e999}}', "sampling.temperature", ["finite"]),
+    "nan_sampling": (b'{"sampling_params": {"temperature": NaN}}', "sampling_params.temperature", ["finite", "nan"]),
+    "overflowing_number": (b'{"sampling_params": {"temperature": 1e999}}', "sampling_params.temperature", ["finite"]),
     "nan_early_stop": (b'{"early_stop": NaN}', "early_stop", ["NaN", "boolean"]),
     "infinity_message": (
         b'{"prompts": [{"messages": [{"role": "user", "content": Infinity}]}]}',
@@ -190,7 +197,7 @@ RAW = {
     ),
     "nan_unknown_field": (b'{"else": NaN}', "else", ["not a field"]),
     "surrogate_prompt": (rb'{"prompts": [{"prompt": "\ud800"}]}', "prompts.0.prompt", ["unicode"]),
-    "surrogate_sampling_field": (rb'{"sampling": {"\ud800": 1}}', "sampling", ["Unicode"]),
+    "surrogate_sampling_field": (rb'{"sampling_params": {"\ud800": 1}}', "sampling_params", ["Unicode"]),
     "surrogate_field": (rb'{"\ud800": 1}', "\\ud800", ["not a field"]),
     "surrogate_model": (rb'{"model": "\ud800"}', "model", ["unicode"]),
 }  # fmt: skip
@@ -223,7 +230,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, words:
 async def post_beside_another(http: httpx.AsyncClient, engine: FakeEngine, **request: Any) -> httpx.Response:
     """Send a bad request while a good one runs, and check that the good one does not notice."""
     num_launched = engine.num_launched
-    long = body(sampling={"min_tokens": 50, "seed": 1}, group_size=4)
+    long = body(sampling_params={"min_tokens": 50, "seed": 1}, group_size=4)
     good = asyncio.create_task(http.post("/v1/rollouts", json=long))
     await eventually(lambda: engine.num_launched != num_launched)
     response = await http.post("/v1/rollouts", **request)
@@ -245,7 +252,7 @@ async def test_bad_body_is_explained(http, engine: FakeEngine, name):
 async def test_what_python_reads_and_json_forbids_is_explained(http, engine: FakeEngine, name):
     fields, param, words = RAW[name]
     response = await post_beside_another(http, engine, content=raw(fields), headers=JSON)
-    check_error(response, 422, param, words)
+    check_error(response, 400, param, words)
 
 
 @pytest.mark.parametrize(
@@ -264,20 +271,20 @@ async def test_what_python_reads_and_json_forbids_is_explained(http, engine: Fak
 )
 async def test_body_that_is_no_json_object_is_explained(http, engine: FakeEngine, content, words):
     response = await post_beside_another(http, engine, content=content, headers=JSON)
-    check_error(response, 422, None, words)
+    check_error(response, 400, None, words)
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
 async def test_body_without_json_content_type_is_explained(http, engine: FakeEngine, kind):
     headers = {} if kind is None else {"content-type": kind}
     response = await post_beside_another(http, engine, content=json.dumps(body()).encode(), headers=headers)
-    check_error(response, 422, None, ["content-type: application/json"])
+    check_error(response, 400, None, ["content-type: application/json"])
 
 
 async def test_all_problems_are_named_up_to_a_few(http):
     bad = {"prompts": [{"prompt": ""}] * 9, "group_size": 0}
     message = check_error(
-        await http.post("/v1/rollouts", json=bad), 422, "group_size", ["prompts.0.prompt", "and 5 more"]
+        await http.post("/v1/rollouts", json=bad), 400, "group_size", ["prompts.0.prompt", "and 5 more"]
     )
     assert message.count("; ") == 5
 
@@ -306,16 +313,16 @@ async def test_large_bad_bodies_are_refused_in_few_words(http, engine: FakeEngin
 @pytest.mark.parametrize("content", [b"x" * 10 * MEGABYTE, b'{"' * 5 * MEGABYTE, b"\x00" * 10 * MEGABYTE])
 async def test_large_garbage_is_refused_in_few_words(http, engine: FakeEngine, content):
     response = await post_beside_another(http, engine, content=content, headers=JSON)
-    check_error(response, 422, None, ["not JSON"])
+    check_error(response, 400, None, ["not JSON"])
     response = await http.post("/v1/rollouts", content=content)
-    check_error(response, 422, None, ["content-type"])
+    check_error(response, 400, None, ["content-type"])
 
 
 @pytest.mark.thorough
 async def test_large_valid_bodies_are_served(http, engine: FakeEngine):
     engine.max_model_len = 2**30
     many = [{"prompt_token_ids": [7] * 3000} for _ in range(1000)]
-    answer = await http.post("/v1/rollouts", json=body(prompts=many, sampling={"max_tokens": 2}))
+    answer = await http.post("/v1/rollouts", json=body(prompts=many, sampling_params={"max_tokens": 2}))
     assert answer.status_code == 200
     assert answer.json()["usage"]["num_candidates"] == 2000
 
@@ -323,7 +330,7 @@ async def test_large_valid_bodies_are_served(http, engine: FakeEngine):
 @pytest.mark.parametrize("integer", [2**63 - 1, -(2**63)])
 async def test_integers_of_64_bit_are_served(http, integer):
     prompt = {"messages": [{"role": "user", "content": "hi", "number": integer}]}
-    answer = await http.post("/v1/rollouts", json=body(prompts=[prompt], sampling={"seed": integer}))
+    answer = await http.post("/v1/rollouts", json=body(prompts=[prompt], sampling_params={"seed": integer}))
     assert answer.status_code == 200, answer.text
 
 
@@ -349,7 +356,7 @@ async def test_body_that_hides_its_length_is_cut_off_at_the_limit(http):
 
 async def test_bad_bodies_are_refused_before_a_stream_begins(http):
     response = await http.post("/v1/rollouts", json=body(stream=True, group_size=65))
-    check_error(response, 422, "group_size", ["--max-num-seqs"])
+    check_error(response, 400, "group_size", ["--max-num-seqs"])
 
 
 async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine: FakeEngine, monkeypatch) -> None:
@@ -377,4 +384,4 @@ async def test_requests_on_their_way_hold_a_bounded_number_of_bytes(http, engine
 async def test_numbers_that_are_not_finite_are_explained(http, engine: FakeEngine, field, number):
     fields = f'{{"pruning": {{"detection_length": 8, "{field}": {number}}}}}'.encode()
     response = await post_beside_another(http, engine, content=raw(fields), headers=JSON)
-    check_error(response, 422, f"pruning.{field}", [])
+    check_error(response, 400, f"pruning.{field}", [])

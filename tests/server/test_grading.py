@@ -84,7 +84,7 @@ async def http(engine: FakeEngine, graders: FakeGraders) -> AsyncIterator[httpx.
 
 
 async def roll(http: httpx.AsyncClient, status: int = 200, **body: Any) -> Any:
-    request = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "reward": "even", "sampling": {"seed": 2}}
+    request = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "reward": "even", "sampling_params": {"seed": 2}}
     response = await http.post("/v1/rollouts", json={**request, **body})
     assert response.status_code == status, response.text
     return RolloutAnswer.model_validate_json(response.content) if status == 200 else response
@@ -189,7 +189,7 @@ async def test_a_grader_that_raises_gives_an_error(http, graders):
 
 
 async def test_the_server_learns_from_its_own_rewards(http, graders):
-    answer = await roll(http, pruning={**PRUNING, "mode": "shadow"}, redundancy=0, sampling={"min_tokens": 20})
+    answer = await roll(http, pruning={**PRUNING, "mode": "shadow"}, redundancy=0, sampling_params={"min_tokens": 20})
     entries = [
         {"prompt_id": group.prompt_id, "index": t.index, "reward": t.reward}
         for group in answer.groups
@@ -200,8 +200,8 @@ async def test_the_server_learns_from_its_own_rewards(http, graders):
 
 
 async def test_names_of_rewards_are_told_and_too_many_trajectories_are_refused(http, graders, monkeypatch):
-    response = await roll(http, 422, reward="odd")
-    check_error(response, 422, "reward", ["even, other", "--rollout-reward"])
+    response = await roll(http, 400, reward="odd")
+    check_error(response, 400, "reward", ["even, other", "--rollout-reward"])
     monkeypatch.setattr(service, "MAX_PROMISED", 8)
     graders.may_end.clear()
     first = asyncio.create_task(roll(http))
@@ -258,7 +258,7 @@ async def test_a_grader_that_fails_takes_no_prompt_out_of_its_run(http, graders,
         return Grade("error", reason="down") if reward is None else Grade("ok", reward)
 
     graders.function = grade
-    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling": {"seed": 2}}
+    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling_params": {"seed": 2}}
     answer = (await http.post("/v1/runs/a/rounds", json=asked)).json()
     assert (len(answer["filtered"]), len(answer["groups"])) == (filtered, 2 - filtered)
 
@@ -268,7 +268,7 @@ async def test_a_candidate_that_is_lost_where_rewards_decide_costs_its_group_not
     run = {"id": "a", "group_size": 4, "prompts_per_round": 2, "prompt_speculation": 1, "response_speculation": 1}
     await http.post("/v1/runs", json={**run, "until": "variance", "reward": "even"})
     engine.failures, engine.lengths = {1: 3}, {index: 10 + index for index in range(16)}
-    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling": {"seed": 2}}
+    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling_params": {"seed": 2}}
     answer = (await http.post("/v1/runs/a/rounds", json=asked)).json()
     assert [group["status"] for group in answer["groups"]] == ["complete", "complete"]
 
@@ -284,7 +284,7 @@ async def test_a_deferred_group_launches_nobody_in_place_of_a_void_one(http, eng
 
 async def test_until_variance_does_not_go_on_from_an_earlier_round(http):
     response = await http.post("/v1/runs", json={**TERMS, "reward": "even", "until": "variance", "resume": True})
-    check_error(response, 422, "until", ["order of launch"])
+    check_error(response, 400, "until", ["order of launch"])
 
 
 def first_ones(*rewards: float | None) -> Callable[[Trajectory], Grade]:
@@ -299,7 +299,7 @@ def first_ones(*rewards: float | None) -> Callable[[Trajectory], Grade]:
 
 
 async def group_of(http: httpx.AsyncClient, **fields: Any) -> Any:
-    (group,) = (await roll(http, prompts=PROMPTS[:1], sampling={}, **fields)).groups
+    (group,) = (await roll(http, prompts=PROMPTS[:1], sampling_params={}, **fields)).groups
     return group
 
 
@@ -435,9 +435,9 @@ async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, e
 
 
 async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(http):
-    check_error(await roll(http, 422, max_candidates=7), 422, "max_candidates", ["may begin with 8", "got 7"])
+    check_error(await roll(http, 400, max_candidates=7), 400, "max_candidates", ["may begin with 8", "got 7"])
     assert (await roll(http, max_candidates=8)).usage.num_candidates == 16
-    check_error(await roll(http, 422, redundancy="auto", max_candidates=4), 422, "max_candidates", ["got 4"])
+    check_error(await roll(http, 400, redundancy="auto", max_candidates=4), 400, "max_candidates", ["got 4"])
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(ht
     ],
 )
 async def test_until_variance_says_what_it_needs(http, fields, words):
-    check_error(await roll(http, 422, until="variance", **fields), 422, "until", [words])
+    check_error(await roll(http, 400, until="variance", **fields), 400, "until", [words])
 
 
 class ChanceGraders:
@@ -480,7 +480,7 @@ class ChanceGraders:
 
 
 async def test_grades_of_candidates_that_were_forgotten_are_counted_and_told(http, engine, caplog, monkeypatch) -> None:
-    asked = {"pruning": {**PRUNING, "mode": "shadow"}, "redundancy": 0, "sampling": {"min_tokens": 20}}
+    asked = {"pruning": {**PRUNING, "mode": "shadow"}, "redundancy": 0, "sampling_params": {"min_tokens": 20}}
     posted: list[Any] = []
 
     async def forgotten(self, rollout_id: str, rewards: list) -> None:
@@ -568,7 +568,7 @@ def test_a_graded_rollout_keeps_its_promises(
         "max_candidates": group_size + redundancy + more,
         "reward": "chance",
         "on_engine_failure": "retry" if seed % 2 else "fail",
-        "sampling": {"seed": seed % 1000},
+        "sampling_params": {"seed": seed % 1000},
         "stream": stream,
     }
     losses = {} if loss is None else {"a": loss}

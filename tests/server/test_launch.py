@@ -126,7 +126,7 @@ async def test_a_round_that_waits_for_all_its_prompts_starts_the_longest_first_a
 async def test_of_those_that_wait_rollouts_with_a_lower_number_start_first():
     engine = WatchedEngine(num_launch_places=8)
     service = service_of(engine)
-    busy = asyncio.create_task(run(service, request("busy", 2, sampling=ENDLESS)))
+    busy = asyncio.create_task(run(service, request("busy", 2, sampling_params=ENDLESS)))
     await eventually(lambda: len(engine.started) == 2)
     waiting = []
     for name, priority in (("train", 0), ("later", 5), ("eval", -1), ("also-train", 0), ("also-eval", -1)):
@@ -141,7 +141,7 @@ async def test_of_those_that_wait_rollouts_with_a_lower_number_start_first():
 async def test_clients_that_go_while_they_wait_leave_no_place_taken():
     engine = WatchedEngine(num_launch_places=8)
     service = service_of(engine)
-    runs = [asyncio.create_task(run(service, request(f"{i}-", 3, sampling=ENDLESS))) for i in range(6)]
+    runs = [asyncio.create_task(run(service, request(f"{i}-", 3, sampling_params=ENDLESS))) for i in range(6)]
     await eventually(lambda: len(engine.started) == 2)
     for task in runs:
         task.cancel()
@@ -153,7 +153,7 @@ async def test_clients_that_go_while_they_wait_leave_no_place_taken():
 async def test_a_reader_that_does_not_read_keeps_no_place_from_others():
     engine = WatchedEngine(num_launch_places=8)
     service = service_of(engine)
-    rollout = await service.prepare(request("stalled", 50, stream=True, stream_tokens=1, sampling=ENDLESS))
+    rollout = await service.prepare(request("stalled", 50, stream=True, stream_tokens=1, sampling_params=ENDLESS))
     async with aclosing(service.events(rollout)) as events:
         await anext(events)
         await eventually(lambda: engine.is_idle)
@@ -167,7 +167,7 @@ async def test_more_candidates_than_memory_is_meant_for_are_refused_before_anyth
     service = service_of(engine)
     with pytest.raises(RequestError, match=r"13 of up to 8 .* 104 .* at most 100 .* fewer prompts") as raised:
         await service.prepare(request("p", 13, redundancy=4))
-    assert (raised.value.status, raised.value.param) == (422, "prompts")
+    assert (raised.value.status, raised.value.param) == (400, "prompts")
     with pytest.raises(RequestError, match="13 of up to 8"):
         await service.prepare(request("p", 13, redundancy="auto"))
     await service.prepare(request("p", 12, redundancy=4))

@@ -25,7 +25,7 @@ from .fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 
-RUN = {"id": "a", "group_size": 2, "prompts_per_round": 2, "sampling": {"seed": 3}}
+RUN = {"id": "a", "group_size": 2, "prompts_per_round": 2, "sampling_params": {"seed": 3}}
 PRUNING = {"detection_length": 4, "mode": "shadow"}
 OF_ALL = {"rank", "path"}
 """Parameters that name nothing of a client's: an engine's rank, a file of the page."""
@@ -73,7 +73,7 @@ async def everything(http: httpx.AsyncClient) -> dict[str, str]:
     group = await posted(http, "/v1/groups", {"id": "g", "group_size": 2}, 201)
     rollout = await posted(
         http, "/v1/rollouts",
-        {"prompts": prompts(0, 1), "group_size": 2, "pruning": PRUNING, "sampling": {"min_tokens": 12}},
+        {"prompts": prompts(0, 1), "group_size": 2, "pruning": PRUNING, "sampling_params": {"min_tokens": 12}},
     )  # fmt: skip
     return {"run_id": "a", "number": "0", "group_id": group["id"], "session_id": group["to_begin"][0],
             "rollout_id": rollout["id"], "position": "0"}  # fmt: skip

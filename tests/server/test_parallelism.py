@@ -89,7 +89,7 @@ async def play(http: httpx.AsyncClient, num_tokens: int, run: str = "a", first: 
     """A round whose candidates all have so many tokens."""
     prompts = [{"id": f"q{first + i}", "prompt": f"question {first + i}"} for i in range(2)]
     sampling = {"min_tokens": num_tokens, "max_tokens": num_tokens}
-    response = await http.post(f"/v1/runs/{run}/rounds", json={"prompts": prompts, "sampling": sampling})
+    response = await http.post(f"/v1/runs/{run}/rounds", json={"prompts": prompts, "sampling_params": sampling})
     assert response.status_code == 200, response.text
     return await look(http, run)
 
@@ -234,7 +234,7 @@ async def test_with_a_profile_the_first_run_begins_at_the_size_that_is_best_for_
 async def test_a_round_says_that_the_engine_was_rebuilt_before_it_and_a_stream_begins_with_it(http, devices):
     def body(first: int, num_tokens: int) -> dict[str, Any]:
         prompts = [{"id": f"p{first + i}", "prompt": "hello"} for i in range(2)]
-        return {"prompts": prompts, "sampling": {"min_tokens": num_tokens, "max_tokens": num_tokens}}
+        return {"prompts": prompts, "sampling_params": {"min_tokens": num_tokens, "max_tokens": num_tokens}}
 
     rounds = "/v1/runs/a/rounds"
     assert (await http.post(rounds, json=body(0, 15))).json()["rebuilt"] is None

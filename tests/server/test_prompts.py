@@ -13,7 +13,7 @@ PRUNING = {"detection_length": 2, "mode": "shadow", "signal": "confidence"}
 
 def body(*prompts: dict, **fields) -> dict:
     sampling = {"seed": 3, "min_tokens": 4}
-    return {"prompts": [*prompts], "group_size": 4, "pruning": PRUNING, "sampling": sampling, **fields}
+    return {"prompts": [*prompts], "group_size": 4, "pruning": PRUNING, "sampling_params": sampling, **fields}
 
 
 def prompt(id: str) -> dict:
@@ -75,9 +75,9 @@ async def test_a_prompt_without_an_id_is_known_by_its_tokens(http):
 @pytest.mark.parametrize(
     ("query", "status", "named"),
     [
-        ("limit=0", 422, "limit"),
-        ("limit=10001", 422, "limit"),
-        ("sort=size", 422, "sort"),
+        ("limit=0", 400, "limit"),
+        ("limit=10001", 400, "limit"),
+        ("sort=size", 400, "sort"),
         ("after=id:x", 404, "after"),
     ],
 )

@@ -92,7 +92,7 @@ async def test_shadow_stops_nothing_and_marks_what_active_would_have_stopped(htt
 @pytest.mark.parametrize("mode", ["active", "shadow"])
 async def test_what_ends_before_detection_is_kept_for_sure_and_has_no_score(http, engine: FakeEngine, mode):
     engine.lengths = {i: 4 if i < 4 else 20 for i in range(8)}
-    answer = await roll(http, pruning={**PRUNING, "mode": mode}, early_stop=False, sampling={"seed": 7})
+    answer = await roll(http, pruning={**PRUNING, "mode": mode}, early_stop=False, sampling_params={"seed": 7})
     assert answer.usage.num_scored == 12
     unscored = {**NO_SCORE, "survival_probability": 1.0}
     if mode == "shadow":
@@ -112,7 +112,13 @@ async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_w
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "run_group", spy)
-        for fields in ({}, {}, {"sampling": {}}, {"sampling": {}}, {"prompts": [{"prompt": text} for text in "xyz"]}):
+        for fields in (
+            {},
+            {},
+            {"sampling_params": {}},
+            {"sampling_params": {}},
+            {"prompts": [{"prompt": text} for text in "xyz"]},
+        ):
             await roll(http, **fields)
     first, again, fresh, fresher, others = (set(seeds[start : start + 3]) for start in range(0, 15, 3))
     assert first == again
@@ -140,7 +146,7 @@ async def test_the_score_names_the_weights_that_made_it(http, engine: FakeEngine
 
 async def test_a_detection_length_that_max_tokens_never_reaches_is_said_once(http, engine: FakeEngine):
     for max_tokens in (DETECTION_LENGTH, 3):
-        answer = await roll(http, sampling={"max_tokens": max_tokens})
+        answer = await roll(http, sampling_params={"max_tokens": max_tokens})
         (warning,) = answer.warnings
         assert warning.startswith(f"detection_length (8) is not below max_tokens ({max_tokens}): nothing was scored")
         assert warning.endswith("for 3 of 3 prompts. Lower detection_length.")
@@ -154,7 +160,7 @@ async def test_a_detection_length_that_max_tokens_never_reaches_is_said_once(htt
 
 async def test_candidates_that_all_end_early_are_said(http, engine: FakeEngine):
     engine.lengths = dict.fromkeys(range(8), 5)
-    (warning,) = (await roll(http, sampling={})).warnings
+    (warning,) = (await roll(http, sampling_params={})).warnings
     assert warning.startswith("no candidate reached detection_length (8) while it ran: nothing was scored")
     assert "The longest had 5 tokens" in warning
 
@@ -180,7 +186,7 @@ async def test_an_engine_that_cannot_score_says_why(http, engine: FakeEngine):
     refusal = "this server runs with pipeline parallelism, which has no scores. Start it without."
     engine.learning.pruning_refusal = refusal
     response = await http.post("/v1/rollouts", json=body())
-    assert response.status_code == 422
+    assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["message"]) == ("pruning", f"pruning: {refusal}")
     assert engine.num_launched == 0
@@ -194,7 +200,7 @@ async def test_a_failed_report_does_not_fail_the_rollout(http, engine: FakeEngin
 
 
 def test_a_stream_s_last_event_has_the_warnings(client: RolloutClient):
-    *_, done = client.stream(["a"], 2, 2, pruning=PRUNING, sampling={"max_tokens": 4})
+    *_, done = client.stream(["a"], 2, 2, pruning=PRUNING, sampling_params={"max_tokens": 4})
     assert done.warnings[0].startswith("detection_length (8) is not below max_tokens (4)")
 
 
@@ -219,21 +225,21 @@ async def test_without_a_trial_nothing_is_recommended_and_the_reason_says_what_t
 @pytest.mark.parametrize("ratio", ["0", "1.5", "much"])
 async def test_a_keep_ratio_out_of_range_is_explained(http, ratio):
     response = await http.get(PATH, params={"keep_ratio": ratio})
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert response.json()["error"]["param"] == "keep_ratio"
 
 
 @pytest.mark.thorough
 async def test_auto_compares_first_says_so_and_then_prunes_at_what_is_recommended(http):
     plan = {**PRUNING, "detection_length": "auto"}
-    fields = {"pruning": plan, "sampling": {"seed": 5, **LONG}}
+    fields = {"pruning": plan, "sampling_params": {"seed": 5, **LONG}}
     answer = await roll(http, **fields)
     warning, *_ = answer.warnings
     assert warning.startswith('detection_length: "auto" cannot choose yet')
     assert ", ".join(map(str, TRIAL_LENGTHS)) in warning
     assert answer.usage.num_pruned == 0
     for seed in range(30):
-        answer = await roll(http, **{**fields, "sampling": {"seed": seed, **LONG}})
+        answer = await roll(http, **{**fields, "sampling_params": {"seed": seed, **LONG}})
         await post(http, answer)
     recommended = (await trial(http))["recommended"]
     assert recommended == TRIAL_LENGTHS[0]
@@ -253,11 +259,11 @@ async def test_auto_compares_first_says_so_and_then_prunes_at_what_is_recommende
 async def test_every_trajectory_has_a_final_score_that_votes_can_take(http, engine: FakeEngine):
     plan = {**PRUNING, "final_score": True, "mode": "shadow"}
     engine.lengths = {index: 4 if index < 2 else 20 for index in range(8)}
-    answer = await roll(http, pruning=plan, **PLAIN, sampling={"seed": 3})
+    answer = await roll(http, pruning=plan, **PLAIN, sampling_params={"seed": 3})
     assert all(t.final_score is None for group in answer.groups for t in group.trajectories), "no head is trained"
     await post(http, answer)
     for seed in range(8):
-        answer = await roll(http, pruning=plan, **PLAIN, sampling={"seed": 100 + seed})
+        answer = await roll(http, pruning=plan, **PLAIN, sampling_params={"seed": 100 + seed})
         assert (await post(http, answer)).counts.accepted == 24, "also those that ended before detection"
     for group in answer.groups:
         short = [t for t in group.trajectories if t.num_tokens < DETECTION_LENGTH]

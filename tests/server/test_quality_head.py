@@ -28,20 +28,20 @@ CUT = FakeLearning.head_file(HeadInfo(8, 16, 3, 9, 90))[:40]
 
 @pytest.mark.parametrize("content", [b"x", b"\xff" * 100, b'{"head": 1}', CUT, save({"w": np.zeros(2)})])
 async def test_what_is_no_head_is_explained(http, engine: FakeEngine, content):
-    check_error(await http.put(HEAD, content=content), 422, None, ["no quality head", "GET /v1/quality_head"])
+    check_error(await http.put(HEAD, content=content), 400, None, ["no quality head", "GET /v1/quality_head"])
     assert engine.learning.heads == {}
 
 
 @pytest.mark.parametrize("path", [HEAD, STATE])
 async def test_an_empty_body_is_explained(http, path):
-    check_error(await http.put(path), 422, None, ["the body is empty", f"GET {path}", "application/octet-stream"])
+    check_error(await http.put(path), 400, None, ["the body is empty", f"GET {path}", "application/octet-stream"])
 
 
 @pytest.mark.parametrize("path", [HEAD, REPORT])
 @pytest.mark.parametrize("length", ["-1", "4097", "1.5", "long", "", "9" * 5000])
 async def test_a_detection_length_out_of_range_is_explained(http, path, length):
     response = await http.get(path, params={"detection_length": length})
-    check_error(response, 422, "detection_length", [])
+    check_error(response, 400, "detection_length", [])
 
 
 @pytest.mark.parametrize("content", [
@@ -52,13 +52,13 @@ async def test_a_detection_length_out_of_range_is_explained(http, path, length):
 async def test_what_is_no_state_is_explained_and_changes_nothing(http, content):
     await teach(http, 1)
     before = (await http.get(STATE)).content
-    check_error(await http.put(STATE, content=content), 422, None, ["not a rollout state", f"GET {STATE}"])
+    check_error(await http.put(STATE, content=content), 400, None, ["not a rollout state", f"GET {STATE}"])
     assert (await http.get(STATE)).content == before
 
 
 async def test_a_state_may_be_larger_than_other_bodies_up_to_a_limit_of_its_own(http):
     large = b" " * (MAX_BODY_BYTES + 1)
-    check_error(await http.put(STATE, content=large), 422, None, ["not a rollout state"])
+    check_error(await http.put(STATE, content=large), 400, None, ["not a rollout state"])
     check_error(await http.put(HEAD, content=large), 413, None, [str(MAX_BODY_BYTES)])
     stated = {"content-length": str(MAX_STATE_BYTES + 1)}
     check_error(await http.put(STATE, content=b" ", headers=stated), 413, None, [str(MAX_STATE_BYTES), f"GET {STATE}"])
@@ -112,7 +112,7 @@ async def test_ranks_are_emptied_by_whoever_has_the_key(guarded, engine: FakeEng
 @pytest.mark.parametrize("path", PUTS)
 async def test_with_the_key_it_is_the_body_that_counts(guarded, http: httpx.AsyncClient, path):
     answer = await http.put(path, content=b"no such thing", headers={ADMIN_HEADER: KEY.encode()})
-    assert answer.status_code == 422
+    assert answer.status_code == 400
 
 
 async def test_nothing_else_needs_the_key(guarded, http: httpx.AsyncClient):

@@ -21,7 +21,7 @@ TOKENS = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_token
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    return {"prompts": prompts(0, 3), "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 60}, **fields}
+    return {"prompts": prompts(0, 3), "group_size": 2, "redundancy": 2, "sampling_params": {"max_tokens": 60}, **fields}
 
 
 async def test_an_answer_a_stream_and_the_trace_have_it(engine: FakeEngine, tmp_path: Path) -> None:

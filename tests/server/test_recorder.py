@@ -36,7 +36,13 @@ def app(engine: FakeEngine, path: Path):
 
 def body(*ids: str, **fields) -> dict:
     prompts = [{"id": id, "prompt": f"prompt {id}"} for id in ids]
-    return {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling": {"seed": 3, "max_tokens": 30}, **fields}
+    return {
+        "prompts": prompts,
+        "group_size": 2,
+        "redundancy": 2,
+        "sampling_params": {"seed": 3, "max_tokens": 30},
+        **fields,
+    }
 
 
 async def post(app, *bodies: dict) -> list[dict]:
@@ -96,7 +102,9 @@ async def test_rewards_that_come_while_their_round_runs_are_in_its_row_and_told(
     with serving(app) as url:
         async with AsyncRolloutClient(url) as client:
             looking = asyncio.create_task(look(url))
-            run = await client.run(2, 2, filter="zero_variance", sampling={"seed": 3, "max_tokens": 30}, **pruning)
+            run = await client.run(
+                2, 2, filter="zero_variance", sampling_params={"seed": 3, "max_tokens": 30}, **pruning
+            )
             async with aclosing(run.stream([{"id": id, "prompt": id} for id in "abc"])) as events:
                 async for event in events:
                     if event.type == "round":
@@ -120,7 +128,7 @@ async def test_rewards_that_come_while_their_round_runs_are_in_its_row_and_told(
 
 async def test_what_the_server_grades_is_in_the_row_once(engine, path):
     app = make_app(engine, TraceRecorder(path), graders=FakeGraders())
-    fields = {"pruning": {"detection_length": 2, "mode": "shadow"}, "sampling": {"min_tokens": 20}}
+    fields = {"pruning": {"detection_length": 2, "mode": "shadow"}, "sampling_params": {"min_tokens": 20}}
     await post(app, body("a", reward="even", **fields))
     (line,) = path.read_text().splitlines()
     row = json.loads(line)["prompts"][0]
@@ -138,7 +146,7 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, a
         async with AsyncRolloutClient(url) as client:
             prompts = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}]
             sampling = {"seed": 3, "min_tokens": 5}
-            async with aclosing(client.stream(prompts, 2, 2, sampling=sampling)) as events:
+            async with aclosing(client.stream(prompts, 2, 2, sampling_params=sampling)) as events:
                 async for event in events:
                     if event.type == "group":
                         break

@@ -23,7 +23,6 @@ from vllm_rollout.server import kept as kept_module
 from vllm_rollout.server.ended import candidate_of, trajectory_of
 from vllm_rollout.server.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.server.kept import keep, read_kept
-from vllm_rollout.server.protocol import Return
 from vllm_rollout.server.recorder import TraceRecorder
 from vllm_rollout.server.resumed import ResumedGroup
 from vllm_rollout.trace.file import read_trace
@@ -40,8 +39,8 @@ RUN = {
     "prompts_per_round": 4,
     "prompt_speculation": 1.5,
     "response_speculation": 2.0,
-    "sampling": {"seed": 5},
-    "return": {"text": True},
+    "sampling_params": {"seed": 5},
+    "include": ["text", "logprobs"],
     "resume": True,
 }
 
@@ -190,19 +189,21 @@ async def test_a_state_carries_what_was_kept(http: httpx.AsyncClient) -> None:
     assert there["usage"] == here["usage"]
 
 
-@pytest.mark.parametrize(("fields", "param"), [({"sampling": {"seed": 6}}, "sampling"), ({"return": {}}, "return")])
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"sampling_params": {"seed": 6}}, "sampling_params"), ({"include": []}, "include")]
+)
 async def test_a_round_says_nothing_else_than_its_run(http: httpx.AsyncClient, fields: dict, param: str) -> None:
     await short_round(http)
     response = await http.post("/v1/runs/a/rounds", json={"kind": "long", **fields})
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert (await http.get("/v1/runs/a")).json()["open_round"] is None
     assert len((await long_round(http, **{param: RUN[param]}))["groups"]) == 2
 
 
 async def test_a_run_that_cannot_go_on_is_refused_when_it_is_made(http: httpx.AsyncClient) -> None:
-    response = await http.post("/v1/runs", json={**RUN, "sampling": {"stop": ["x"]}})
-    assert (response.status_code, response.json()["error"]["param"]) == (422, "resume")
+    response = await http.post("/v1/runs", json={**RUN, "sampling_params": {"stop": ["x"]}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "resume")
     assert (await http.get("/v1/runs")).json()["data"] == []
 
 
@@ -267,7 +268,7 @@ def test_one_that_lost_a_tie_is_over_by_itself():
     tie = replace(tie, ending=replace(tie.ending, ended_by_itself=True))
     (kept,) = read_kept(keep([tie], 1, None))
     assert (kept.whole, kept.finish_reason, kept.stop_reason) == (True, "stop", None)
-    said = [candidate_of(each, Return(unselected=True), None) for each in (tie, end(1, "surplus", 3))]
+    said = [candidate_of(each, frozenset({"stopped"}), None) for each in (tie, end(1, "surplus", 3))]
     assert [candidate.ended_by_itself for candidate in said] == [True, False]
 
 
@@ -278,7 +279,7 @@ def test_survival_is_not_forgotten(mode, expected):
     (kept,) = read_kept(keep([judged], 1, plan))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
-    trajectory = trajectory_of(later, Return(), GroupPlan(1, pruning=replace(plan, mode="shadow")))
+    trajectory = trajectory_of(later, frozenset({"logprobs"}), GroupPlan(1, pruning=replace(plan, mode="shadow")))
     assert trajectory.survival_probability == trajectory.inclusion_probability == expected
 
 

@@ -29,7 +29,7 @@ def entry(prompt_id: str, index: int, reward: float) -> dict[str, Any]:
 
 async def test_every_status_comes_in_the_order_of_the_list_with_its_reason(http, engine: FakeEngine):
     engine.lengths = {0: 4, 1: 20, 2: 21, 3: 22, 4: 90, 5: 91, 6: 92, 7: 93}
-    answer = await roll(http, sampling={"seed": 1})
+    answer = await roll(http, sampling_params={"seed": 1})
     posted = [
         entry("a", 0, 1.0),  # ended before detection
         entry("a", 1, 1.0),
@@ -124,7 +124,7 @@ async def test_bad_rewards_are_explained_and_teach_nothing(http, name):
     answer = await roll(http)
     bad, param, words = BAD[name]
     response = await http.post(f"/v1/rollouts/{answer.id}/rewards", json=bad)
-    check_error(response, 422, param, words)
+    check_error(response, 400, param, words)
     assert (await post(http, answer)).counts.accepted == 12
 
 
@@ -138,7 +138,7 @@ async def test_rewards_that_are_no_finite_number_are_explained(http, number, fie
     content = f'{{"rewards": [{{"prompt_id": "a", "index": 0, "reward": {reward}}}], "threshold": {threshold}}}'
     headers = {"content-type": "application/json"}
     response = await http.post(f"/v1/rollouts/{answer.id}/rewards", content=content.encode(), headers=headers)
-    check_error(response, 422, "rewards.0.reward" if field == "reward" else "threshold", ["finite number"])
+    check_error(response, 400, "rewards.0.reward" if field == "reward" else "threshold", ["finite number"])
 
 
 @pytest.mark.thorough
@@ -179,7 +179,7 @@ async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: Fak
 
 
 def test_both_kinds_of_reward_reach_the_server(client: RolloutClient):
-    rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling={"min_tokens": 12})
+    rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling_params={"min_tokens": 12})
     trajectories = rollout.groups[0].trajectories
     first, second, third, fourth = (t.index for t in trajectories)
     receipt = client.post_rewards(
@@ -278,11 +278,11 @@ async def namespace_of(app: FastAPI, http: httpx.AsyncClient, key: str) -> str:
     ],
 )
 async def test_a_bad_entry_of_a_named_reward_is_named(http, reward, param, words):
-    check_error(await http.post("/v1/rewards", json={"rewards": [reward]}), 422, param, words)
+    check_error(await http.post("/v1/rewards", json={"rewards": [reward]}), 400, param, words)
 
 
 def test_the_client_posts_by_request_and_by_group(client: RolloutClient) -> None:
-    rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling={"min_tokens": 12})
+    rollout = client.rollout(["a"], 4, 4, pruning=PRUNING, sampling_params={"min_tokens": 12})
     (group,) = rollout.groups
     first, second = group.trajectories[:2]
     receipt = client.post_named_rewards(

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from contextlib import closing
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import httpx
@@ -32,7 +32,7 @@ ENDLESS = {"min_tokens": 4000}
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    return {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}, **fields}
+    return {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling_params": {"seed": 7}, **fields}
 
 
 async def post(http: httpx.AsyncClient, **fields: Any) -> RolloutAnswer:
@@ -67,19 +67,19 @@ async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http)
     said = []
     for seed, ids in ((1, ("a", "b")), (2, ("a", "b")), (1, (None, None))):
         prompts = [{"id": id, "prompt": "same"} for id in ids]
-        answer = await post(http, prompts=prompts, redundancy=0, sampling={"seed": seed})
+        answer = await post(http, prompts=prompts, redundancy=0, sampling_params={"seed": seed})
         said += [tuple(t.token_ids) for group in answer.groups for t in group.trajectories]
     assert len(set(said)) == len(said) == 24
-    again = await post(http, prompts=[{"id": "b", "prompt": "same"}], redundancy=0, sampling={"seed": 1})
+    again = await post(http, prompts=[{"id": "b", "prompt": "same"}], redundancy=0, sampling_params={"seed": 1})
     assert [tuple(t.token_ids) for t in again.groups[0].trajectories] == said[4:8], "wherever it stands"
 
 
 @pytest.mark.parametrize(
     ("sampling", "sizes", "warned"),
     [
-        ({"temperature": 0}, (4, 0), "sampling.temperature: with 0 all 4"),
-        ({"temperature": 0.0}, (1, 2), "sampling.temperature: with 0.0 all 3"),
-        ({"top_k": 1}, (2, 0), "sampling.top_k: with 1 all 2"),
+        ({"temperature": 0}, (4, 0), "sampling_params.temperature: with 0 all 4"),
+        ({"temperature": 0.0}, (1, 2), "sampling_params.temperature: with 0.0 all 3"),
+        ({"top_k": 1}, (2, 0), "sampling_params.top_k: with 1 all 2"),
         ({"temperature": 0}, (1, 0), None),
         ({"temperature": 0.1}, (4, 4), None),
         ({}, (4, 4), None),
@@ -87,7 +87,7 @@ async def test_equal_prompts_and_following_seeds_have_answers_of_their_own(http)
 )
 async def test_candidates_that_cannot_differ_are_warned_of(http, sampling, sizes, warned):
     group_size, redundancy = sizes
-    answer = await post(http, sampling=sampling, group_size=group_size, redundancy=redundancy)
+    answer = await post(http, sampling_params=sampling, group_size=group_size, redundancy=redundancy)
     assert [warning[: len(warned or "")] for warning in answer.warnings] == ([warned] if warned else [])
 
 
@@ -99,17 +99,21 @@ async def test_dual_end_returns_the_shortest_and_the_longest(http, engine: FakeE
         assert {c.state for c in group.candidates} == {"finished"}
 
 
-async def test_tokens_have_logprobs_unless_declined_and_text_and_unselected_ones_come_when_asked_for(http):
-    for returned in ({}, {"logprobs": False}, {"text": True}, {"unselected": True}):
-        answer = (await http.post("/v1/rollouts", json=body(**{"return": returned}))).json()
-        for group in answer["groups"]:
-            for each in (*group["trajectories"], *(group["candidates"] if "unselected" in returned else ())):
-                assert (each["logprobs"] is None) == ("logprobs" in returned)
-                assert len(each["token_ids"]) == len(each["logprobs"] or each["token_ids"]) == each["num_tokens"]
-                assert (each["text"] is not None) == ("text" in returned)
-            if "unselected" not in returned:
-                fields = {"token_ids", "logprobs", "text"}
-                assert all(candidate.keys().isdisjoint(fields) for candidate in group["candidates"])
+WORDS = ("text", "logprobs", "stopped")
+
+
+@pytest.mark.parametrize("words", [None, *(c for n in range(4) for c in combinations(WORDS, n)), ("stopped", "text")])
+async def test_an_answer_has_what_include_names(http, words: tuple[str, ...] | None):
+    answer = (await http.post("/v1/rollouts", json=body(**({} if words is None else {"include": words})))).json()
+    included = ("logprobs",) if words is None else words
+    for group in answer["groups"]:
+        for each in (*group["trajectories"], *(group["candidates"] if "stopped" in included else ())):
+            assert (each["logprobs"] is not None) == ("logprobs" in included)
+            assert len(each["token_ids"]) == len(each["logprobs"] or each["token_ids"]) == each["num_tokens"]
+            assert (each["text"] is not None) == ("text" in included)
+        if "stopped" not in included:
+            fields = {"token_ids", "logprobs", "text"}
+            assert all(candidate.keys().isdisjoint(fields) for candidate in group["candidates"])
 
 
 async def test_engine_death_is_a_503_in_error_form(http, engine: FakeEngine):
@@ -130,13 +134,13 @@ async def test_a_bug_is_a_500_in_error_form(http, app):
 
 
 def stream(client: RolloutClient, **fields: Any) -> list[Event]:
-    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}, **fields}
+    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling_params": {"seed": 7}, **fields}
     return list(client.stream(**arguments))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 1000])
 def test_token_chunks_have_the_asked_size_no_gaps_and_add_up(client, num_tokens):
-    events = stream(client, stream_tokens=num_tokens, return_unselected=True)
+    events = stream(client, stream_tokens=num_tokens, include=["logprobs", "stopped"])
     chunks: dict[tuple[str, int], list[TokensEvent]] = {}
     for event in events:
         if isinstance(event, TokensEvent):
@@ -167,11 +171,11 @@ def test_stream_is_server_sent_events(server_url):
 def test_client_that_leaves_a_stream_aborts_its_candidates_and_no_others(client, engine: FakeEngine, stream_tokens):
     engine.step_s = 0.001
     engine.lengths = {0: 3}
-    with closing(client.stream(["other"], 2, sampling={"min_tokens": 1500}, stream_tokens=1)) as other:
+    with closing(client.stream(["other"], 2, sampling_params={"min_tokens": 1500}, stream_tokens=1)) as other:
         next(other)
         sampling = {"seed": 1}
         engine.lengths = {0: 3, **dict.fromkeys(range(1, 8), 4000)}
-        with closing(client.stream(PROMPTS, 4, 4, sampling=sampling, stream_tokens=stream_tokens)) as events:
+        with closing(client.stream(PROMPTS, 4, 4, sampling_params=sampling, stream_tokens=stream_tokens)) as events:
             next(events)
             assert engine.num_running > 2
         wait_until(lambda: engine.num_running == 2)
@@ -242,8 +246,8 @@ def test_stream_names_trajectories_and_candidates_before_their_group_and_ends_wi
 
 
 def test_stream_has_the_content_of_the_answer(client):
-    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}}
-    arguments |= {"return_text": True, "return_unselected": True}
+    arguments = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling_params": {"seed": 7}}
+    arguments |= {"include": ["text", "logprobs", "stopped"]}
     answer = client.rollout(**arguments)
     events = list(client.stream(**arguments))
     for group in answer.groups:
@@ -274,9 +278,9 @@ def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(se
 
     async def leave_one_of_two() -> httpx.Response:
         async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
-            other = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling={"min_tokens": 400})))
+            other = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling_params={"min_tokens": 400})))
             await asyncio.to_thread(wait_until, lambda: engine.num_launched == 24)
-            waiting = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling=ENDLESS)))
+            waiting = asyncio.create_task(http.post("/v1/rollouts", json=body(sampling_params=ENDLESS)))
             await asyncio.to_thread(wait_until, lambda: engine.num_launched == 48)
             waiting.cancel()
             await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 24)
@@ -291,7 +295,7 @@ def test_client_that_leaves_while_waiting_aborts_its_candidates_and_no_others(se
 def test_many_rollouts_at_once_keep_apart(server_url, engine: FakeEngine):
     async def run() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server_url, timeout=30) as http:
-            bodies = [body(sampling={"seed": seed % 4}) for seed in range(16)]
+            bodies = [body(sampling_params={"seed": seed % 4}) for seed in range(16)]
             return await asyncio.gather(*(http.post("/v1/rollouts", json=b) for b in bodies))
 
     answers = [RolloutAnswer.model_validate_json(response.content) for response in asyncio.run(run())]
@@ -331,9 +335,9 @@ async def audits_of(http: httpx.AsyncClient, **fields: Any) -> list[bool]:
 
 async def test_an_answer_is_audited_as_a_whole_and_a_stream_group_by_group(http):
     settings = {"redundancy": 1, "audit_ratio": 0.5}
-    whole = [await audits_of(http, sampling={"seed": 1}, **settings) for _ in range(6)]
+    whole = [await audits_of(http, sampling_params={"seed": 1}, **settings) for _ in range(6)]
     assert [set(marks) for marks in whole] == [{True}, {False}, {True}, {False}, {True}, {True}]
-    assert set(await audits_of(http, sampling={"seed": 1}, audit_unit="group", **settings)) == {True, False}
+    assert set(await audits_of(http, sampling_params={"seed": 1}, audit_unit="group", **settings)) == {True, False}
     streamed = body(audit_ratio=0.5, prompts=[{"prompt": f"number {n}"} for n in range(40)])
     events = await events_of(http, "/v1/rollouts", **streamed)
     assert {event["audit"] for event in events if event["type"] == "group"} == {True, False}
@@ -342,7 +346,7 @@ async def test_an_answer_is_audited_as_a_whole_and_a_stream_group_by_group(http)
 async def test_a_run_with_one_seed_and_one_batch_has_its_share_of_audits(http):
     """The first, then by their number; what does not race, or has no audits, is not counted with them."""
     pruning = {**PRUNING, "mode": "shadow"}
-    settings = {"sampling": {"seed": 1}, "pruning": pruning, "group_size": 1, "prompts": PROMPTS[:1]}
+    settings = {"sampling_params": {"seed": 1}, "pruning": pruning, "group_size": 1, "prompts": PROMPTS[:1]}
     marks = []
     for _ in range(36):
         await post(http, audit_ratio=0.0, redundancy=1, **settings)

@@ -15,7 +15,13 @@ from vllm_rollout.server.runs.store import RunStore
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine
 
-TERMS = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 1.5, "sampling": {"seed": 3}, "resume": True}
+TERMS = {
+    "group_size": 2,
+    "prompts_per_round": 2,
+    "prompt_speculation": 1.5,
+    "sampling_params": {"seed": 3},
+    "resume": True,
+}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from .fake_learning import FakeLearning
 
 pytestmark = pytest.mark.anyio
 
-RUN = {"id": "a", "group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling": {"seed": 3}}
+RUN = {"id": "a", "group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling_params": {"seed": 3}}
 ROUND = {"prompts": [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(6)], "idempotency_key": "k"}
 IDS = {prompt["id"] for prompt in ROUND["prompts"]}
 
@@ -81,7 +81,7 @@ def everybody(answer: dict) -> list[str]:
     return sorted([*back, *answer["filtered"], *answer["deferred"], *answer["unstarted"]])
 
 
-BIG = {"return": {"text": True}, "sampling": {"seed": 3, "stop": ["x" * 40_000]}}
+BIG = {"include": ["text", "logprobs"], "sampling_params": {"seed": 3, "stop": ["x" * 40_000]}}
 """A run that needs pages of its own."""
 
 
@@ -111,7 +111,7 @@ async def test_a_round_that_cannot_be_written_takes_nothing(http, store, engine,
 async def test_an_answer_that_cannot_be_written_is_written_when_its_key_is_repeated(
     http, store, engine, fault, status: int, words: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await http.post("/v1/runs", json={**RUN, "sampling": {"seed": 3, "min_tokens": 400}})
+    await http.post("/v1/runs", json={**RUN, "sampling_params": {"seed": 3, "min_tokens": 400}})
     close, active = store.close, [True]
 
     def faulty_close(*args, **kwargs):
@@ -178,7 +178,9 @@ async def test_a_key_that_was_answered_is_answered_again_while_another_round_is_
     first = {"prompts": [{"id": f"a{i}", "prompt": f"first {i}"} for i in range(4)], "idempotency_key": "one"}
     other = {"prompts": [{"id": f"b{i}", "prompt": f"other {i}"} for i in range(4)], "idempotency_key": "other"}
     answer = await http.post("/v1/runs/a/rounds", json=first)
-    running = asyncio.create_task(http.post("/v1/runs/a/rounds", json={**other, "sampling": {"min_tokens": 400}}))
+    running = asyncio.create_task(
+        http.post("/v1/runs/a/rounds", json={**other, "sampling_params": {"min_tokens": 400}})
+    )
     async with asyncio.timeout(WAIT_S):
         while (await http.get("/v1/runs/a")).json()["open_round"] is None:
             await asyncio.sleep(0)

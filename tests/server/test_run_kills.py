@@ -30,7 +30,7 @@ NUM_LIVES = 80
 LONGEST_LIFE_S = 0.3
 """From when it serves."""
 RUNS = {"whole": {}, "filtering": {"filter": "zero_variance"}}
-TERMS = {"group_size": 2, "prompts_per_round": 4, "sampling": {"seed": 3}}
+TERMS = {"group_size": 2, "prompts_per_round": 4, "sampling_params": {"seed": 3}}
 
 
 class TellingServer(uvicorn.Server):

@@ -19,7 +19,13 @@ from .fake_engine import FakeEngine
 
 async def play(http: httpx.AsyncClient, num_rounds: int = 1, first: int = 0) -> dict:
     """Rounds of run `a`; the run after them."""
-    body = {"id": "a", "group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling": {"seed": 3}}
+    body = {
+        "id": "a",
+        "group_size": 2,
+        "prompts_per_round": 4,
+        "prompt_speculation": 1.5,
+        "sampling_params": {"seed": 3},
+    }
     await http.post("/v1/runs", json=body)
     for number in range(num_rounds):
         ids = range(first + 6 * number, first + 6 * number + 6)
@@ -35,7 +41,7 @@ async def test_what_was_learned_alone_is_no_state(http: httpx.AsyncClient) -> No
     header, rest = state.split(b"\n", 1)
     learned = rest[json.loads(header)["runs"] + 1 :]
     response = await http.put("/v1/rollouts/state", content=learned)
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert "its header must say format 3" in response.json()["error"]["message"]
     assert (await http.get("/v1/runs/a")).json() == before
 
@@ -47,6 +53,19 @@ def mutate(state: bytes, change) -> bytes:
     change(runs)
     body = json.dumps(runs).encode()
     return json.dumps({"format": 3, "runs": len(body)}).encode() + b"\n" + body + rest[size:]
+
+
+async def test_a_state_of_an_earlier_version_is_taken_under_its_old_names(http: httpx.AsyncClient) -> None:
+    before = await play(http)
+
+    def with_old_names(runs: list[dict]) -> None:
+        settings = runs[0]["settings"]
+        settings["sampling"], settings["return"] = settings.pop("sampling_params"), settings.pop("include")
+
+    state = mutate((await http.get("/v1/rollouts/state")).content, with_old_names)
+    response = await http.put("/v1/rollouts/state", content=state)
+    assert response.status_code == 204, response.text
+    assert await play(http, num_rounds=0) == before
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -75,7 +94,7 @@ async def test_runs_that_nobody_saved_are_refused(http: httpx.AsyncClient, chang
     before = await play(http)
     state = (await http.get("/v1/rollouts/state")).content
     response = await http.put("/v1/rollouts/state", content=mutate(state, change))
-    assert response.status_code == 422, response.text
+    assert response.status_code == 400, response.text
     message = response.json()["error"]["message"]
     assert re.search(
         f"(?s)not a rollout state .*{words}.* Send the bytes of GET /v1/rollouts/state as they are", message
@@ -124,9 +143,9 @@ def test_mutated_runs_of_a_state_are_refused_or_kept_whole(served, data: st.Data
                 where[key] = data.draw(values())
 
     response = server.put("/v1/rollouts/state", content=mutate(state, change))
-    assert response.status_code in (204, 422), response.text
+    assert response.status_code in (204, 400), response.text
     after = server.get("/v1/rollouts/state").content
-    if response.status_code == 422:
+    if response.status_code == 400:
         assert after == state
     assert server.get("/v1/runs").status_code == 200
     assert server.put("/v1/rollouts/state", content=after).status_code == 204

@@ -26,7 +26,7 @@ from vllm_rollout.server.runs.store import RunStore
 
 TERMS = RunTerms(1, 2, 1.5)
 REQUEST = RunRequest(group_size=1, prompts_per_round=2, prompt_speculation=1.5)
-SETTINGS = REQUEST.model_dump(mode="json", by_alias=True, exclude={"id", "model"})
+SETTINGS = REQUEST.model_dump(mode="json", exclude={"id", "model"})
 
 
 class Process:

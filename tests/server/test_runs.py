@@ -16,7 +16,7 @@ from vllm_rollout.server.runs.live import Begun
 from .conftest import events_of
 from .fake_engine import FakeEngine
 
-TERMS = {"group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling": {"seed": 3}}
+TERMS = {"group_size": 2, "prompts_per_round": 4, "prompt_speculation": 1.5, "sampling_params": {"seed": 3}}
 ROUNDS = "/v1/runs/a/rounds"
 
 
@@ -65,9 +65,9 @@ async def test_a_filter_needs_two_rewards_of_a_prompt(http, fields) -> None:
     run = {"id": "a", **TERMS, "group_size": 1, **fields}
     response = await http.post("/v1/runs", json=run)
     if fields:
-        assert (response.status_code, response.json()["error"]["param"]) == (422, "filter")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "filter")
     else:
-        error = await play(http, 422, prompts=prompts(0, 6), filter="zero_variance", stream=True)
+        error = await play(http, 400, prompts=prompts(0, 6), filter="zero_variance", stream=True)
         assert (error["param"], "one reward differs from none" in error["message"]) == ("filter", True)
 
 
@@ -101,7 +101,11 @@ async def test_a_deferred_prompt_says_in_its_long_round_what_a_rollout_says_by_t
     rounds = [await play(http, prompts=prompts(6 * n, 6)) for n in range(2)]
     assert [round["kind"] for round in rounds] == ["short", "short"]
     late = said((await play(http))["groups"])
-    body = {"prompts": [p for p in prompts(0, 12) if p["id"] in late], "group_size": 2, "sampling": TERMS["sampling"]}
+    body = {
+        "prompts": [p for p in prompts(0, 12) if p["id"] in late],
+        "group_size": 2,
+        "sampling_params": TERMS["sampling_params"],
+    }
     assert late == said((await http.post("/v1/rollouts", json=body)).json()["groups"])
 
 
@@ -128,7 +132,7 @@ async def test_a_run_is_made_once(http: httpx.AsyncClient) -> None:
     ({"queue_order": "last"}, "queue_order"), ({"id": "a/b"}, "id"), ({"id": ""}, "id"), ({"filter": "all"}, "filter"),
     ({"redundancy": 2, "response_speculation": 1.5}, "response_speculation"), ({"model": "another"}, "model"),
     ({"pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"), ({"resume": 1}, "resume"),
-    ({"sampling": {"temprature": 1}}, "sampling.temprature"), ({"stream": True}, "stream"),
+    ({"sampling_params": {"temprature": 1}}, "sampling_params.temprature"), ({"stream": True}, "stream"),
     ({"selection": {"dual_end": {"num_longest": 2}}}, "selection.dual_end.num_longest"),
     ({"prompts_per_round": 16_384}, "prompts_per_round"),
     ({"prompts_per_round": 16_384, "prompt_speculation": 1.0, "group_size": 16}, "prompts_per_round"),
@@ -138,7 +142,7 @@ async def test_a_run_is_made_once(http: httpx.AsyncClient) -> None:
 ])  # fmt: skip
 async def test_fields_of_a_run_are_checked_when_it_is_made(http: httpx.AsyncClient, fields: dict, param: str) -> None:
     response = await http.post("/v1/runs", json={**TERMS, **fields})
-    assert response.status_code in (404, 422), response.text
+    assert response.status_code in (404, 400), response.text
     assert response.json()["error"]["param"] == param
     assert (await http.get("/v1/runs")).json()["data"] == []
 
@@ -244,7 +248,7 @@ async def interrupt(http: httpx.AsyncClient, engine: FakeEngine, **body: Any) ->
 
 async def test_a_round_that_was_interrupted_runs_anew_under_its_key(http, engine):
     await make(http)
-    body = {"prompts": prompts(0, 6), "idempotency_key": "k", "sampling": {"max_tokens": 7}}
+    body = {"prompts": prompts(0, 6), "idempotency_key": "k", "sampling_params": {"max_tokens": 7}}
     await interrupt(http, engine, **body)
     assert engine.num_running == 0
     error = await play(http, 409, prompts=prompts(6, 6), idempotency_key="other")
@@ -278,12 +282,12 @@ async def test_a_round_that_is_given_up_puts_its_prompts_back(http: httpx.AsyncC
     ({"prompts": prompts(0, 6), "stream_tokens": 4}, "stream_tokens"),
     ({"prompts": prompts(0, 6), "filter": "zero_variance"}, "stream: a round that filters needs true"),
     ({"prompts": prompts(0, 6), "group_size": 3}, "group_size"),
-    ({"prompts": prompts(0, 6), "sampling": {"seed": "x"}}, "sampling.seed"),
+    ({"prompts": prompts(0, 6), "sampling_params": {"seed": "x"}}, "sampling_params.seed"),
     ({"prompts": prompts(0, 6), "pruning": {"detection_length": 4, "allow_fewer": True}}, "pruning.allow_fewer"),
 ])  # fmt: skip
 async def test_a_round_that_is_refused_takes_nothing(http: httpx.AsyncClient, body: dict, words: str) -> None:
     before = await make(http)
-    error = await play(http, 422, **body)
+    error = await play(http, 400, **body)
     assert re.search(words, f"{error['param']}: {error['message']}"), error
     assert await look(http) == before
 
@@ -460,6 +464,19 @@ async def test_rewards_of_candidates_that_there_are_not_are_not_kept(http: httpx
     assert {len(rewards) for rewards in course._rewards.values()} == {2}
 
 
+@pytest.mark.parametrize(
+    ("said", "is_repeat"),
+    [
+        ({}, True),
+        ({"prompts": [], "epoch": None, "stream": True}, True),
+        ({"include": []}, False),
+        ({"epoch": 0}, False),
+    ],
+)
+def test_a_repeat_says_its_key_alone(said: dict, is_repeat: bool) -> None:
+    assert RoundRequest.model_validate({"idempotency_key": "k", **said}).is_repeat is is_repeat
+
+
 async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     await make(http, prompts_per_round=1, prompt_speculation=1.0)
     await interrupt(http, engine, prompts=prompts(100, 1), idempotency_key="given up")
@@ -482,7 +499,7 @@ async def test_a_key_is_known_however_many_rounds_came_after_it(http: httpx.Asyn
 async def test_a_reserve_has_its_bounds(http: httpx.AsyncClient) -> None:
     await make(http, filter="zero_variance")
     before = await look(http)
-    error = await play(http, 422, prompts=prompts(0, 6), reserve=prompts(6, 16_379), stream=True)
+    error = await play(http, 400, prompts=prompts(0, 6), reserve=prompts(6, 16_379), stream=True)
     assert "at most 16384 prompts, its reserve included, and begins with 6, got 16379 in reserve" in error["message"]
     assert "Send at most 16378" in error["message"]
     assert await look(http) == before

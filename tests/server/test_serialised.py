@@ -22,10 +22,10 @@ from vllm_rollout.server.answers import (
     GroupEvent,
     GroupLengths,
     RolloutAnswer,
+    StoppedCandidate,
     Timing,
     Trajectory,
     TrajectoryEvent,
-    UnselectedCandidate,
     Usage,
 )
 from vllm_rollout.server.learning.body import RewardCounts, RewardResult, RewardsAnswer
@@ -52,7 +52,7 @@ TRAJECTORIES = st.builds(
 )
 STATES = st.sampled_from(["finished", "pruned", "surplus", "failed"])
 CANDIDATES = st.builds(Candidate, **ENDED, state=STATES) | st.builds(
-    UnselectedCandidate, **ENDED, **CONTENT, state=STATES, ended_by_itself=st.booleans()
+    StoppedCandidate, **ENDED, **CONTENT, state=STATES, ended_by_itself=st.booleans()
 )
 
 
@@ -161,7 +161,7 @@ BODIES: tuple[Any, ...] = (
     {"prompts": [PROMPT, {"promt": "a"}], "group_size": 2},
     {"prompts": [{"prompt_token_ids": [1, 2, 2**70]}], "group_size": 2},
     {"prompts": [{"id": "q", "prompt": "a"}, {"id": "q", "prompt": "b"}], "group_size": 2},
-    {"prompts": [PROMPT], "group_size": 2, "sampling": {"temperature": float("nan")}},
+    {"prompts": [PROMPT], "group_size": 2, "sampling_params": {"temperature": float("nan")}},
     {"prompts": [PROMPT], "group_size": 2, "selection": {"dual_end": {"num_longest": -1}}},
     [PROMPT],
     "text",

@@ -358,7 +358,10 @@ async def test_the_rounds_of_a_saved_state_are_those_of_sessions(app, http):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"sampling": {"temperature": 1.0}}, "sampling: cannot be said of a run whose rounds consist of sessions"),
+        (
+            {"sampling_params": {"temperature": 1.0}},
+            "sampling_params: cannot be said of a run whose rounds consist of sessions",
+        ),
         ({"reward": "math"}, "reward: cannot be said of a run whose rounds consist of sessions"),
         ({"resume": True}, "resume: must be false for sessions"),
         ({"queue_order": "longest"}, "queue_order: must be first_in for sessions"),
@@ -372,14 +375,14 @@ async def test_the_rounds_of_a_saved_state_are_those_of_sessions(app, http):
 )
 async def test_what_no_round_of_sessions_can_be_is_refused_when_its_run_is_made(http, fields, said):
     response = await http.post("/v1/runs", json={**TERMS, "sessions": {}, **fields})
-    assert (response.status_code, said in response.text) == (422, True), response.text
+    assert (response.status_code, said in response.text) == (400, True), response.text
 
 
 async def test_a_round_of_sessions_says_nothing_of_samples_and_needs_room(app, http, monkeypatch):
     await make(http)
-    for field in ({"sampling": {"seed": 1}}, {"stream": True, "stream_tokens": 4}):
+    for field in ({"sampling_params": {"seed": 1}}, {"stream": True, "stream_tokens": 4}):
         response = await http.post(ROUNDS, json={"prompts": prompts(0, 3), **field})
-        assert (response.status_code, "consists of sessions" in response.text) == (422, True), response.text
+        assert (response.status_code, "consists of sessions" in response.text) == (400, True), response.text
     monkeypatch.setattr(sessions_module, "MAX_OPEN_SESSIONS", 17)
     response = await http.post(ROUNDS, json={"prompts": prompts(0, 3)})
     assert (response.status_code, "retry-after" in response.headers) == (503, True)

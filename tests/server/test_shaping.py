@@ -25,7 +25,7 @@ STEEP = CostModel(((100.0, PTLCurve((1.0, 64.0), (0.001, 0.064))),))
 
 def body(*ids: str, **fields) -> dict:
     prompts = [{"id": id, "prompt": f"prompt {id}"} for id in ids]
-    return {"prompts": prompts, "group_size": 4, "redundancy": "auto", "sampling": {"seed": 3}, **fields}
+    return {"prompts": prompts, "group_size": 4, "redundancy": "auto", "sampling_params": {"seed": 3}, **fields}
 
 
 def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
@@ -224,7 +224,7 @@ async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http)
     for redundancy in (0, "auto"):
         engine.learning.judge.memory.lengths = LengthHistory()
         seen(engine, "a", 30, 34, 38)
-        await rollout(http, body("a", "b", redundancy=redundancy, sampling={"seed": 3, "max_tokens": 90}))
+        await rollout(http, body("a", "b", redundancy=redundancy, sampling_params={"seed": 3, "max_tokens": 90}))
         tokens = {id: len(f"prompt {id}") for id in "ab"}
         assert engine.outlooks == {
             "a": Outlook(of_a, tokens["a"], 90, "off"),

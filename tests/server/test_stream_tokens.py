@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPTS = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt_token_ids": [1, 2, 3]}, {"prompt": "three"}]
 ENDLESS = {"min_tokens": 4000}
-RACE: dict[str, Any] = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling": {"seed": 7}}
+RACE: dict[str, Any] = {"prompts": PROMPTS, "group_size": 4, "redundancy": 4, "sampling_params": {"seed": 7}}
 
 
 def key_of(event: Event) -> tuple[str, int] | None:
@@ -91,7 +91,7 @@ def test_a_failed_candidate_is_announced_while_its_siblings_run(client: RolloutC
 async def test_a_pruned_candidate_is_announced_while_its_siblings_run(app, http) -> None:
     await teach(http)
     service: RolloutService = app.state.rollout_service
-    arguments = {**RACE, "pruning": PRUNING, "sampling": {"seed": 7, "min_tokens": 30}}
+    arguments = {**RACE, "pruning": PRUNING, "sampling_params": {"seed": 7, "min_tokens": 30}}
     arguments |= {"stream": True, "stream_tokens": 1}
     rollout = await service.prepare(RolloutRequest.model_validate(arguments))
     events = [event async for event in service.events(rollout)]
@@ -109,7 +109,7 @@ async def test_a_pruned_candidate_is_announced_while_its_siblings_run(app, http)
         {"early_stop": False},
         {"early_stop": False, "selection": "shortest"},
         {"selection": {"dual_end": {"num_longest": 2}}},
-        {"sampling": {"seed": 7, "max_tokens": 12}},
+        {"sampling_params": {"seed": 7, "max_tokens": 12}},
         {"redundancy": 0, "group_size": 8},
     ],
 )
@@ -117,7 +117,7 @@ def test_announcements_hold_whatever_the_selection(client: RolloutClient, engine
     engine.failures = {1: 3, 6: 9}
     for seed in range(8):
         arguments = {**RACE, **fields}
-        arguments["sampling"] = {**arguments["sampling"], "seed": seed}
+        arguments["sampling_params"] = {**arguments["sampling_params"], "seed": seed}
         events = list(client.stream(**arguments, stream_tokens=3))
         assert_announcements_hold(events)
 
@@ -138,7 +138,7 @@ async def test_for_a_reader_that_never_reads_a_bounded_number_of_events_is_held(
         {
             "prompts": STALLED,
             "group_size": 8,
-            "sampling": ENDLESS,
+            "sampling_params": ENDLESS,
             "stream": True,
             "stream_tokens": 1,
         }
@@ -153,7 +153,7 @@ async def test_for_a_reader_that_never_reads_a_bounded_number_of_events_is_held(
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_else(client: RolloutClient, engine: FakeEngine) -> None:
-    with closing(client.stream(STALLED, 8, sampling=ENDLESS, stream_tokens=1)) as stalled:
+    with closing(client.stream(STALLED, 8, sampling_params=ENDLESS, stream_tokens=1)) as stalled:
         next(stalled)
         wait_until(lambda: engine.is_idle)
         for _ in range(3):
@@ -227,7 +227,7 @@ def test_tokens_that_join_are_passed_on_as_they_are() -> None:
 async def test_a_stream_that_nobody_reads_ends_after_a_while(app, engine: FakeEngine, monkeypatch) -> None:
     monkeypatch.setattr(serialised, "STALLED_S", 0.05)
     service: RolloutService = app.state.rollout_service
-    arguments = {**RACE, "stream": True, "stream_tokens": 1, "sampling": ENDLESS}
+    arguments = {**RACE, "stream": True, "stream_tokens": 1, "sampling_params": ENDLESS}
     rollout = await service.prepare(RolloutRequest.model_validate(arguments))
     taken = []
 

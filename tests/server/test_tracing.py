@@ -127,7 +127,9 @@ async def test_a_client_that_leaves_leaves_no_open_span(engine: TracedEngine, sp
     engine.num_launch_places = 8  # two groups, the third does not begin
     engine.lengths = dict.fromkeys(range(4), 1000)
     service = make_app(engine).state.rollout_service
-    rollout = await service.prepare(RolloutRequest.model_validate(body(sampling={}, stream=True, stream_tokens=1)))
+    rollout = await service.prepare(
+        RolloutRequest.model_validate(body(sampling_params={}, stream=True, stream_tokens=1))
+    )
     async with aclosing(service.events(rollout)) as events:
         seen = {(await anext(events)).prompt_id for _ in range(20)}
     assert len(seen) == 2

@@ -159,9 +159,9 @@ async def test_what_the_endpoint_refuses_is_refused_in_its_words_and_the_key_goe
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/generate/", {"prompts": []}, 422, "prompts"),
-        ("/generate/", {"prompts": ["a"], "n": 0}, 422, "n"),
-        ("/generate/", {"prompts": ["a"], "guided_decoding_regex": "a"}, 422, "guided_decoding_regex"),
+        ("/generate/", {"prompts": []}, 400, "prompts"),
+        ("/generate/", {"prompts": ["a"], "n": 0}, 400, "n"),
+        ("/generate/", {"prompts": ["a"], "guided_decoding_regex": "a"}, 400, "guided_decoding_regex"),
         ("/generate/", {"prompts": ["a"], "images": [["QUJD"]]}, 501, "Send them as messages"),
     ],
 )

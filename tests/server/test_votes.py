@@ -95,13 +95,13 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 async def test_a_bad_vote_is_explained(http, name):
     bad, param, words = BAD[name]
-    check_error(await http.post("/v1/votes", json=bad), 422, param, words)
+    check_error(await http.post("/v1/votes", json=bad), 400, param, words)
 
 
 async def test_a_weight_that_is_no_number_is_explained(http):
     content = b'{"answers": ["1"], "method": "confidence", "weights": [NaN]}'
     response = await http.post("/v1/votes", content=content, headers={"content-type": "application/json"})
-    check_error(response, 422, "weights.0", ["finite number"])
+    check_error(response, 400, "weights.0", ["finite number"])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ async def test_a_pattern_that_would_take_forever_is_given_up(http, monkeypatch, 
     # Without a limit, backtracking would take longer than the universe has.
     response = await http.post("/v1/votes", json={"texts": ["a" * 3000 + "!"] * 3, "answer_pattern": pattern})
     if response.status_code != 200:  # some of them are seen through
-        check_error(response, 422, "answer_pattern", ["more than 0.2 s for 3 texts", "literal"])
+        check_error(response, 400, "answer_pattern", ["more than 0.2 s for 3 texts", "literal"])
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_the_client_votes(client: RolloutClient):
     assert client.vote(texts=["= 3", "= 4", "= 4"], answer_pattern=r"= (\d+)", **arguments) == answer
     with pytest.raises(RolloutError, match="exactly one of answers, texts") as raised:
         client.vote()
-    assert raised.value.status == 422
+    assert raised.value.status == 400
 
 
 async def test_votes_beyond_what_may_wait_are_told_when_to_come_back(http, monkeypatch, others_are_done):

@@ -36,7 +36,7 @@ def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def body(*ids: str, **fields: Any) -> dict[str, Any]:
     prompts = [{"id": id, "prompt": f"prompt {id}"} for id in ids]
-    return {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling": {"max_tokens": 30}, **fields}
+    return {"prompts": prompts, "group_size": 2, "redundancy": 2, "sampling_params": {"max_tokens": 30}, **fields}
 
 
 class Watching:
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_and_a_rank_that_dies_are_seen(engine: FakeEn
             row = await viewer.until(is_over)
             assert (row["prompts"][0]["status"], len(row["prompts"][0]["lengths"])) == ("complete", 4)
             with pytest.raises(httpx.ReadTimeout):
-                await http.post("/v1/rollouts", json=body("b", sampling={"min_tokens": 4000}), timeout=0.2)
+                await http.post("/v1/rollouts", json=body("b", sampling_params={"min_tokens": 4000}), timeout=0.2)
             assert (await viewer.until(is_over))["state"] == "left"
 
 
@@ -216,7 +216,7 @@ async def test_texts_are_there_while_it_runs_and_if_somebody_looked_at_its_end(e
             assert (await http.get(f"/v1/rollouts/watch/{unseen['id']}/0")).status_code == 404
             async with watching(url) as viewer:
                 await viewer.until(lambda name, _: name == "server")
-                answer = (await http.post("/v1/rollouts", json=body("a", **{"return": {"text": True}}))).json()
+                answer = (await http.post("/v1/rollouts", json=body("a", include=["text", "logprobs"]))).json()
                 await viewer.until(is_over)
             told = (await http.get(f"/v1/rollouts/watch/{answer['id']}/0")).json()
             assert (await http.get(f"/v1/rollouts/watch/{answer['id']}/1")).status_code == 404
@@ -237,7 +237,7 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
             await viewer.until(lambda name, _: name == "server")
-            asked = body("a", sampling={"max_tokens": 400}, **{"return": {"text": True}})
+            asked = body("a", sampling_params={"max_tokens": 400}, include=["text", "logprobs"])
             answering = asyncio.create_task(http.post("/v1/rollouts", json=asked))
             row = await viewer.until(lambda name, data: name == "group" and data["prompt"]["ends"][0] == "stop")
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
@@ -294,7 +294,9 @@ async def test_who_reads_a_running_group_in_the_same_tick_shares_one_question(
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http, watching(url) as viewer:
             await viewer.until(lambda name, _: name == "server")
-            answering = asyncio.create_task(http.post("/v1/rollouts", json=body("a", sampling={"max_tokens": 400})))
+            answering = asyncio.create_task(
+                http.post("/v1/rollouts", json=body("a", sampling_params={"max_tokens": 400}))
+            )
             row = await viewer.until(lambda name, _: name == "group")
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
             leaves, *stay = [asyncio.create_task(http.get(path)) for _ in range(4)]

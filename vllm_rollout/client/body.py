@@ -12,7 +12,8 @@ from typing import Any, TypedDict, TypeVar
 from pydantic import BaseModel
 from typing_extensions import Unpack
 
-from vllm_rollout.server.protocol import DualEndSelection, Prompt, Pruning, Return
+from vllm_rollout.server.protocol import DualEndSelection, Prompt, Pruning
+from vllm_rollout.server.renamed import remedy_for
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -38,10 +39,8 @@ class GroupOptions(TypedDict, total=False):
     until: str
     max_candidates: int | None
     reward: str | Mapping[str, Any] | None
-    sampling: Mapping[str, Any] | None
-    return_text: bool
-    return_logprobs: bool
-    return_unselected: bool
+    sampling_params: Mapping[str, Any] | None
+    include: Sequence[str] | None
 
 
 class RolloutOptions(GroupOptions, total=False):
@@ -52,10 +51,6 @@ class RolloutOptions(GroupOptions, total=False):
     audit_ratio: float | None
     audit_unit: str
     model: str | None
-
-
-_RETURNED = {f"return_{name}": name for name in Return.model_fields}
-"""Option -> field of the body's `return`."""
 
 
 def rollout_body(
@@ -92,10 +87,10 @@ def said(fields: Mapping[str, Any]) -> dict[str, Any]:
 def option_fields(options: Mapping[str, Any], known: type) -> dict[str, Any]:
     """Options as fields of a body; None says nothing. Raises: TypeError for one that is not among the known ones."""
     if unknown := sorted(options.keys() - known.__annotations__.keys()):
+        if (renamed := remedy_for(unknown[0], known.__annotations__)) is not None:
+            raise TypeError(f"{unknown[0]}: {renamed}")
         raise TypeError(f"{unknown[0]} is no option; there are {', '.join(known.__annotations__)}")
-    fields = {name: _plain(value) for name, value in said(options).items()}
-    wanted = {_RETURNED[name]: fields.pop(name) for name in _RETURNED if name in fields}
-    return fields | ({"return": wanted} if wanted else {})
+    return {name: _plain(value) for name, value in said(options).items()}
 
 
 def _plain(value: Any) -> Any:
@@ -106,8 +101,7 @@ def _plain(value: Any) -> Any:
 
 def takes_options(known: type, body: type[BaseModel]) -> Callable[[Method], Method]:
     """Lets `help` show the known options, as the body says them, where a method says `**options`."""
-    returned = {option: Return.model_fields[field] for option, field in _RETURNED.items()}
-    fields = {name: returned.get(name) or body.model_fields[name] for name in known.__annotations__}
+    fields = {name: body.model_fields[name] for name in known.__annotations__}
 
     def decorate(method: Method) -> Method:
         described = signature(method)

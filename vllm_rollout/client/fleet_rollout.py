@@ -139,7 +139,7 @@ class FleetRollout:
         """Sends these prompts to servers, the longest groups first. Raises: NoServerLeft."""
         body, wanted = self._call.body, self._call.body.get("redundancy", 0)
         sizes = [size for size in (body.get("group_size"), wanted) if isinstance(size, int)]
-        max_tokens = (body.get("sampling") or {}).get("max_tokens")
+        max_tokens = (body.get("sampling_params") or {}).get("max_tokens")
         terms = (max(1, sum(sizes)), max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else None)
         keys = {id: _key(self._prompts[self.positions[id]]) for id in prompt_ids}
         parts: dict[int, Part] = {}

@@ -112,7 +112,7 @@ def new_key() -> str:
 
 def _is_refused(error: RolloutError) -> bool:
     """What was handed in is not what the run wants; if its rounds went on meanwhile, another trainer's came between."""
-    return error.status in (HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
+    return error.status in (HTTPStatus.CONFLICT, HTTPStatus.BAD_REQUEST)
 
 
 class AsyncRun:

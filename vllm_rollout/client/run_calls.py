@@ -25,7 +25,7 @@ from vllm_rollout.server.runs.body import RunRequest
 
 
 class RoundOptions(GroupOptions, total=False):
-    """Rollout fields of a round; what is left out is the run's. A round's `sampling` replaces fields of the run's."""
+    """Rollout fields of a round. Default: the run's. A round's `sampling_params` replace single fields of the run's."""
 
     redundancy: Redundancy
     kind: str | None

@@ -83,8 +83,8 @@ async def race_live(client: AsyncRolloutClient, options: Options, console: Conso
         options.group_size,
         options.candidates - options.group_size,
         stream_tokens=STREAM_TOKENS,
-        sampling={**options.sampling, "seed": SEED},
-        return_logprobs=False,
+        sampling_params={**options.sampling, "seed": SEED},
+        include=[],
     )
     started = time.monotonic()
     drawn = Live(console=console, refresh_per_second=REFRESHES_PER_S, get_renderable=lambda: race.picture)

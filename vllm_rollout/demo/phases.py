@@ -115,8 +115,8 @@ async def run_race(client: AsyncRolloutClient, options: Options, on_group: Calla
         prompts,
         options.group_size,
         options.candidates - options.group_size,
-        sampling=options.sampling,
-        return_logprobs=False,
+        sampling_params=options.sampling,
+        include=[],
     )
     try:
         async with aclosing(events):

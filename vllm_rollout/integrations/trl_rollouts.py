@@ -69,8 +69,8 @@ class TRLRollouts:
     ) -> None:
         """`server`: its URL, or a client. The others are those of `RolloutClient.rollout`.
 
-        `sampling` goes before what the trainer's configuration says. Raises: ValueError for options by which a group
-        could come back smaller than TRL needs.
+        `sampling_params` goes before what the trainer's configuration says. Raises: ValueError for options by which a
+        group could come back smaller than TRL needs.
         """
         pruning = options.get("pruning")
         if pruning is not None and dict(pruning).get("allow_fewer"):
@@ -80,8 +80,9 @@ class TRLRollouts:
             )
         self._client: RollsOut = RolloutClient(server) if isinstance(server, str) else server
         self._redundancy = redundancy
-        self._sampling = dict(options.pop("sampling", None) or {})
-        self._options: RolloutOptions = {**options, "return_logprobs": True}
+        self._sampling = dict(options.pop("sampling_params", None) or {})
+        included = dict.fromkeys([*(options.get("include") or ()), "logprobs"])  # TRL needs those
+        self._options: RolloutOptions = {**options, "include": list(included)}
         self._columns: dict[bool, dict[str, Any]] = {}
         """Columns of the data sets of training and of evaluation, by prompt."""
 
@@ -99,7 +100,7 @@ class TRLRollouts:
         def roll_out(size: int) -> list[Placed]:
             places = [place for place, (_, count) in enumerate(runs) if count == size]
             chosen = [asked[place] for place in places]
-            answer = self._client.rollout(chosen, size, self._redundancy, sampling=sampling, **self._options)
+            answer = self._client.rollout(chosen, size, self._redundancy, sampling_params=sampling, **self._options)
             return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
 
         # One size as a rule; two or three where a group is cut in two between processes.

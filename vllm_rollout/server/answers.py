@@ -108,8 +108,8 @@ class Candidate(EndedCandidate):
     """Why it failed, where that is known."""
 
 
-class UnselectedCandidate(Candidate):
-    """What `return.unselected` adds."""
+class StoppedCandidate(Candidate):
+    """What `"stopped"` in `include` adds."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
@@ -209,7 +209,7 @@ class GroupAnswer(GroupSummary):
     """The group of one prompt, its trajectories in the order of their indices."""
 
     trajectories: list[Trajectory]
-    candidates: list[UnselectedCandidate | Candidate]
+    candidates: list[StoppedCandidate | Candidate]
 
 
 class Usage(BaseModel):
@@ -316,7 +316,7 @@ class CandidateEvent(BaseModel):
     type: Literal["candidate"] = "candidate"
     prompt_id: str
     group_id: str
-    candidate: UnselectedCandidate | Candidate
+    candidate: StoppedCandidate | Candidate
 
 
 class TokensEvent(BaseModel):

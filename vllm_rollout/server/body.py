@@ -27,11 +27,12 @@ from pydantic_core import PydanticCustomError
 
 from vllm_rollout.group.plans.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
 from vllm_rollout.group.plans.xargs import PREFIX
+from vllm_rollout.server.renamed import remedy_for
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can travel to the engine: 64 bit, signed."""
 MAX_DEPTH = 32
-"""Levels of nesting inside messages and sampling."""
+"""Levels of nesting inside messages and sampling_params."""
 MOST_NAME = 100
 """Characters of a name in an error."""
 SAMPLING = frozenset({
@@ -42,13 +43,13 @@ SAMPLING = frozenset({
     "structured_outputs", "temperature", "thinking_token_budget", "top_k", "top_p", "trace_decode_token_ids",
     "watermarking",
 })  # fmt: skip
-"""Fields of vLLM's SamplingParams, which OpenAI requests have beside the prompt and our bodies in `sampling`."""
+"""Fields of vLLM's SamplingParams, which OpenAI requests have beside the prompt and our bodies in `sampling_params`."""
 ELSEWHERE = {
     "n": "group_size",
     "num_generations": "group_size",
-    "max_completion_tokens": "sampling.max_tokens",
-    "max_new_tokens": "sampling.max_tokens",
-    "logprobs": "return.logprobs",
+    "max_completion_tokens": "sampling_params.max_tokens",
+    "max_new_tokens": "sampling_params.max_tokens",
+    "logprobs": "include",
 }
 """What others call it, or write beside the prompt: where our bodies have it."""
 UNION_TAGS = frozenset({"<flag>", "<list>", "<name>", "<number>", "<object>"})
@@ -66,13 +67,16 @@ class Body(BaseModel):
             known = _names_of(cls)
             for name in value:
                 if name not in known:
+                    text = name.encode(errors="backslashreplace").decode()
+                    if (renamed := remedy_for(name, known)) is not None:
+                        raise PydanticCustomError("unknown_field", "{remedy}", {"field": text, "remedy": renamed})
                     place = _place_of(name, known)
                     remedy = "Leave it out" if place is None else f"Write {place} instead"
                     raise PydanticCustomError(
                         "unknown_field",
                         "is not a field of this version. {remedy}; allowed here: {allowed}",
                         {
-                            "field": name.encode(errors="backslashreplace").decode(),
+                            "field": text,
                             "allowed": ", ".join(known),
                             "remedy": remedy,
                         },
@@ -82,7 +86,7 @@ class Body(BaseModel):
 
 def _place_of(name: str, known: Sequence[str]) -> str | None:
     """Where a body with these fields has what a request to another endpoint has under this name."""
-    place = ELSEWHERE.get(name, f"sampling.{name}" if name in SAMPLING else name.removeprefix(PREFIX))
+    place = ELSEWHERE.get(name, f"sampling_params.{name}" if name in SAMPLING else name.removeprefix(PREFIX))
     return place if place.partition(".")[0] in known else None
 
 
@@ -144,8 +148,8 @@ def _tag(value: Any, tags: list[str]) -> str:
 
 @cache
 def _names_of(body: type[Body]) -> tuple[str, ...]:
-    """Fields as they are written in JSON; kept, because a body may have a hundred thousand objects."""
-    return tuple(field.alias or name for name, field in body.model_fields.items())
+    """Names of its fields; kept, because a body may have a hundred thousand objects."""
+    return tuple(body.model_fields)
 
 
 def check_json(value: Any, where: str) -> None:

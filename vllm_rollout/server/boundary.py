@@ -128,7 +128,7 @@ async def answer_by_body(
 
 
 class RolloutRoute(APIRoute):
-    """A route whose errors are OpenAI error bodies: 422 names the field, 413 the limit, 503 says when to try again."""
+    """A route whose errors are OpenAI error bodies: 400 names the field, 413 the limit, 503 says when to try again."""
 
     held: ClassVar[HeldBodies] = HeldBodies(MAX_HELD_BYTES)
     max_body_bytes: ClassVar[int] = MAX_BODY_BYTES

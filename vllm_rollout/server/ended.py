@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from math import isfinite
 from typing import Any
 
@@ -10,14 +11,14 @@ from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.resumption import is_off_policy
 from vllm_rollout.group.types import Confidence
 from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, TokensEvent, Trajectory, UnselectedCandidate
+from vllm_rollout.server.answers import Candidate, ConfidenceAnswer, StoppedCandidate, TokensEvent, Trajectory
 from vllm_rollout.server.engine import CandidateEnd, CandidateTokens
-from vllm_rollout.server.protocol import Return
+from vllm_rollout.server.protocol import Included
 
 
 def trajectory_of(
     end: CandidateEnd,
-    wanted: Return,
+    included: Set[Included],
     plan: GroupPlan,
     current_version: str | None = None,
     grade: Grade | None = None,
@@ -40,13 +41,13 @@ def trajectory_of(
         ),
         inclusion_probability=survival if plan.returns_all else None,
         **_final(end),
-        **_content(end, wanted),
+        **_content(end, included),
         **scoring,
         **({} if grade is None else reward_of(grade)),
     )
 
 
-def candidate_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None) -> Candidate:
+def candidate_of(end: CandidateEnd, included: Set[Included], pruning: PruningPlan | None) -> Candidate:
     fields = {
         "index": end.ending.index,
         "num_tokens": end.ending.num_tokens,
@@ -54,26 +55,26 @@ def candidate_of(end: CandidateEnd, wanted: Return, pruning: PruningPlan | None)
         "error": end.error,
         **_scoring(end, pruning),
     }
-    if not wanted.unselected:
+    if "stopped" not in included:
         return Candidate(**fields)
-    return UnselectedCandidate(**fields, **_content(end, wanted), ended_by_itself=end.ending.ended_by_itself)
+    return StoppedCandidate(**fields, **_content(end, included), ended_by_itself=end.ending.ended_by_itself)
 
 
-def tokens_of(prompt_id: str, tokens: CandidateTokens, wanted: Return) -> TokensEvent:
+def tokens_of(prompt_id: str, tokens: CandidateTokens, included: Set[Included]) -> TokensEvent:
     return TokensEvent(
         prompt_id=prompt_id,
         index=tokens.index,
         offset=tokens.offset,
         token_ids=list(tokens.token_ids),
-        logprobs=list(tokens.logprobs) if wanted.logprobs and tokens.logprobs is not None else None,
+        logprobs=list(tokens.logprobs) if "logprobs" in included and tokens.logprobs is not None else None,
     )
 
 
-def _content(end: CandidateEnd, wanted: Return) -> dict[str, Any]:
+def _content(end: CandidateEnd, included: Set[Included]) -> dict[str, Any]:
     return {
         "token_ids": list(end.token_ids),
-        "logprobs": list(end.logprobs) if wanted.logprobs and end.logprobs is not None else None,
-        "text": end.text if wanted.text else None,
+        "logprobs": list(end.logprobs) if "logprobs" in included and end.logprobs is not None else None,
+        "text": end.text if "text" in included else None,
     }
 
 

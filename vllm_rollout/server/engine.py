@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_rollout.group.judging.advice import Advice
@@ -30,7 +31,12 @@ class RequestError(Exception):
     """A request that cannot be served. Becomes an OpenAI error body."""
 
     def __init__(
-        self, message: str, *, status: int = 422, param: str | None = None, retry_after_s: int | None = None
+        self,
+        message: str,
+        *,
+        status: int = HTTPStatus.BAD_REQUEST,
+        param: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -256,7 +262,7 @@ class LearningPart(Protocol):
     async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
         """Put a quality head in place of the adapter's one for its detection length.
 
-        Raises: RequestError (422 not a head; 409 other hidden size or model, with both values).
+        Raises: RequestError (400 not a head; 409 other hidden size or model, with both values).
         """
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
@@ -274,7 +280,7 @@ class LearningPart(Protocol):
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
         """Take a state's place, in the engine and on disk: whole, or not at all.
 
-        Raises: RequestError (422 unreadable; 409 another model, with both values; 507 when the disk does not take it),
+        Raises: RequestError (400 unreadable; 409 another model, with both values; 507 when the disk does not take it),
         and whatever `keep` raises; then nothing has changed.
         """
 

@@ -47,8 +47,8 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {int(status): {"model": ErrorAnswer, "description": MEANINGS[int(status)]} for status in statuses}
 
 
-ERRORS = errors_of(400, 404, 413, 422, 500, 503)
-"""What every endpoint may answer."""
+ERRORS = errors_of(400, 404, 413, 500, 503) | {"default": {"model": ErrorAnswer, "description": "Any other error"}}
+"""What every endpoint may answer. Without `default` FastAPI would describe an answer 422, which there is not."""
 ROLLOUT_ERRORS = ERRORS | errors_of(409, 429)
 """What an endpoint may answer that begins a rollout: a rebuilt engine waits for weights, or a reward has too much to
 grade."""
@@ -156,7 +156,7 @@ def _describe_field(body: type[BaseModel], location: tuple[int | str, ...]) -> s
     for part in location:
         if isinstance(part, int) or part in UNION_TAGS:
             continue
-        fields = {field.alias or name: field for model in models for name, field in model.model_fields.items()}
+        fields = {name: field for model in models for name, field in model.model_fields.items()}
         if part not in fields:
             break
         description = fields[part].description

@@ -7,7 +7,6 @@ Invariant: a body without one of our names is passed on as it comes, and is not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from http import HTTPStatus
 from typing import Final
 
 import msgspec
@@ -96,7 +95,7 @@ def _refusal(name: str, found: str, place: str | None) -> RequestError:
         problem = f"is read in {place} only, found {f'in {found}' if found else 'at the top level'}"
         opening = "".join(f'{{"{part}": ' for part in place.split("."))
         remedy = f'Write {opening}{{"{name}": …}}{"}" * len(place.split("."))}.'
-    return RequestError(f"{field}: {problem}. {remedy}", status=HTTPStatus.BAD_REQUEST, param=field)
+    return RequestError(f"{field}: {problem}. {remedy}", param=field)
 
 
 def _objects(body: bytes | msgspec.Raw, place: str = "") -> Iterator[tuple[str, Mapping[str, msgspec.Raw]]]:

@@ -87,9 +87,9 @@ class Preparation:
         model, prompts = await self._engine.prepare(
             inputs,
             request.model,
-            request.sampling,
-            want_logprobs=request.return_.logprobs,
-            want_text=request.return_.text or request.reward is not None,
+            request.sampling_params,
+            want_logprobs="logprobs" in request.include,
+            want_text="text" in request.include or request.reward is not None,
         )
         adapter = self._engine.adapter_name(request.model)
         pairs = zip(request.prompts, prompts, strict=True)
@@ -100,7 +100,7 @@ class Preparation:
             shaped = await self._shaping.allocate(
                 plan, keys, prompts, tradeoff, request.early_stop, request.order, adapter
             )
-        seed = request.sampling.get("seed")
+        seed = request.sampling_params.get("seed")
         # -1 is none to vLLM, too.
         pruning_seed = seed if isinstance(seed, int) and seed != -1 else secrets.randbits(62)
         plans = self._audited(request, adapter, shaped.plans, prompts, pruning_seed)
@@ -113,7 +113,7 @@ class Preparation:
             plans=plans,
             prompts=prompts,
             seed_names=[prompt.id for prompt in prompts],
-            wanted=request.return_,
+            included=frozenset(request.include),
             stream_tokens=request.stream_tokens,
             pruning_seed=pruning_seed,
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
@@ -215,13 +215,13 @@ class Preparation:
 
 def _alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
     """What is to be said of candidates that cannot differ."""
-    said = request.sampling
+    said = request.sampling_params
     field = "temperature" if said.get("temperature") == 0 else "top_k" if said.get("top_k") == 1 else None
     if field is None or plan.num_candidates == 1:
         return []
     warning = (
-        f"sampling.{field}: with {said[field]} all {plan.num_candidates} candidates of a prompt are the same, so that "
-        "nothing can be learned from their group and spare ones only cost time. Sample with a temperature above 0."
+        f"sampling_params.{field}: with {said[field]} all {plan.num_candidates} candidates of a prompt are the same. "
+        "Nothing can be learned from their group, and spare ones only cost time. Sample with a temperature above 0."
     )
     return [warning]
 

@@ -5,9 +5,18 @@ Invariant: an unknown field is an error that names it, and what is accepted can 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.group.plans import fields
@@ -87,12 +96,9 @@ class Pruning(Body, fields.PruningFields):
         return make_pruning_plan(self.model_dump(exclude_unset=True), names)
 
 
-class Return(Body):
-    text: StrictBool = Field(default=False, description="Detokenize and return the text of each trajectory.")
-    logprobs: StrictBool = Field(default=True, description="Return the log probability of each sampled token.")
-    unselected: StrictBool = Field(
-        default=False, description="Also return tokens and text of candidates that were not selected."
-    )
+Included = Literal["text", "logprobs", "stopped"]
+INCLUDED: tuple[Included, ...] = get_args(Included)
+DEFAULT_INCLUDE: list[Included] = ["logprobs"]
 
 
 @of_table
@@ -100,7 +106,7 @@ class RolloutFields(Body, fields.RaceFields):
     """Fields of a rollout that a run says for all its rounds, and a round for itself."""
 
     pruning: Pruning | None
-    sampling: dict[str, Any] = Field(
+    sampling_params: dict[str, Any] = Field(
         default_factory=dict,
         description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, … With a "
         "seed each prompt samples by a seed made of that one and of its id, and candidate i by that seed + i.",
@@ -110,11 +116,27 @@ class RolloutFields(Body, fields.RaceFields):
         description="The reward by which the server grades trajectories as they end: its name, or an object such as "
         '{"name": "math", "timeout_s": 10, "estimator": "rloo"}. Default: the server grades nothing.',
     )
-    return_: Return = Field(default_factory=Return, alias="return", description="What to send back.")
+    include: list[Included] = Field(
+        default=DEFAULT_INCLUDE,
+        description='What an answer has beside token ids, as a list of words: "text", "logprobs" (of the sampled '
+        'tokens), "stopped" (also the tokens of candidates that are not among the trajectories). An empty list: token '
+        "ids only.",
+    )
+
+    @field_validator("include", mode="wrap")
+    @classmethod
+    def _each_word_once(cls, said: Any, checked: ValidatorFunctionWrapHandler) -> list[Included] | None:
+        """In one order, whichever was written: a run of the same words is the same run."""
+        words = checked(said[: len(INCLUDED) + 1] if isinstance(said, list) else said)
+        if words is None:
+            return None
+        if len(set(words)) < len(words):
+            raise ValueError(f"takes each of {', '.join(INCLUDED)} at most once, got {', '.join(words)}")
+        return [word for word in INCLUDED if word in words]
 
     @model_validator(mode="after")
-    def _sampling_is_json(self) -> Self:
-        check_json(self.sampling, "sampling")
+    def _sampling_params_are_json(self) -> Self:
+        check_json(self.sampling_params, "sampling_params")
         return self
 
 
@@ -147,7 +169,7 @@ class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
                     "group_size": 8,
                     "redundancy": 8,
                     "pruning": {"detection_length": 64, "keep_ratio": 0.5},
-                    "sampling": {"temperature": 1.0, "max_tokens": 512},
+                    "sampling_params": {"temperature": 1.0, "max_tokens": 512},
                 },
                 {
                     "prompts": [{"id": "q1", "prompt": "17 + 25 ="}, {"id": "q2", "prompt": "6 * 7 ="}],
@@ -160,7 +182,7 @@ class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
                     "group_size": 4,
                     "redundancy": 4,
                     "selection": {"dual_end": {"num_longest": 1}},
-                    "return": {"text": True},
+                    "include": ["text", "logprobs"],
                     "stream": True,
                     "stream_tokens": 16,
                 },

@@ -6,7 +6,7 @@ Invariant: generated + resumed = returned + wasted tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.server.engines.scaling import ScaleDownWatch
 from vllm_rollout.server.grading.service import Grading
-from vllm_rollout.server.protocol import Return
+from vllm_rollout.server.protocol import Included
 from vllm_rollout.server.resumed import Resumption
 from vllm_rollout.server.scoring_log import ScoringLog
 from vllm_rollout.server.shaping import PromptPlan
@@ -124,7 +124,7 @@ class Rollout:
     prompts: list[PreparedPrompt]
     seed_names: Sequence[str]
     """One per prompt: what its seed follows from, with that of the request."""
-    wanted: Return
+    included: Set[Included]
     stream_tokens: int | None
     pruning_seed: int
     """What chance depends on, with each prompt's content: the same seeded request gives the same verdicts."""

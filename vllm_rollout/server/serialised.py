@@ -35,9 +35,9 @@ from vllm_rollout.server.answers import (
     RewardEvent,
     RewardFields,
     RolloutAnswer,
+    StoppedCandidate,
     TokensEvent,
     TrajectoryEvent,
-    UnselectedCandidate,
 )
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.errors import error_body, explain_internal
@@ -78,7 +78,7 @@ def num_tokens_in(event: BaseModel) -> int:
             return len(event.token_ids)
         case TrajectoryEvent():
             return len(event.trajectory.token_ids)
-        case CandidateEvent(candidate=UnselectedCandidate() as candidate):
+        case CandidateEvent(candidate=StoppedCandidate() as candidate):
             return len(candidate.token_ids)
         case GroupEvent():
             return len(event.prompt_token_ids)

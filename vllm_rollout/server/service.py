@@ -333,7 +333,7 @@ class RolloutService:
         kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
         if kept is None:
             return partial(self._engine.run_group, order)
-        want_text = rollout.wanted.text or rollout.grading is not None
+        want_text = "text" in rollout.included or rollout.grading is not None
         return ResumedGroup(kept, self._engine, order, want_text=want_text).events
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:

@@ -98,7 +98,7 @@ class StartedGroup:
     def events_of(self, happening: Happening | Restarted | Lost | Graded) -> Iterator[Event]:
         """What the client is told of it now."""
         if isinstance(happening, CandidateTokens):
-            yield tokens_of(self.prompt.id, happening, self._rollout.wanted)
+            yield tokens_of(self.prompt.id, happening, self._rollout.included)
         elif isinstance(happening, Restarted):
             yield RestartedEvent(**self._names, reason=happening.reason)
         elif isinstance(happening, Graded):
@@ -195,11 +195,13 @@ class StartedGroup:
         self._told.add(end.ending.index)
         began_with = None if rollout.resumption is None else rollout.resumption.weight_version
         grade = self.grades.get(end.ending.index)
-        trajectory = trajectory_of(end, rollout.wanted, self.plan.group, began_with, grade)
+        trajectory = trajectory_of(end, rollout.included, self.plan.group, began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)
 
     def _dropped(self, end: CandidateEnd) -> CandidateEvent:
         self._told.add(end.ending.index)
-        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.wanted, self.plan.group.pruning))
+        return CandidateEvent(
+            **self._names, candidate=candidate_of(end, self._rollout.included, self.plan.group.pruning)
+        )

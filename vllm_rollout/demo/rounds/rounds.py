@@ -132,9 +132,8 @@ async def tail_rounds(
         terms.prompts_per_round,
         prompt_speculation=terms.prompt_speculation,
         response_speculation=terms.response_speculation,
-        sampling=sampling,
-        return_logprobs=False,
-        return_text=False,
+        sampling_params=sampling,
+        include=[],
     )
     prompts = [{"id": str(i), "messages": messages(question)} for i, question in enumerate(questions)]
     feed = RoundFeed(prompts, terms.prompts_per_round)

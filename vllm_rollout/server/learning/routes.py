@@ -136,7 +136,7 @@ async def get_quality_head(
 @router.put(
     "/v1/quality_head",
     summary="Put a quality head in place",
-    description="Takes what the GET gave; its metadata says for which detection length. 422 for what is no head, 409 "
+    description="Takes what the GET gave; its metadata says for which detection length. 400 for what is no head, 409 "
     f"for one of another model or hidden size. At most {MAX_BODY_BYTES} bytes.",
     response_model=HeadAnswer,
     responses=PUT_ERRORS,
@@ -230,7 +230,7 @@ async def get_state(request: Request) -> Response:
     "/v1/rollouts/state",
     summary="Restore all that was learned",
     description=f"Takes the bytes of the GET as they are, at most {MAX_STATE_BYTES}, in place of what was learned "
-    "since and of all runs. 422 for what is no state, 409 for one of another model and while a round runs.",
+    "since and of all runs. 400 for what is no state, 409 for one of another model and while a round runs.",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
     responses=PUT_ERRORS,

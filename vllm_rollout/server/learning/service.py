@@ -165,7 +165,7 @@ class LearningService:
         return await self._learning.quality_head(detection_length, self._adapter_name(model))
 
     async def set_quality_head(self, weights: bytes, model: str | None) -> HeadInfo:
-        """Raises: RequestError, 422 for what is no head, 409 for one of another model or size."""
+        """Raises: RequestError, 400 for what is no head, 409 for one of another model or size."""
         adapter = self._adapter_name(model)
         weights = not_empty(weights, "the safetensors of GET /v1/quality_head")
         return await self._learning.set_quality_head(weights, adapter)

@@ -18,6 +18,7 @@ from vllm_rollout.group.rounds.rounds import RoundKind, RunTerms
 from vllm_rollout.server.body import MAX_INT, of_table
 from vllm_rollout.server.learning.body import Filter
 from vllm_rollout.server.protocol import Prompt, RolloutFields, StreamFields
+from vllm_rollout.server.renamed import with_new_names
 from vllm_rollout.server.sessions.body import SessionOptions
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
@@ -29,7 +30,7 @@ _IN_ROUNDS = {
     "early_stop": "Of short rounds.",
     "selection": "Of short rounds.",
     "pruning": "A long round scores in shadow mode: it has nobody to spare.",
-    "sampling": "A round's replace those of its run.",
+    "sampling_params": "A round's replace those of its run.",
 }
 
 
@@ -55,7 +56,7 @@ class SaidFields(RolloutFields):
 
     def rollout_fields(self) -> dict[str, Any]:
         """Those that were said, as JSON."""
-        return self.model_dump(mode="json", by_alias=True, include=set(RolloutFields.model_fields), exclude_none=True)
+        return self.model_dump(mode="json", include=set(RolloutFields.model_fields), exclude_none=True)
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> Self:
@@ -75,7 +76,7 @@ class RunRequest(SaidFields, RunFields):
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
-                {"id": "math-7b", "group_size": 8, "prompts_per_round": 128, "sampling": {"max_tokens": 8192}},
+                {"id": "math-7b", "group_size": 8, "prompts_per_round": 128, "sampling_params": {"max_tokens": 8192}},
             ]
         }
     )
@@ -91,7 +92,7 @@ class RunRequest(SaidFields, RunFields):
     resume: StrictBool = Field(
         default=False,
         description="Keep what a deferred prompt has generated, and go on from there in its long round. It may cross a "
-        "change of weights: then the answer says off_policy. Rounds take sampling and return from the run.",
+        "change of weights: then the answer says off_policy. Rounds take sampling_params and include from the run.",
     )
     filter: Filter | None = Field(
         default=None,
@@ -147,7 +148,7 @@ class RunRequest(SaidFields, RunFields):
     def settings(self) -> dict[str, Any]:
         """What a run of the same name has to say, too, as JSON."""
         unsaid = {"sessions"} if self.sessions is None else set()  # as runs that were kept before there were any
-        return self.model_dump(mode="json", by_alias=True, exclude={"id", "model", *unsaid})
+        return self.model_dump(mode="json", exclude={"id", "model", *unsaid})
 
     @property
     def terms(self) -> RunTerms:
@@ -216,13 +217,14 @@ class RoundRequest(SaidFields, StreamFields):
     @property
     def is_repeat(self) -> bool:
         """It names a round by its key alone: all else is as it was said before."""
-        said = {name for name in self.model_fields_set if getattr(self, name) not in (None, [])}
+        empty = {name for name in ("prompts", "reserve") if not getattr(self, name)}
+        said = {name for name in self.model_fields_set - empty if getattr(self, name) is not None}
         return self.idempotency_key is not None and said <= {"idempotency_key", *_HOW_TO_ANSWER}
 
     def memo(self) -> str:
         """What the round was asked to do, its prompts as a digest: kept with it, for who repeats its key."""
         prompts = hashlib.sha256(self.model_dump_json(include={"prompts", "reserve"}).encode()).hexdigest()
-        said = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={*_NOT_IN_MEMO})
+        said = self.model_dump(mode="json", exclude_unset=True, exclude={*_NOT_IN_MEMO})
         return json.dumps({"digest": prompts, **said}, sort_keys=True)
 
     def as_before(self, memo: str) -> RoundRequest:
@@ -233,7 +235,7 @@ class RoundRequest(SaidFields, StreamFields):
     def from_memo(cls, memo: str, **now: Any) -> RoundRequest:
         """What a memo says, and what is said now. Raises: ValueError, TypeError, AttributeError for what is no memo."""
         said = {name: value for name, value in json.loads(memo).items() if name != "digest"}
-        return cls.model_validate({**said, **now})
+        return cls.model_validate({**with_new_names(said), **now})
 
 
 _HOW_TO_ANSWER = ("stream", "stream_tokens")

@@ -27,7 +27,7 @@ def translated(path: Path | None) -> Iterator[None]:
     try:
         yield
     except RoundError as error:
-        status = HTTPStatus.CONFLICT if error.conflict else HTTPStatus.UNPROCESSABLE_ENTITY
+        status = HTTPStatus.CONFLICT if error.conflict else HTTPStatus.BAD_REQUEST
         raise RequestError(str(error), status=status, param=error.field) from error
     except sqlite3.Error as error:
         raise _translation(path, error) from error

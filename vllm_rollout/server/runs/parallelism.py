@@ -232,7 +232,7 @@ def expected_of_run(settings: RunRequest, seen: LengthMoments | None, max_model_
     terms = settings.terms
     spare = settings.redundancy if isinstance(settings.redundancy, int) else 0
     num_candidates = terms.num_candidates + spare
-    max_tokens = (settings.sampling or {}).get("max_tokens") or max_model_len
+    max_tokens = (settings.sampling_params or {}).get("max_tokens") or max_model_len
     return expected_round(
         terms.num_prompts * num_candidates,
         terms.prompts_per_round * terms.group_size,

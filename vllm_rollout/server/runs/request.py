@@ -11,7 +11,7 @@ from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.kept import KeptCandidate, read_kept
 from vllm_rollout.server.parsed import read_json
-from vllm_rollout.server.protocol import Return, RolloutRequest
+from vllm_rollout.server.protocol import DEFAULT_INCLUDE, RolloutRequest
 from vllm_rollout.server.rollout import Rollout
 from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.server.runs.stored import Looked, PlannedRound
@@ -102,8 +102,8 @@ def check_resumable(rollout: Rollout) -> None:
 def check_unchanged(request: RoundRequest, defaults: RunRequest) -> None:
     """What is kept was sampled as the run says, and is returned so."""
     for name, said, of_run in (
-        ("sampling", request.sampling, defaults.sampling or {}),
-        ("return", request.return_, defaults.return_ or Return()),
+        ("sampling_params", request.sampling_params, defaults.sampling_params or {}),
+        ("include", request.include, DEFAULT_INCLUDE if defaults.include is None else defaults.include),
     ):
         if said is not None and said != of_run:
             raise RequestError(

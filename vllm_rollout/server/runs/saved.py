@@ -19,6 +19,7 @@ from vllm_rollout.group.checks import fields_of, flag, integer, is_writable, lis
 from vllm_rollout.group.rounds.rounds import Run
 from vllm_rollout.group.rounds.rounds_state import MAX_ID_CHARS, run_from_state
 from vllm_rollout.server.kept import read_kept
+from vllm_rollout.server.renamed import with_new_names
 from vllm_rollout.server.runs.body import RoundPrompt, RoundRequest, RunRequest
 from vllm_rollout.server.runs.store import MAX_RUNS
 from vllm_rollout.server.runs.stored import MAX_MODEL_CHARS
@@ -75,7 +76,7 @@ def _checked(saved: Any) -> Mapping[str, Any]:
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"memo of a round of run {shown(id)} is none: {error}") from error
     try:
-        settings = RunRequest.model_validate({**saved["settings"], "id": id})
+        settings = RunRequest.model_validate({**with_new_names(saved["settings"]), "id": id})
         said = settings.settings
     except (ValueError, TypeError) as error:
         raise ValueError(f"settings of run {shown(id)} are not those of a run: {error}") from error

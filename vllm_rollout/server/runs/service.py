@@ -206,7 +206,7 @@ class RunService:
     async def set_state(self, state: bytes) -> None:
         """In place of what was learned since, and of all runs of this client.
 
-        Raises: RequestError, 422 for what is no state, 409 for one of another model and while a round runs, 503 and 507
+        Raises: RequestError, 400 for what is no state, 409 for one of another model and while a round runs, 503 and 507
         when the database does not take it. Nothing has changed then.
         """
         not_empty(state, "the bytes of GET /v1/rollouts/state")
@@ -278,7 +278,7 @@ class RunService:
         fields = {
             **defaults.rollout_fields(),
             **request.rollout_fields(),
-            "sampling": {**(defaults.sampling or {}), **(request.sampling or {})},
+            "sampling_params": {**(defaults.sampling_params or {}), **(request.sampling_params or {})},
             "stream": request.stream,
             "stream_tokens": request.stream_tokens,
             "model": stored.model,

@@ -48,7 +48,7 @@ class SessionTerms(NamedTuple):
 
     def request(self, id: str, data: Any = None) -> SessionGroupRequest:
         """A round audits no group: who audits wants none of its sessions stopped, and a round stops whole groups."""
-        said = self.options.model_dump(exclude_unset=True, by_alias=True)
+        said = self.options.model_dump(exclude_unset=True)
         size = {"group_size": self.group_size, "redundancy": self.redundancy, "audit_ratio": 0.0}
         return SessionGroupRequest.model_validate({**said, **size, "id": id, "data": data})
 

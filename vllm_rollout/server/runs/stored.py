@@ -16,6 +16,7 @@ from vllm_rollout.group.rounds.rounds import OpenRound, Run
 from vllm_rollout.group.rounds.rounds_state import run_from_state
 from vllm_rollout.server.clients import id_of
 from vllm_rollout.server.engine import RequestError
+from vllm_rollout.server.renamed import with_new_names
 from vllm_rollout.server.runs.answers import (
     OpenGroupAnswer,
     OpenRoundAnswer,
@@ -119,7 +120,7 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
     owner = owner if isinstance(owner, str) else None
     try:
         settings, run = json.loads(settings), run_from_state(json.loads(state))
-        request = RunRequest.model_validate(settings)
+        request = RunRequest.model_validate(with_new_names(settings))
         if run.terms != request.terms:
             raise ValueError(f"its terms are not its settings', got {run.terms}")
         if run.open is not None and not isinstance(memo, str):

@@ -215,7 +215,6 @@ class SessionService:
                 f"messages: turn {turn.number} of session {turn.session.id!r} does not go on from the turns "
                 f"before, at {found.where}. Send the conversation as it was, or declare the group with history "
                 '"rewritable".',
-                status=HTTPStatus.BAD_REQUEST,
                 param="messages",
             )
         turn.continuation = found
@@ -589,4 +588,4 @@ def _conflict(message: str) -> RequestError:
 
 
 def _invalid(field: str, message: str) -> RequestError:
-    return RequestError(f"{field}: {message}", status=HTTPStatus.BAD_REQUEST, param=field)
+    return RequestError(f"{field}: {message}", param=field)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from http import HTTPStatus
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -36,14 +35,13 @@ def resume_refusal(params: SamplingParams, prompt: Mapping[str, Any]) -> Request
     for field, reason in READS_OUTPUT_TOKENS.items():
         if getattr(params, field):
             return RequestError(
-                f"resume: does not go together with sampling.{field}, which {reason}, and a candidate that goes on "
-                "begins a new one. Leave one of them out.",
+                f"resume: does not go together with sampling_params.{field}, which {reason}, and a candidate that goes "
+                "on begins a new one. Leave one of them out.",
                 param="resume",
             )
     if prompt["type"] != "token":
         return RequestError(
             f"resume: needs prompts of tokens only, got one of type {prompt['type']!r}. Make a run without resume.",
-            status=HTTPStatus.BAD_REQUEST,
             param="resume",
         )
     return None

@@ -1,4 +1,4 @@
-"""What a rollout's `sampling` may say, as vLLM's SamplingParams.
+"""What a rollout's `sampling_params` may say, as vLLM's SamplingParams.
 
 Invariant: a field that the installed vLLM does not have, or that the server sets, is refused by name.
 """
@@ -22,7 +22,7 @@ OURS = {
     "n": "is not a sampling field here: use group_size",
     "output_kind": "is set by the server: use stream and stream_tokens",
     "stream_interval": "is set by the server: use stream_tokens",
-    "detokenize": "is set by the server: use return.text",
+    "detokenize": 'is set by the server: use "text" in include',
     "flat_logprobs": "is set by the server",
     "skip_clone": "is set by the server",
     "output_text_buffer_length": "is set by the server",
@@ -69,7 +69,7 @@ def sampling_params(
     except ValidationError as error:
         raise _sampling_error(error) from error
     except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
-        raise RequestError(f"sampling: {error}", param=sampling_field(error)) from error
+        raise RequestError(f"sampling_params: {error}", param=sampling_field(error)) from error
     params.detokenize = want_text or bool(params.stop)
     params.flat_logprobs = True
     if want_logprobs and params.logprobs is None:
@@ -78,19 +78,19 @@ def sampling_params(
 
 
 def _refused(field: str, problem: str) -> RequestError:
-    return RequestError(f"sampling.{field}: {problem}", param=f"sampling.{field}")
+    return RequestError(f"sampling_params.{field}: {problem}", param=f"sampling_params.{field}")
 
 
 def sampling_field(error: Exception) -> str:
     """The field vLLM's own check complains about, where it says so."""
     field = error.parameter if isinstance(error, VLLMValidationError) else None
-    return f"sampling.{field}" if field in ALLOWED else "sampling"
+    return f"sampling_params.{field}" if field in ALLOWED else "sampling_params"
 
 
 def _sampling_error(error: ValidationError) -> RequestError:
     """Pydantic tries SamplingParams as an instance and as a dictionary; what it says of the latter is of use."""
     problems = error.errors(include_url=False)
     problem = next((p for p in problems if p["type"] != "is_instance_of"), problems[0])
-    field = ".".join(["sampling", *(part for part in problem["loc"] if part in ALLOWED)])
+    field = ".".join(["sampling_params", *(part for part in problem["loc"] if part in ALLOWED)])
     message = problem["msg"].removeprefix("Value error, ")
     return RequestError(f"{field}: {message}, got {problem['input']!r:.80}", param=field)

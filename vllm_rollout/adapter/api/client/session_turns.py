@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from http import HTTPStatus
 from math import isnan
 from typing import Any, NoReturn
 
@@ -164,6 +165,6 @@ def _tokens_of(prompt: Any) -> Sequence[int] | None:
 
 
 def _raise(error: RequestError) -> NoReturn:
-    if error.status in (400, 422):
+    if error.status == HTTPStatus.BAD_REQUEST:
         raise VLLMValidationError(str(error), parameter=error.param) from error
     raise GracefulHTTPError(str(error), error.status) from error

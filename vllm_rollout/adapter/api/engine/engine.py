@@ -123,7 +123,7 @@ class VLLMEngine:
             rendered = await self._render(prompt)
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
-                raise _bad_prompt(prompt, " is empty after tokenization.", status=HTTPStatus.UNPROCESSABLE_ENTITY)
+                raise _bad_prompt(prompt, " is empty after tokenization.")
             limited = self._limited(params, prompt, token_ids)
             refusal = resume_refusal(limited, rendered)
             prepared.append(
@@ -177,7 +177,7 @@ class VLLMEngine:
                     elif stream_tokens is not None and (chunk := log.take_chunk(stream_tokens)) is not None:
                         yield chunk
         except VLLMClientError as error:
-            raise RequestError(str(error), status=HTTPStatus.BAD_REQUEST) from error
+            raise RequestError(str(error)) from error
         except RankDied as death:
             lost = GroupLost(f"rank {death.rank} of the engine died")
         except GracefulHTTPError as error:  # the server's own limits, such as --max-num-queued-reqs
@@ -297,9 +297,7 @@ class VLLMEngine:
                     "check", rendered, params, supported_tasks=tasks, lora_request=lora
                 )
             except (VLLMClientError, ValueError, TypeError) as error:
-                raise RequestError(
-                    f"prompt {prompt.id!r}: {error}", status=HTTPStatus.BAD_REQUEST, param=sampling_field(error)
-                ) from error
+                raise RequestError(f"prompt {prompt.id!r}: {error}", param=sampling_field(error)) from error
 
 
 class _CandidateLog:
@@ -364,9 +362,9 @@ def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
     return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
 
 
-def _bad_prompt(prompt: PromptInput, problem: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> RequestError:
+def _bad_prompt(prompt: PromptInput, problem: str) -> RequestError:
     form = "messages" if prompt.messages is not None else "prompt" if prompt.prompt is not None else "prompt_token_ids"
-    return RequestError(f"prompt {prompt.id!r}{problem}", status=status, param=f"prompts.{prompt.position}.{form}")
+    return RequestError(f"prompt {prompt.id!r}{problem}", param=f"prompts.{prompt.position}.{form}")
 
 
 def _first_line(error: Exception) -> str:

@@ -59,7 +59,7 @@ REWARDS_PER_CALL = 512
 ANY_ROLLOUT = ""
 """Whose turn it is when rewards of several are posted."""
 
-REFUSAL_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.UNPROCESSABLE_ENTITY}
+REFUSAL_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.BAD_REQUEST}
 
 
 class Unkept:
