@@ -154,7 +154,7 @@ def our_client_loses_no_prompt_by_a_kill(kit: Kit) -> dict[str, Any]:
 def two_servers(kit: Kit) -> list[Server]:
     device = kit.folder / "device.json"
     device.write_text(json.dumps(DEVICE))
-    return [kit.server(flags=["--emulate", str(device)], number=number) for number in range(2)]
+    return [kit.server(flags=["--rollout-emulate", str(device)], number=number) for number in range(2)]
 
 
 @contextmanager

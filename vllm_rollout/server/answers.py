@@ -351,7 +351,7 @@ class RoundSummary(BaseModel):
     num_waiting: int
     """Prompts of the run that are not back."""
     rebuilt: RebuildAnswer | None = None
-    """Since the round before, with `--parallelism auto`."""
+    """Since the round before, with `--rollout-parallelism auto`."""
 
 
 class RoundAnswer(RoundSummary, RolloutAnswer):
@@ -372,7 +372,7 @@ class RoundEvent(BaseModel):
     prompt_ids: list[str]
     reserve: list[str]
     rebuilt: RebuildAnswer | None = None
-    """Since the round before, with `--parallelism auto`."""
+    """Since the round before, with `--rollout-parallelism auto`."""
 
 
 class DeferredEvent(BaseModel):

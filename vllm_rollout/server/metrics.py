@@ -189,7 +189,7 @@ class Metrics:
             LATENCY_BUCKETS_S,
             kind=ROUND_KINDS,
         )
-        self._size = gauge("tensor_parallel_size", "Of the engine, with --parallelism auto.")
+        self._size = gauge("tensor_parallel_size", "Of the engine, with --rollout-parallelism auto.")
         self._rebuilds = counter(
             "engine_rebuilds",
             "Rebuilds of the engine at another tensor-parallel size; a failed one ends at the size it had.",
