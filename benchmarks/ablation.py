@@ -5,8 +5,8 @@ Seconds of a training step: rollout, rewards, training, new weights. Each row ad
   synchronous     rounds that wait for all; graded after the rollout, within 30 s each; trained after that
   tail batching   short rounds of 1.25 x prompts and 1.25 x responses, and long ones (docs/rounds.md)
   moves           groups move between ranks where that pays (`"migration": "auto"`). RollPacker's planner changes the
-                  tensor-parallel size when rounds preempt. Ours (`--rollout-parallelism auto`) needs one engine. Here are
-                  several, and `preemptions` says what it would have had to decide by
+                  tensor-parallel size when rounds preempt. Ours (`--rollout-parallelism auto`) needs one engine. There
+                  are several, and `preemptions` says what it would have had to decide by
   rewards         graded as they end, within time limits that learn, 2 to 30 s; the rollouts are those of the row before
   stream trainer  `"scale_down": "auto"`: from `ranks_free` on the freed ranks compute gradients of groups that are over
                   and graded, until the rollout ends; then all ranks do

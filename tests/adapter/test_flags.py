@@ -244,9 +244,10 @@ def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(parsed, device
 
 
 def test_trainers_are_named_one_by_one(parsed, monkeypatch):
-    assert parsed("--rollout-compat", "trl").compat == ["trl"]
+    assert parsed("--rollout-compat", "trl").rollout_compat == ["trl"]
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    assert parsed("--rollout-compat", "trl-legacy", "--rollout-compat", "prime-rl").compat == ["trl-legacy", "prime-rl"]
+    both = parsed("--rollout-compat", "trl-legacy", "--rollout-compat", "prime-rl")
+    assert both.rollout_compat == ["trl-legacy", "prime-rl"]
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VL
     if len(sizes) < 2 or size not in sizes:
         raise RuntimeError(
             f"--rollout-parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it "
-            f"begins at {size}. Say --tensor-parallel-size and --rollout-parallelism-devices such that there are two, or "
-            "leave it out."
+            f"begins at {size}. Say --tensor-parallel-size and --rollout-parallelism-devices such that there are two, "
+            "or leave it out."
         )
     logger.info(
         "vllm_rollout: --rollout-parallelism auto among tensor-parallel sizes %s. It begins at %d, %s",
