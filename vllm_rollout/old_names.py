@@ -6,7 +6,9 @@ Invariant: importing this is light, so that an old name is refused before anythi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 SERVE = {
@@ -41,28 +43,37 @@ def refusal(arguments: Sequence[str]) -> str | None:
     if command == "profile" and "--" in flags:  # flags of serve stand behind it
         border = flags.index("--")
         flags, engine_flags = flags[:border], flags[border:]
-    for words, table in ((flags, COMMANDS.get(command, {})), (engine_flags, SERVE)):
-        for word in words:
-            flag = word.partition("=")[0].replace("_", "-")  # vLLM takes both
-            if flag in table:
-                return f"vllm-rollout {command}: {_message(flag, table)}"
+    found = _first(flags, COMMANDS.get(command, {})) or _first(engine_flags, SERVE)
+    return found and f"vllm-rollout {command}: {found}"
+
+
+def _first(words: Iterable[str], table: Mapping[str, str]) -> str | None:
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")  # vLLM takes both
+        if flag in table:
+            return f"{flag} has a new name: {table[flag]}."
     return None
 
 
-def _message(flag: str, table: Mapping[str, str]) -> str:
-    return f"{flag} has a new name: {table[flag]}."
+def refuse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2 for an old name of a flag of `serve`, also for one in the file of `--config`."""
+    config = _config(arguments)
+    words = [*arguments, *(f"--{key}" for key in config)]
+    if (refused := _first(words, SERVE)) is not None:
+        parser.error(refused)
+    for key, value in config.items():
+        if value is False and key.replace("_", "-").startswith("enable-rollout-"):
+            # vLLM leaves out what is false there.
+            parser.error(f"{key}: false has no effect in a configuration file. Write no-{key}: true.")
 
 
-class _Refused(argparse.Action):
-    """Overrides: __call__."""
+def _config(arguments: Sequence[str]) -> Mapping[str, Any]:
+    """The content of the file of `--config`; empty if there is none, or vLLM will refuse it."""
+    import yaml
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        parser.error(_message(str(self.option_strings[0]), SERVE))
-
-
-def refuse_in(parser: argparse.ArgumentParser) -> None:
-    """Have a parser of `serve` refuse the old names, which a configuration file may have as well."""
-    for flag in SERVE:
-        # vLLM writes `flag: false` of a configuration file as --no-flag, where there is such a flag.
-        names = (flag, f"--no-{flag.removeprefix('--')}")
-        parser.add_argument(*names, action=_Refused, nargs="*", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    path = next((path for flag, path in pairwise(arguments) if flag == "--config"), None)
+    try:
+        content = None if path is None else yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}

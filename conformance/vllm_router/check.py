@@ -26,7 +26,7 @@ LONG = {"max_tokens": 250, "extra_args": FORCED}
 AFFINE = ("consistent_hash", "sticky_least_loaded")
 """Policies that keep together what a header names."""
 SPREADING = ("round_robin", "power_of_two", "cache_aware")
-UNMET = "vllm_rollout:joined_groups_unmet"
+UNMET = "vllm_rollout:joined_groups_unmet_total"
 NUM_SIBLINGS, GROUP_SIZE = 8, 4
 Answers = list[tuple[int, Any]]
 

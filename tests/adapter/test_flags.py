@@ -1,6 +1,8 @@
 """`vllm-rollout serve`: what our flags set, what goes with them, and what is refused before anything starts."""
 
+import argparse
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 from vllm.entrypoints.cli import serve as vllm_serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_rollout import old_names
 from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
@@ -99,6 +103,57 @@ def test_without_our_flags_nothing_changes(parsed):
     assert args.api_server_count is None
     assert args.worker_cls != EMULATED_WORKER_CLS
     assert (args.options.emulation, args.options.beside_rust) == (None, False)
+
+
+@pytest.fixture
+def ours() -> list[argparse.Action]:
+    """Our own flags."""
+    parser = FlexibleArgumentParser()
+    theirs = set(parser._actions)
+    for module in (serve, *serve.GROUPS):
+        module.add_flags(parser)
+    return [action for action in parser._actions if action not in theirs]
+
+
+def test_names_of_our_flags_say_whose_they_are_what_they_take_and_in_which_unit(ours):
+    assert len(ours) > 25
+    for action in ours:
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        prefix = "--(no-)?enable-rollout-" if is_switch else "--rollout-"
+        assert all(re.match(prefix, name) for name in action.option_strings), action.option_strings
+        assert is_switch or action.nargs != 0, "say --enable-rollout-…"
+        assert not {"on", "off"} & set(action.choices or ()), "say --enable-rollout-…"
+        is_size = re.search("memory(?!-utilization)|ring|record-max", action.option_strings[0])
+        assert bool(is_size) == action.option_strings[0].endswith(("-mib", "-gib")), action.option_strings
+    units = {action.metavar for action in ours if action.option_strings[0].endswith(("-mib", "-gib"))}
+    assert units == {"MIB", "GIB"}
+
+
+def test_sizes_are_whole_powers_of_two(parsed):
+    options = parsed("--rollout-feature-ring-mib", "3", "--rollout-draft-memory-mib", "0.5").options
+    assert (options.feature_ring_bytes, options.draft_memory_bytes) == (3 * 2**20, 2**19)
+
+
+@pytest.mark.parametrize("old", old_names.SERVE)
+def test_an_old_name_is_refused_wherever_it_stands(refusal, ours, tmp_path, old):
+    new = old_names.SERVE[old]
+    names = {name for action in ours for name in action.option_strings}
+    assert set(re.findall(r"--[\w-]+", new)) <= names
+    assert old not in names
+    assert f"{old} has a new name: {new}." in refusal(old, "x")
+    for value in ("8", "off", "on"):
+        config = tmp_path / "config.yaml"
+        config.write_text(f"{old[2:]}: {value}\n")
+        assert f"{old} has a new name: {new}." in refusal("--config", str(config))
+
+
+def test_a_switch_of_a_configuration_file_is_never_left_out_silently(parsed, refusal, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("enable-rollout-page: false\n")
+    assert "Write no-enable-rollout-page: true" in refusal("--config", str(config))
+    config.write_text("no-enable-rollout-page: true\nenable-rollout-drafts: true\nrollout-feature-ring-mib: 3\n")
+    args = parsed("--config", str(config))
+    assert (args.enable_rollout_page, args.enable_rollout_drafts, args.rollout_feature_ring_mib) == (False, True, 3)
 
 
 ALONE = [

@@ -67,7 +67,8 @@ def _counted_by_all() -> dict[Series, float]:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return {}
-    metrics = MultiProcessCollector.merge([str(file) for file in Path(folder).glob("counter_*.db")])
+    files = [str(file) for file in Path(folder).glob("counter_*.db")]
+    metrics = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for metric in metrics

@@ -50,6 +50,9 @@ from vllm_rollout.trace.file import TraceFile
 
 logger = init_logger("vllm.vllm_rollout")
 
+GROUPS = (rewards, judge, emulate, parallelism, trainers, front_ends)
+"""Modules with more flags, a group of them each."""
+
 EPILOG = f"""
 vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Rewards, Judge,
 Emulation, Parallelism, Trainers and Front ends (--help=Rollout).
@@ -107,9 +110,9 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.description = re.sub(r"Defaults to \S+", f"Defaults to {DEFAULT_MODEL}", description)
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "").replace("vllm serve", program)
     add_flags(serve_parser)
-    for ours in (rewards, judge, emulate, parallelism, trainers, front_ends):
-        ours.add_flags(serve_parser)
-    old_names.refuse_in(serve_parser)
+    for group in GROUPS:
+        group.add_flags(serve_parser)
+    old_names.refuse(arguments, serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
