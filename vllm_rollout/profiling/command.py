@@ -102,6 +102,8 @@ def profile(
         model, serve_flags = "", [model, *serve_flags]
     try:
         if compare is not None:
+            if output is not None and output.suffix != ".png":
+                raise ValueError(f"--output of --compare must end in .png, got {output}")
             compare_profiles(*compare, output)
             return
         wanted = Wanted(parse_sizes("--batch-sizes", batch_sizes), parse_sizes("--contexts", contexts), quick, steps)
