@@ -5,8 +5,8 @@ Seconds of a training step: rollout, rewards, training, new weights. Each row ad
   synchronous     rounds that wait for all; graded after the rollout, within 30 s each; trained after that
   tail batching   short rounds of 1.25 x prompts and 1.25 x responses, and long ones (docs/guides/rounds.md)
   moves           groups move between ranks where that pays (`"migration": "auto"`). RollPacker's planner changes the
-                  tensor-parallel size when rounds preempt; ours (`--parallelism auto`) does, with one engine. Here are
-                  several, and `preemptions` says what it would have had to decide by
+                  tensor-parallel size when rounds preempt. Ours (`--rollout-parallelism auto`) needs one engine. There
+                  are several, and `preemptions` says what it would have had to decide by
   rewards         graded as they end, within time limits that learn, 2 to 30 s; the rollouts are those of the row before
   stream trainer  `"scale_down": "auto"`: from `ranks_free` on the freed ranks compute gradients of groups that are over
                   and graded, until the rollout ends; then all ranks do
@@ -394,7 +394,13 @@ def main() -> None:
     parser = workload_arguments(__doc__, "ablation", ranks=8, prompts=64, speed=0.25)
     add = parser.add_argument
     add("--repeats", type=int, default=2, help="how many seeds, from --seed on (default %(default)s)")
-    add("--plot", type=Path, default=ROOT / "docs/images/ablation.png", help="the picture (default %(default)s)")
+    add(
+        "--output-picture",
+        dest="plot",
+        type=Path,
+        default=ROOT / "docs/images/ablation.png",
+        help="the picture (default %(default)s)",
+    )
     arguments = parser.parse_args()
     exit_on_sigterm()
     its = workload_of(arguments)

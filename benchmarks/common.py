@@ -92,10 +92,10 @@ def started(server: ServerProcess) -> Iterator[ServerProcess]:
 def emulated_process(
     device: dict[str, Any], flags: Sequence[str], folder: Path, model: str = DEFAULT_MODEL, **extra_environment: str
 ) -> ServerProcess:
-    """Ours on an emulated device, described as `--emulate` reads it; that file and the server's log are in `folder`."""
+    """Our server on a device as `--rollout-emulate` reads it. `folder`: for that file and the server's log."""
     described = folder / "device.json"
     described.write_text(json.dumps(device))
-    flags = ["--emulate", str(described), "--disable-uvicorn-access-log", *flags]
+    flags = ["--rollout-emulate", str(described), "--disable-uvicorn-access-log", *flags]
     return server_process("rollout", resolve(model), flags, folder / "server.log", **extra_environment)
 
 
@@ -183,7 +183,13 @@ def arguments_of(
         add("--repeats", type=int, default=repeats, help="of each measurement, or seeds (default %(default)s)")
     add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="the result, as JSON")
     if plot:
-        add("--plot", type=Path, default=ROOT / f"docs/images/{name}.png", help="the picture (default %(default)s)")
+        add(
+            "--output-picture",
+            dest="plot",
+            type=Path,
+            default=ROOT / f"docs/images/{name}.png",
+            help="the picture (default %(default)s)",
+        )
     return parser
 
 
@@ -193,8 +199,9 @@ def publish(
     tables: Callable[[dict[str, Any]], str],
     draw: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
-    """Write the result at --output and its picture at --plot, and print its tables: rendered in a terminal, else as
-    Markdown."""
+    """Write the result at --output and its picture at --output-picture.
+
+    Print its tables: rendered in a terminal, else as Markdown."""
     write_json(arguments.output, result)
     text = tables(result)
     Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)

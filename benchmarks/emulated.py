@@ -47,7 +47,7 @@ class Workload:
     group_size: int
     seed: int
     speed: float = 1.0
-    """--emulate-speed of the server: 0.5 makes every step last twice as long."""
+    """--rollout-emulate-speed of the server: 0.5 makes every step last twice as long."""
 
     @property
     def model(self) -> Model:
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def device(self) -> dict[str, Any]:
-        """For `--emulate`: `Model.cost` below the batch size where computing takes longer than reading weights."""
+        """For `--rollout-emulate`: `Model.cost` below the batch size where computing outlasts reading weights."""
         cost = self.model.cost
         empty_s, one_token_s = cost.ptl(1, 0), cost.ptl(1, 1)
         return {
@@ -113,7 +113,7 @@ def workload_arguments(
     add("--ranks", type=int, default=ranks, help="data-parallel engines (default %(default)s)")
     add("--prompts", type=int, default=prompts, help="of a round or a rollout (default %(default)s)")
     add("--group-size", type=int, default=8, help="default %(default)s")
-    add("--speed", type=float, default=speed, help="--emulate-speed of the server (default %(default)s)")
+    add("--speed", type=float, default=speed, help="--rollout-emulate-speed of the server (default %(default)s)")
     return parser
 
 
@@ -145,7 +145,7 @@ def emulated_server(its: Workload, folder: Path) -> ServerProcess:
     flags = [
         "--max-model-len", str(its.model.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
         "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size),
-        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(its.speed),
+        "--rollout-emulate-log", str(folder / "steps"), "--rollout-emulate-speed", str(its.speed),
         "--data-parallel-size", str(its.num_ranks), "--api-server-count", "1",
     ]  # fmt: skip
     return emulated_process(its.device, flags, folder)

@@ -220,7 +220,13 @@ def parse(
     option("--again", action="store_true", help="forget earlier runs of this output")
     option("--output", type=Path, help=f"results (default benchmarks/results/{name}.json, with --quick "
            f".scratch/{name}_quick.json); logs and state go into the folder of that name beside it")  # fmt: skip
-    option("--plot", type=Path, default=Path(f"docs/images/{name}.png"), help="the picture (default %(default)s)")
+    option(
+        "--output-picture",
+        dest="plot",
+        type=Path,
+        default=Path(f"docs/images/{name}.png"),
+        help="the picture (default %(default)s)",
+    )
     option("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
     option("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where "
            "other engines share the machine")  # fmt: skip

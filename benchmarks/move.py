@@ -6,8 +6,8 @@ token that the other rank makes: the first one after the longest silence between
 request. The median candidate counts, and the median repeat. Prompts are random tokens, so no prefix cache knows them;
 siblings share theirs.
 
-Two servers, one after the other: the KV blocks go along (`--rollout-move-kv auto`), or the other rank computes prompt
-and output again (`off`). Each context is asked for once before it is measured.
+Two servers, one after the other: the KV blocks go along (the default), or the other rank computes prompt
+and output again (`--no-enable-rollout-move-kv`). Each context is asked for once before it is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_rollout.on_cpu import this_cpu
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.server.answers import TokensEvent
 
-MOVE_KV = {"recompute": "off", "kv": "auto"}
+MOVE_KV = {"recompute": "--no-enable-rollout-move-kv", "kv": "--enable-rollout-move-kv"}
 """By way."""
 NUM_BEFORE, NUM_AFTER = 16, 8
 """Output tokens of each candidate when the drain is asked for, and after it is answered."""
@@ -53,7 +53,7 @@ def main() -> None:
 def _measure(way: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """The moves of one server, by context."""
     flags = ["--data-parallel-size", "2", "--api-server-count", "1", "--max-model-len", "4096"]
-    flags += ["--rollout-move-kv", MOVE_KV[way], "--disable-uvicorn-access-log"]
+    flags += [MOVE_KV[way], "--disable-uvicorn-access-log"]
     environment: dict[str, str] = {}
     if runs_on_cpu():
         flags += ["--enforce-eager", "--dtype", this_cpu().dtype]

@@ -139,7 +139,7 @@ def measure(
 
 def drift_of(metrics: str) -> dict[str, float]:
     """What the server itself says of its steps: live time over the profile's, by range of batch sizes."""
-    found = re.findall(r'^vllm_rollout:step_time_drift\{[^}]*"(\d+-\d+)"[^}]*\} (\S+)', metrics, re.MULTILINE)
+    found = re.findall(r'^vllm_rollout:step_time_drift_ratio\{[^}]*"(\d+-\d+)"[^}]*\} (\S+)', metrics, re.MULTILINE)
     return {sizes: round(float(ratio), 3) for sizes, ratio in found}
 
 

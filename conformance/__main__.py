@@ -85,9 +85,9 @@ def main() -> None:
                 limit_s=args.limit,
                 say=say,
             )
-            for log in folder.glob("*.log") if args.logs else ():
-                args.logs.mkdir(parents=True, exist_ok=True)
-                (args.logs / log.name).write_bytes(log.read_bytes())
+            for log in folder.glob("*.log") if args.output_logs else ():
+                args.output_logs.mkdir(parents=True, exist_ok=True)
+                (args.output_logs / log.name).write_bytes(log.read_bytes())
     except ValueError as error:
         sys.exit(f"error: {error}")
     path = args.output or (RESULTS if args.vllm is None else VERSIONS) / f"{name}.json"
@@ -122,7 +122,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="Run this check only.")
     parser.add_argument("--record", action="store_true", help="Keep the requests that were recorded, for the tests.")
     parser.add_argument("--limit", type=float, default=1800, help="Seconds for all checks together. %(default)s")
-    parser.add_argument("--logs", type=Path, help="Copy the servers' logs into this folder.")
+    parser.add_argument("--output-logs", type=Path, help="Copy the servers' logs into this folder.")
     parser.add_argument("--output", type=Path, help="Result file. Default: conformance/results/TRAINER.json")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venvs", help="Where environments are.")
     parser.add_argument("--table", action="store_true", help="Print what is known of all (or of TRAINER); run nothing.")

@@ -12,6 +12,7 @@ from typing import Any
 FILE = Path(__file__).with_suffix(".json")
 WIDTH, HEIGHT = 8, 7
 OURS = "vllm_rollout:"
+RETURNED = '{kind="returned"}'
 
 
 def rate(name: str, by: str = "", of: str = "") -> str:
@@ -29,7 +30,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
     (
         "Share of the tokens that came back",
         "percentunit",
-        {"returned": " / ".join(rate("tokens_total", of=f'{{kind="{kind}"}}') for kind in ("returned", "generated"))},
+        {"returned": f"{rate('tokens_total', of=RETURNED)} / {rate('tokens_total')}"},
     ),
     ("Seconds to the end of a group", "s", {f"P{p}": quantile(p / 100, "group_latency_seconds") for p in (50, 90, 99)}),
     ("Groups in the engine", "short", {"{{state}}": f"sum by (state) ({OURS}groups_held)"}),

@@ -112,7 +112,7 @@ def test_trainings_of_two_policies_are_never_in_one_row(tmp_path, monkeypatch):
         say_what_runs(tmp_path / "runs", str(tmp_path / "other"), [])
 
     say_what_runs(tmp_path / "others", str(tmp_path / "other"), [])
-    words = ["--output", str(tmp_path / "it.json"), "--plot", str(tmp_path / "it.png")]
+    words = ["--output", str(tmp_path / "it.json"), "--output-picture", str(tmp_path / "it.png")]
     for style, folder, passes in (
         ("a", "runs", True),
         ("b", "others", True),

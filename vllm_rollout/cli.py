@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import vllm_rollout
+from vllm_rollout import old_names
 from vllm_rollout.doctor.command import doctor
 from vllm_rollout.doctor.start import refuse_installation, refuse_start
 from vllm_rollout.emulation.command import emulation_report
@@ -183,6 +184,9 @@ def fetch_model(name: Annotated[str, typer.Argument(help="A name from `vllm-roll
 
 
 def main() -> None:
+    if refusal := old_names.refusal(sys.argv[1:]):
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
     app()
 
 

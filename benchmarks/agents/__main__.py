@@ -135,7 +135,7 @@ async def teach(url: str, seed: int, speed: float, tools: Tools) -> None:
 def server(folder: Path, speed: float, num_ranks: int = 1) -> Iterator[tuple[ServerProcess, Log]]:
     folder.mkdir()
     flags = [
-        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(speed),
+        "--rollout-emulate-log", str(folder / "steps"), "--rollout-emulate-speed", str(speed),
         "--max-num-seqs", "2048", "--max-model-len", "8192", "--max-num-batched-tokens", "8192",
         "--data-parallel-size", str(num_ranks), "--api-server-count", "1", "--enable-prompt-tokens-details",
     ]  # fmt: skip
@@ -205,7 +205,7 @@ def main() -> None:
     parser = arguments_of(__doc__, "agents")
     add = parser.add_argument
     add("--groups", type=int, nargs="+", default=[4, 16, 64], help="at once, of 16 sessions (default %(default)s)")
-    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--emulate-speed of each")
+    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--rollout-emulate-speed of each")
     add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds, of each (default %(default)s)")
     add("--ways", choices=WAYS, nargs="+", default=WAYS, help="of a step; fewer: without the two ranks, too")
     arguments = parser.parse_args()

@@ -59,10 +59,10 @@ def main() -> None:
     add = parser.add_argument
     add("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
     add("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients")
-    add("--speed", type=float, default=1.0, help="--emulate-speed of the server")
+    add("--speed", type=float, default=1.0, help="--rollout-emulate-speed of the server")
     add("--ranks", type=int, default=1, help="data-parallel ranks")
     add("--api-servers", type=int, default=1)
-    add("--plot", type=Path, help="the picture (default: beside the output)")
+    add("--output-picture", dest="plot", type=Path, help="the picture (default: beside the output)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     rust, missing = rust_front_end(arguments)
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> d
     flags = [
         "--max-model-len", "4096", "--max-num-batched-tokens", "16384",
         "--max-num-seqs", str(max(arguments.candidates)),
-        "--emulate-log", str(folder / "steps"), "--emulate-speed", str(arguments.speed),
+        "--rollout-emulate-log", str(folder / "steps"), "--rollout-emulate-speed", str(arguments.speed),
         "--data-parallel-size", str(arguments.ranks),
         "--served-model-name", MODEL,
     ]  # fmt: skip

@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def device(self) -> dict[str, Any]:
-        """For `--emulate`: one engine, whose step costs what `TOKENS` of the model do, and its context too."""
+        """For `--rollout-emulate`: one engine, whose step costs what `TOKENS` of the model do, and its context too."""
         cost = MODELS[MODEL].cost
         empty_s, one_token_s = cost.ptl(1, 0), cost.ptl(1, 1)
         step_ms, tail = 1e3 * TOKENS * self.scale, TAILS[MODEL].described()
@@ -179,7 +179,7 @@ def server(its: Workload, limits: str, folder: Path) -> ServerProcess:
     model = resolve(DEFAULT_MODEL)
     flags = [
         "--max-model-len", "1024", "--max-num-seqs", "1024", "--max-num-batched-tokens", "8192", "--block-size", "32",
-        "--emulate", str(device), "--disable-uvicorn-access-log", "--rollout-reward", "code",
+        "--rollout-emulate", str(device), "--disable-uvicorn-access-log", "--rollout-reward", "code",
         "--rollout-reward-processes", str(its.num_processes), "--rollout-reward-limits", limits,
     ]  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.rewards.fated", "serve", model, *flags]

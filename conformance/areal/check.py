@@ -17,7 +17,7 @@ from conformance.checks import REAL_MODEL, Kit, Server, Stopped, check, main
 from conformance.prime_rl import make_weights
 from conformance.recording import Recorder
 
-COMPAT = ("--compat", "areal")
+COMPAT = ("--rollout-compat", "areal")
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(4)]
 
 
@@ -74,7 +74,7 @@ def an_aborted_request_goes_on_where_it_was(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def weights_come_out_of_a_folder_by_its_own_calls(kit: Kit) -> str:
-    """--compat areal: areal_pause_generation, areal_update_weights, areal_continue_generation."""
+    """--rollout-compat areal: areal_pause_generation, areal_update_weights, areal_continue_generation."""
     server = kit.server(flags=COMPAT)
     folder = make_weights(Path(kit.model_path()), kit.folder / "areal_step_1")
     with engine(kit, server) as (areal, _):

@@ -27,7 +27,7 @@ from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import
 
 FLAGS = ("--enable-scale-out",)
 EXTENSION = "conformance.skyrl.extension.Extension"
-COMPAT = (*FLAGS, "--compat", "skyrl", "--worker-extension-cls", EXTENSION)
+COMPAT = (*FLAGS, "--rollout-compat", "skyrl", "--worker-extension-cls", EXTENSION)
 WITH_EXTENSION = {"PYTHONPATH": str(Path(__file__).parents[2])}
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(6)]
 SAMPLING = {"min_tokens": 1, "max_tokens": 24, "temperature": 1.0, "logprobs": 0, "skip_special_tokens": True}
@@ -160,7 +160,7 @@ def adapters_are_loaded_by_its_own_path(kit: Kit) -> str:
 
     (first, second), _ = with_client(kit, server, use)
     assert first != second
-    return "`--compat skyrl`: /skyrl/v1/load_lora_adapter, twice under one name, other tokens each time"
+    return "`--rollout-compat skyrl`: /skyrl/v1/load_lora_adapter, twice under one name, other tokens each time"
 
 
 @check("stopped")

@@ -38,7 +38,7 @@ def graded(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
 def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
     """As many prompts at once as a step has, at our server, on an emulated device."""
     flags = [
-        *FLAGS, "--emulate", str(gain.DEVICE), "--max-num-seqs", str(gain.AT_ONCE_PLACES), "--max-model-len",
+        *FLAGS, "--rollout-emulate", str(gain.DEVICE), "--max-num-seqs", str(gain.AT_ONCE_PLACES), "--max-model-len",
         str(gain.AT_ONCE_LENGTH), "--rollout-reward", f"graded={REWARD}",
     ]  # fmt: skip
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])

@@ -108,12 +108,12 @@ def client_gets_what_stock_gives(kit: Kit) -> dict[str, Any]:
 def images_with_compat_trl(kit: Kit) -> dict[str, Any]:
     """Images go by /inference/v1/generate, where vLLM 0.32 names log probabilities otherwise than TRL 1.16 reads them.
 
-    There is no model with eyes here: the same call without an image. With `--compat trl` tokens have both names.
+    The model has no eyes, so the call has no image. With `--rollout-compat trl` tokens have both names.
     """
     from trl.generation.vllm_client import VLLMClient
 
     ids, call = [[5, 6, 7, 8], [9, 10]], {"n": 4, "max_tokens": 8, "logprobs": 2, "generation_kwargs": {"seed": 7}}
-    with kit.recording(kit.server(flags=[*ALL_FLAGS, "--compat", "trl"])) as recorder:
+    with kit.recording(kit.server(flags=[*ALL_FLAGS, "--rollout-compat", "trl"])) as recorder:
         client = VLLMClient(base_url=recorder.url)
         by_features = client.generate(ids, features=[None, None], **call)
         by_completions = client.generate(ids, **call)

@@ -1,4 +1,4 @@
-"""TRL 1.10, the last that talks to `trl vllm-serve`, at a server with `--compat trl-legacy`."""
+"""TRL 1.10, the last that talks to `trl vllm-serve`, at a server with `--rollout-compat trl-legacy`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHATS = [[{"role": "user", "content": f"What is {a} + {a}?"}] for a in (4, 5)]
 
 
 def url_of(kit: Kit) -> str:
-    flags = ["--compat", "trl-legacy", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    flags = ["--rollout-compat", "trl-legacy", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     return kit.server(flags=flags).url
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # verifiers looks for harnesses 
 
 FLAGS = ("--enable-scale-out",)
 """For /inference/v1/generate."""
-COMPAT = (*FLAGS, "--compat", "prime-rl")
+COMPAT = (*FLAGS, "--rollout-compat", "prime-rl")
 LOOP = asyncio.new_event_loop()
 """One for all checks: what the renderers share is bound to it."""
 

@@ -90,7 +90,7 @@ def train_client_gets_the_tokens_of_stock_vllm(kit: Kit) -> dict[str, Any]:
     return {
         "detail": f"8 seeded answers, {num_tokens} tokens, those that stock vLLM sends; log probabilities differ by "
         f"{gap:.1e} at most. The client refuses stock vLLM's own answers: {refused[0]} vLLM wrote that up to 0.31, and "
-        "`--compat prime-rl` writes it again"
+        "`--rollout-compat prime-rl` writes it again"
     }
 
 

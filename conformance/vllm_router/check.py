@@ -26,7 +26,7 @@ LONG = {"max_tokens": 250, "extra_args": FORCED}
 AFFINE = ("consistent_hash", "sticky_least_loaded")
 """Policies that keep together what a header names."""
 SPREADING = ("round_robin", "power_of_two", "cache_aware")
-UNMET = "vllm_rollout:joined_groups_unmet"
+UNMET = "vllm_rollout:joined_groups_unmet_total"
 NUM_SIBLINGS, GROUP_SIZE = 8, 4
 Answers = list[tuple[int, Any]]
 
@@ -154,7 +154,7 @@ def our_client_loses_no_prompt_by_a_kill(kit: Kit) -> dict[str, Any]:
 def two_servers(kit: Kit) -> list[Server]:
     device = kit.folder / "device.json"
     device.write_text(json.dumps(DEVICE))
-    return [kit.server(flags=["--emulate", str(device)], number=number) for number in range(2)]
+    return [kit.server(flags=["--rollout-emulate", str(device)], number=number) for number in range(2)]
 
 
 @contextmanager

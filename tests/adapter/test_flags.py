@@ -1,6 +1,8 @@
 """`vllm-rollout serve`: what our flags set, what goes with them, and what is refused before anything starts."""
 
+import argparse
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 from vllm.entrypoints.cli import serve as vllm_serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_rollout import old_names
 from vllm_rollout.adapter import plugin
 from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
 from vllm_rollout.adapter.api.engine.moving import EngineMoves
@@ -21,7 +25,7 @@ from vllm_rollout.adapter.options import DRAFTS_CONFIG, EmulationOptions, ServeO
 from vllm_rollout.adapter.platform import choose_platform
 from vllm_rollout.on_cpu import GIB, Cpu
 
-AUTO = ("--parallelism", "auto", "--parallelism-devices", "4")
+AUTO = ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "4")
 BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]
 SETS = ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_WORKER_MULTIPROC_METHOD")
 """What `parse` sets for the process."""
@@ -92,29 +96,84 @@ def rust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_without_our_flags_nothing_changes(parsed):
     args = parsed()
-    assert (args.parallelism, args.compat, args.rollout_port, args.rust_front_end) == ("fixed", [], None, None)
+    assert (args.rollout_parallelism, args.rollout_compat) == ("fixed", [])
+    assert (args.rollout_port, args.rust_front_end) == (None, None)
+    assert (args.enable_rollout_page, args.enable_rollout_drafts, args.speculative_config) == (True, False, None)
+    assert (args.options.moves_kv, args.options.moves_kv_by_nixl) == (True, False)
     assert args.api_server_count is None
     assert args.worker_cls != EMULATED_WORKER_CLS
     assert (args.options.emulation, args.options.beside_rust) == (None, False)
 
 
+@pytest.fixture
+def ours() -> list[argparse.Action]:
+    """Our own flags."""
+    parser = FlexibleArgumentParser()
+    theirs = set(parser._actions)
+    for module in (serve, *serve.GROUPS):
+        module.add_flags(parser)
+    return [action for action in parser._actions if action not in theirs]
+
+
+def test_names_of_our_flags_say_whose_they_are_what_they_take_and_in_which_unit(ours):
+    assert len(ours) > 25
+    for action in ours:
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        prefix = "--(no-)?enable-rollout-" if is_switch else "--rollout-"
+        assert all(re.match(prefix, name) for name in action.option_strings), action.option_strings
+        assert is_switch or action.nargs != 0, "say --enable-rollout-…"
+        assert not {"on", "off"} & set(action.choices or ()), "say --enable-rollout-…"
+        is_size = re.search("memory(?!-utilization)|ring|record-max", action.option_strings[0])
+        assert bool(is_size) == action.option_strings[0].endswith(("-mib", "-gib")), action.option_strings
+    units = {action.metavar for action in ours if action.option_strings[0].endswith(("-mib", "-gib"))}
+    assert units == {"MIB", "GIB"}
+
+
+def test_sizes_are_whole_powers_of_two(parsed):
+    options = parsed("--rollout-feature-ring-mib", "3", "--rollout-draft-memory-mib", "0.5").options
+    assert (options.feature_ring_bytes, options.draft_memory_bytes) == (3 * 2**20, 2**19)
+
+
+@pytest.mark.parametrize("old", old_names.SERVE)
+def test_an_old_name_is_refused_wherever_it_stands(refusal, ours, tmp_path, old):
+    new = old_names.SERVE[old]
+    names = {name for action in ours for name in action.option_strings}
+    assert set(re.findall(r"--[\w-]+", new)) <= names
+    assert old not in names
+    assert f"{old} has a new name: {new}." in refusal(old, "x")
+    for value in ("8", "off", "on"):
+        config = tmp_path / "config.yaml"
+        config.write_text(f"{old[2:]}: {value}\n")
+        assert f"{old} has a new name: {new}." in refusal("--config", str(config))
+
+
+def test_a_switch_of_a_configuration_file_is_never_left_out_silently(parsed, refusal, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("enable-rollout-page: false\n")
+    assert "Write no-enable-rollout-page: true" in refusal("--config", str(config))
+    config.write_text("no-enable-rollout-page: true\nenable-rollout-drafts: true\nrollout-feature-ring-mib: 3\n")
+    args = parsed("--config", str(config))
+    assert (args.enable_rollout_page, args.enable_rollout_drafts, args.rollout_feature_ring_mib) == (False, True, 3)
+
+
 ALONE = [
     (("--rollout-audit-ratio", "1.5"), "must be in [0, 1], got '1.5'"),
     (("--worker-cls", "other.Worker"), "would replace the worker"),
-    (("--emulate-speed", "2"), "name one with --emulate FILE"),
-    (("--emulate-log", "here"), "name one with --emulate FILE"),
+    (("--rollout-emulate-speed", "2"), "name one with --rollout-emulate FILE"),
+    (("--rollout-emulate-log", "here"), "name one with --rollout-emulate FILE"),
     (("--rollout-record-max-mib", "-1"), "must be a whole number of MiB, 0 for no bound, got '-1'"),
     (("--rollout-port", "7001"), "set VLLM_USE_RUST_FRONTEND=1"),
     (("--rollout-judge-cores", "0"), "name one with --rollout-judge MODEL"),
+    (("--enable-rollout-nixl", "--no-enable-rollout-move-kv"), "Leave out --no-enable-rollout-move-kv"),
     (AUTO[2:], "add that flag"),
-    (AUTO[:2], "needs --parallelism-devices"),
-    (("--compat", "nobody"), "prime-rl"),
-    (("--compat", "prime-rl"), "VLLM_SERVER_DEV_MODE=1"),
-    (("--compat", "trl-legacy"), "VLLM_SERVER_DEV_MODE=1"),
+    (AUTO[:2], "needs --rollout-parallelism-devices"),
+    (("--rollout-compat", "nobody"), "prime-rl"),
+    (("--rollout-compat", "prime-rl"), "VLLM_SERVER_DEV_MODE=1"),
+    (("--rollout-compat", "trl-legacy"), "VLLM_SERVER_DEV_MODE=1"),
 ]
 WITH_AUTO = [
     (("--api-server-count", "2"), "Only one API process can wait for an engine"),
-    (("--data-parallel-size", "2"), "--data-parallel-size does not go with --parallelism auto"),
+    (("--data-parallel-size", "2"), "--data-parallel-size does not go with --rollout-parallelism auto"),
     (("--data-parallel-hybrid-lb",), "an external or hybrid load balancer does not go"),
     (("--data-parallel-external-lb",), "an external or hybrid load balancer does not go"),
     (("--data-parallel-rank", "0"), "an external or hybrid load balancer does not go"),
@@ -125,8 +184,8 @@ WITH_AUTO = [
     (("--data-parallel-backend", "ray"), "--data-parallel-backend does not go"),
     (("--distributed-executor-backend", "ray"), "--distributed-executor-backend does not go"),
     (("--max-model-len", "auto"), "say how many tokens"),
-    (("--tensor-parallel-size", "8"), "at most --parallelism-devices (4)"),
-    (("--parallelism-devices", "1"), "with one device there is nothing to choose"),
+    (("--tensor-parallel-size", "8"), "at most --rollout-parallelism-devices (4)"),
+    (("--rollout-parallelism-devices", "1"), "with one device there is nothing to choose"),
 ]
 
 
@@ -139,43 +198,48 @@ def test_what_does_not_go_together_is_refused_with_a_remedy(refusal, monkeypatch
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--enable-lora",), "--enable-lora does not go with --emulate"),
+        (("--enable-lora",), "--enable-lora does not go with --rollout-emulate"),
         (("--tensor-parallel-size", "4"), "it has no tensor-parallel size 4, but 1, 2. Say what a step costs there"),
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size does not go"),
         (("--enable-prompt-embeds",), "Send prompts as text or tokens"),
         (("--distributed-executor-backend", "mp"), "--distributed-executor-backend does not go"),
-        (("--speculative-config", '{"method": "ngram"}'), "Leave it out, or take --rollout-drafts on"),
-        (("--async-scheduling", "--rollout-drafts", "on"), "vLLM schedules synchronously"),
-        (("--emulate-speed", "0"), "must be in [0.001, 1000], got '0'"),
+        (("--speculative-config", '{"method": "ngram"}'), "Leave it out, or take --enable-rollout-drafts"),
+        (("--async-scheduling", "--enable-rollout-drafts"), "vLLM schedules synchronously"),
+        (("--rollout-emulate-speed", "0"), "must be in [0.001, 1000], got '0'"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused_with_a_remedy(refusal, device, flags, said):
-    assert said in refusal("--emulate", device, *flags)
+    assert said in refusal("--rollout-emulate", device, *flags)
 
 
 def test_a_broken_device_is_refused(refusal, device):
     Path(device).write_text('{"step": {"ms": 0}}')
-    assert "step.ms: input should be greater than 0, got 0" in refusal("--emulate", device)
+    assert "step.ms: input should be greater than 0, got 0" in refusal("--rollout-emulate", device)
 
 
 def test_settings_of_a_device_reach_the_engine_cores(parsed, device, tmp_path):
     log = str(tmp_path / "log")
-    flags = ("--emulate-speed", "0.5", "--emulate-log", log, "--data-parallel-size", "4")
-    args = parsed("--emulate", device, *flags)
+    flags = ("--rollout-emulate-speed", "0.5", "--rollout-emulate-log", log, "--data-parallel-size", "4")
+    args = parsed("--rollout-emulate", device, *flags)
     assert (args.worker_cls, args.distributed_executor_backend) == (EMULATED_WORKER_CLS, EMULATED_EXECUTOR_CLS)
     assert args.options.emulation == EmulationOptions(device, 0.5, log, async_scheduling=True, num_ranks=4)
-    assert not parsed("--emulate", device, "--no-async-scheduling").options.emulation.async_scheduling
+    assert not parsed("--rollout-emulate", device, "--no-async-scheduling").options.emulation.async_scheduling
 
 
 def test_an_emulated_device_drafts_in_the_synchronous_loop(parsed, device):
-    args = parsed("--emulate", device, "--rollout-drafts", "on")
+    args = parsed("--rollout-emulate", device, "--enable-rollout-drafts")
     assert args.speculative_config == DRAFTS_CONFIG
     assert not args.options.emulation.async_scheduling
 
 
 @pytest.mark.parametrize(
     ("arguments", "platform"),
-    [(["m", "--emulate", "f"], "cpu"), (["--emulate=f"], "cpu"), (["m"], None), (["--emulate-log", "x"], None)],
+    [
+        (["m", "--rollout-emulate", "f"], "cpu"),
+        (["--rollout-emulate=f"], "cpu"),
+        (["m"], None),
+        (["--rollout-emulate-log", "x"], None),
+    ],
 )
 def test_an_emulated_device_needs_no_platform_of_its_own(arguments, platform):
     choose_platform(arguments)
@@ -225,32 +289,39 @@ def test_engines_are_not_started_as_copies_of_a_server_with_threads(parsed, monk
     parsed()
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     args = parsed(*AUTO, "--tensor-parallel-size", "2")
-    assert (args.parallelism, args.parallelism_devices) == ("auto", 4)
+    assert (args.rollout_parallelism, args.rollout_parallelism_devices) == ("auto", 4)
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(parsed, device):
     for flags, forks in ((("--tensor-parallel-size", "2"), True), (AUTO, False)):
-        assert parsed("--emulate", device, *flags).options.forks is forks
+        assert parsed("--rollout-emulate", device, *flags).options.forks is forks
 
 
 def test_trainers_are_named_one_by_one(parsed, monkeypatch):
-    assert parsed("--compat", "trl").compat == ["trl"]
+    assert parsed("--rollout-compat", "trl").rollout_compat == ["trl"]
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    assert parsed("--compat", "trl-legacy", "--compat", "prime-rl").compat == ["trl-legacy", "prime-rl"]
+    both = parsed("--rollout-compat", "trl-legacy", "--rollout-compat", "prime-rl")
+    assert both.rollout_compat == ["trl-legacy", "prime-rl"]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "moves", "by_nixl"), [("auto", True, False), ("off", False, False), ("nixl", True, True)]
+    ("flag", "moves", "by_nixl"),
+    [
+        ("--enable-rollout-move-kv", True, False),
+        ("--no-enable-rollout-move-kv", False, False),
+        ("--enable-rollout-nixl", True, True),
+    ],
 )
-def test_what_moves_along_with_a_group_is_chosen(parsed, chosen, moves, by_nixl):
-    options = parsed("--rollout-move-kv", chosen).options
+def test_what_moves_along_with_a_group_is_chosen(parsed, monkeypatch, flag, moves, by_nixl):
+    monkeypatch.setattr(serve, "is_nixl_available", lambda: True)
+    options = parsed(flag).options
     assert (options.moves_kv, options.moves_kv_by_nixl) == (moves, by_nixl)
 
 
 def test_a_missing_nixl_is_said_with_the_command_that_helps(refusal, monkeypatch):
     monkeypatch.setattr(serve, "is_nixl_available", lambda: False)
-    assert "pip install 'vllm-rollout[nixl]'" in refusal("--rollout-move-kv", "nixl")
+    assert "pip install 'vllm-rollout[nixl]'" in refusal("--enable-rollout-nixl")
 
 
 # -- Ray
@@ -312,7 +383,10 @@ def test_a_node_without_front_ends_gets_none(parsed, rust):
         (("--data-parallel-hybrid-lb",), "an external or hybrid load balancer does not go"),
         (("--data-parallel-rank", "0"), "an external or hybrid load balancer does not go"),
         (("--grpc-port", "7002"), "--grpc-port does not go"),
-        (("--parallelism", "auto", "--parallelism-devices", "2"), "--parallelism auto does not go"),
+        (
+            ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "2"),
+            "--rollout-parallelism auto does not go",
+        ),
         (("--rollout-port", "70000"), "must be from 1 to 65535, got 70000"),
         (("--port", "65535"), "must be from 1 to 65535, got 65536"),
         (("--port", "7000", "--rollout-port", "7000"), "It must differ from --port"),

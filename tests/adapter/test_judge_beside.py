@@ -70,7 +70,7 @@ def started(tmp_path: Path, *flags: str) -> JudgeProcess:
     [
         ((), [3], "3", "1"),
         (("--rollout-judge-cores", "1"), [3], "3", "1"),
-        (("--rollout-judge-cores", "2", "--rollout-judge-memory", "4"), [2, 3], "2,3", "4"),
+        (("--rollout-judge-cores", "2", "--rollout-judge-memory-gib", "4"), [2, 3], "2,3", "4"),
     ],
 )
 @pytest.mark.usefixtures("platform")
@@ -88,7 +88,7 @@ def test_on_cpus_it_is_stock_vllm_on_cores_of_its_own(tmp_path, flags, cores, bi
 @pytest.mark.parametrize("platform", ["gpu"], indirect=True)
 @pytest.mark.usefixtures("platform")
 def test_on_gpus_it_has_a_share_of_the_memory_and_vllms_own_offload(tmp_path):
-    settings = started(tmp_path, "--rollout-judge-memory", "0.3", "--rollout-judge-offload", "4")
+    settings = started(tmp_path, "--rollout-judge-gpu-memory-utilization", "0.3", "--rollout-judge-offload", "4")
     assert settings.command[-4:] == ["--gpu-memory-utilization", "0.3", "--offload-group-size", "4"]
     assert settings.cores == []
     assert judge.BINDING not in settings.environment
@@ -97,7 +97,9 @@ def test_on_gpus_it_has_a_share_of_the_memory_and_vllms_own_offload(tmp_path):
 @pytest.mark.parametrize(
     ("platform", "flags", "said"),
     [
-        ("cpu", ("--rollout-judge-memory", "0.5"), "a whole number of GiB, at least 1, got 0.5"),
+        ("cpu", ("--rollout-judge-memory-gib", "0"), "must be at least 1, got 0"),
+        ("cpu", ("--rollout-judge-gpu-memory-utilization", "0.3"), "Take --rollout-judge-memory-gib"),
+        ("gpu", ("--rollout-judge-memory-gib", "4"), "Take --rollout-judge-gpu-memory-utilization"),
         ("cpu", ("--rollout-judge-cores", "4"), "must be in [0, 3]"),
         ("cpu", ("--rollout-judge-offload", "2"), "this is vLLM's CPU platform"),
         (
@@ -107,9 +109,13 @@ def test_on_gpus_it_has_a_share_of_the_memory_and_vllms_own_offload(tmp_path):
         ),
         ("cpu", ("--rollout-judge-args='",), "No closing quotation"),
         ("gpu", (), "that --gpu-memory-utilization 0.6 leaves free, got None"),
-        ("gpu", ("--rollout-judge-memory", "0.5"), "leaves free, got 0.5"),
-        ("gpu", ("--rollout-judge-memory", "0.3", "--rollout-judge-cores", "1"), "is for CPUs"),
-        ("gpu", ("--rollout-judge-memory", "0.3", "--rollout-judge-offload", "0"), "must be at least 1, got 0"),
+        ("gpu", ("--rollout-judge-gpu-memory-utilization", "0.5"), "leaves free, got 0.5"),
+        ("gpu", ("--rollout-judge-gpu-memory-utilization", "0.3", "--rollout-judge-cores", "1"), "is for CPUs"),
+        (
+            "gpu",
+            ("--rollout-judge-gpu-memory-utilization", "0.3", "--rollout-judge-offload", "0"),
+            "must be at least 1, got 0",
+        ),
     ],
     indirect=["platform"],
 )

@@ -1,4 +1,4 @@
-"""Who gets in without a key, in every --compat mode, by asking each route of vLLM's app and ours.
+"""Who gets in without a key, in every --rollout-compat mode, by asking each route of vLLM's app and ours.
 
 What vLLM alone leaves open (its development mode most of all) is its own; what of ours is open is named here.
 """
@@ -70,7 +70,7 @@ def app_of(monkeypatch, tiny_model):
         monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(plugin, "register", lambda: None)  # vLLM's classes stay as they are
-        flags = [flag for trainer in trainers for flag in ("--compat", trainer)]
+        flags = [flag for trainer in trainers for flag in ("--rollout-compat", trainer)]
         keys = ("--api-key", API_KEY, ADMIN_KEY, "--rollout-admin-key", ADMIN_KEY)
         scale_out = ("--enable-scale-out",) if has(SCALE_OUT_FLAG) else ()
         args = parse([tiny_model, *scale_out, *keys, *flags], "vllm-rollout serve", "")

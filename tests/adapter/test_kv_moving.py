@@ -238,7 +238,7 @@ def test_workers_that_fail_leave_no_block_behind(new_ranks):
 
 def test_where_blocks_do_not_move(new_run):
     assert refusal(new_run().scheduler) is None
-    assert refusal(new_run(options=ServeOptions(moves_kv=False)).scheduler) == "--rollout-move-kv is off"
+    assert refusal(new_run(options=ServeOptions(moves_kv=False)).scheduler) == "--no-enable-rollout-move-kv was given"
     scheduler = new_run().scheduler
     scheduler.kv_cache_manager.enable_caching = False
     assert refusal(scheduler) == "prefix caching is off"

@@ -134,7 +134,7 @@ def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
     shaping = EngineShaping(client, Calls(None))
     engine = SimpleNamespace(is_busy=False, calls=Calls(None), shaping=shaping)
-    return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, emulate=None))
+    return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, rollout_emulate=None))
 
 
 async def turns(num: int = 50) -> None:

@@ -1,4 +1,4 @@
-"""--compat prime-rl, skyrl, areal: their calls are answered, and whatever else comes that way reaches vLLM as sent."""
+"""--rollout-compat prime-rl, skyrl, areal: their calls are answered, and all other requests reach vLLM as sent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Models:
 def app() -> FastAPI:
     """vLLM's side: routes that echo the bytes they got, and a generate endpoint."""
     app = FastAPI()
-    app.state.args = Namespace(compat=["prime-rl", "skyrl", "areal"], worker_extension_cls="")
+    app.state.args = Namespace(rollout_compat=["prime-rl", "skyrl", "areal"], worker_extension_cls="")
     app.state.engine_client, app.state.openai_serving_models = Client(), Models()
     app.state.rollout_service = SimpleNamespace(admin_key=None)
     app.exception_handler(RequestValidationError)(lambda *_: JSONResponse({}, HTTPStatus.BAD_REQUEST))
@@ -179,14 +179,14 @@ async def test_log_probabilities_name_their_tokens_as_before_vllm_0_32(http):
 
 async def test_two_trainers_that_want_token_names_get_them_once():
     app = FastAPI()
-    app.state.args = Namespace(compat=["trl", "prime-rl"])
+    app.state.args = Namespace(rollout_compat=["trl", "prime-rl"])
     attach_compat(app)
     assert [middleware.cls for middleware in app.user_middleware].count(prime_rl.TokenNames) == 1
 
 
 async def test_trl_gets_token_names_and_nothing_else_of_prime_rl():
     app = FastAPI()
-    app.state.args = Namespace(compat=["trl"])
+    app.state.args = Namespace(rollout_compat=["trl"])
     before = list(app.routes)
     attach_compat(app)
     assert app.routes == before

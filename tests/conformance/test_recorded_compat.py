@@ -1,4 +1,4 @@
-"""What trainers send beside vLLM's own endpoints, replayed: `--compat` answers it, and the engine is called."""
+"""What trainers send beside vLLM's own endpoints, replayed: `--rollout-compat` answers it, and the engine is called."""
 
 import json
 from argparse import Namespace
@@ -46,7 +46,7 @@ class Engine:
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
-    app.state.args = Namespace(compat=sorted(set(COMPAT) - {"trl-legacy"}), worker_extension_cls="")
+    app.state.args = Namespace(rollout_compat=sorted(set(COMPAT) - {"trl-legacy"}), worker_extension_cls="")
     app.state.engine_client = app.state.openai_serving_models = Engine()
     app.state.rollout_service = SimpleNamespace(admin_key=None)
 

@@ -339,7 +339,7 @@ def forgetful(server: Server) -> Iterator[Server]:
 def emulating(folder: Path, device: dict[str, Any]) -> list[str]:
     """Flags of a server whose device has these settings."""
     (folder / "device.json").write_text(json.dumps(device))
-    return ["--emulate", str(folder / "device.json")]
+    return ["--rollout-emulate", str(folder / "device.json")]
 
 
 def run_script(name: str, *arguments: str, own_session: bool = False, **environment: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ XARGS = {
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("audits")
-    flags = ("--max-num-seqs", "1024", *emulating(folder, DEVICE), "--emulate-speed", "20")
+    flags = ("--max-num-seqs", "1024", *emulating(folder, DEVICE), "--rollout-emulate-speed", "20")
     with Server(serve_command(tiny_model, *flags), folder / "server.log") as server:
         yield server
 

@@ -41,7 +41,7 @@ class Emulated(Server):
 
     def __init__(self, model: str, folder: Path, *flags: str) -> None:
         self.log_folder = folder / "steps"
-        logged = [*emulating(folder, DEVICE), "--emulate-log", str(self.log_folder)]
+        logged = [*emulating(folder, DEVICE), "--rollout-emulate-log", str(self.log_folder)]
         command = serve_command(model, "--max-model-len", "2048", "--max-num-seqs", "256", *logged, *flags)
         super().__init__(command, folder / "server.log", VLLM_SERVER_DEV_MODE="1")
 
@@ -99,7 +99,7 @@ def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="module")
 def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     """Four times as long for every step, in the synchronous loop, and two candidates run at once."""
-    flags = ("--emulate-speed", "0.25", "--no-async-scheduling", "--max-num-seqs", "2")
+    flags = ("--rollout-emulate-speed", "0.25", "--no-async-scheduling", "--max-num-seqs", "2")
     with Emulated(tiny_model, tmp_path_factory.mktemp("slow"), *flags) as server:
         yield server
 
@@ -107,14 +107,14 @@ def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def drafted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     """Candidates have drafts of each other."""
-    with Emulated(tiny_model, tmp_path_factory.mktemp("drafted"), "--rollout-drafts", "on") as server:
+    with Emulated(tiny_model, tmp_path_factory.mktemp("drafted"), "--enable-rollout-drafts") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def ranks(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     """Two ranks whose groups one API process knows, with steps that last long enough for it to think of them."""
-    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--emulate-speed", "0.2")
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--rollout-emulate-speed", "0.2")
     with Emulated(default_model, tmp_path_factory.mktemp("ranks"), *flags) as server:
         yield server
 
@@ -322,7 +322,7 @@ def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server
         assert any("EngineCore" in engine.name() for engine in engines)
         os.kill(server._process.pid, signal.SIGKILL)
         server.wait_until(lambda: not any(lives(engine) for engine in engines))
-    with Emulated(tiny_model, tmp_path / "second", *flags, "--rollout-drafts", "on") as server:
+    with Emulated(tiny_model, tmp_path / "second", *flags, "--enable-rollout-drafts") as server:
         assert server.http.get("/v1/rollouts/state").content == state
         assert server.http.get("/v1/runs/put").json()["is_durable"]
         teach(server, 10)

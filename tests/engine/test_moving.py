@@ -21,7 +21,7 @@ NUM_TRIES = 10
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """KV blocks go by NIXL over TCP, as between two hosts without RDMA."""
-    command = serve_command(tiny_model, *FLAGS, "--rollout-move-kv", "nixl")
+    command = serve_command(tiny_model, *FLAGS, "--enable-rollout-nixl")
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(command, log, VLLM_SERVER_DEV_MODE="1", UCX_TLS="tcp") as server:
         yield server

@@ -43,7 +43,7 @@ def crowd(
     folder = tmp_path_factory.mktemp("crowd")
     flags = {
         "plain": ["--scheduling-policy", "priority"],
-        "drafts": ["--rollout-drafts", "on", "--api-server-count", "2"],
+        "drafts": ["--enable-rollout-drafts", "--api-server-count", "2"],
         "lora": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
     }[request.param]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -175,13 +175,13 @@ def test_groups_and_other_requests_of_every_kind_leave_each_other_alone(crowd: S
     crowd.wait_until_idle()
 
 
-@pytest.fixture(scope="module", params=["off", "on"])
+@pytest.fixture(scope="module", params=["--no-enable-rollout-drafts", "--enable-rollout-drafts"])
 def faulty(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server whose code of ours raises by chance, in its engine core and its worker."""
     log = tmp_path_factory.mktemp("faulty") / "log"
-    command = serve_command(tiny_model, *FLAGS, "--rollout-drafts", request.param)
+    command = serve_command(tiny_model, *FLAGS, request.param)
     with Server(command, log, PLANTED_ERRORS="40", PYTHONPATH=python_path(HERE / "planted_errors")) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""`--parallelism auto` on a real engine (tiny random model): from one worker to two, and back."""
+"""`--rollout-parallelism auto` on a real engine (tiny random model): from one worker to two, and back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ROOMY = {"max_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def resizable(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32", "--parallelism", "auto")
-    flags += ("--kv-cache-memory-bytes", str(KV_BYTES_PER_WORKER), "--parallelism-devices", "2")
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32", "--rollout-parallelism", "auto")
+    flags += ("--kv-cache-memory-bytes", str(KV_BYTES_PER_WORKER), "--rollout-parallelism-devices", "2")
     log = tmp_path_factory.mktemp("resizable") / "server.log"
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     # On a CPU that variable, which every server of these tests has, goes before the flag.
@@ -126,7 +126,14 @@ DEVICE = {
 def emulated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     folder = tmp_path_factory.mktemp("emulated_sizes")
     flags = ("--max-model-len", "512", "--max-num-seqs", "32", *emulating(folder, DEVICE))
-    flags += ("--emulate-log", str(folder / "steps"), "--parallelism", "auto", "--parallelism-devices", "4")
+    flags += (
+        "--rollout-emulate-log",
+        str(folder / "steps"),
+        "--rollout-parallelism",
+        "auto",
+        "--rollout-parallelism-devices",
+        "4",
+    )
     with Server(serve_command(tiny_model, *flags), folder / "server.log") as server:
         yield server, folder / "steps"
 

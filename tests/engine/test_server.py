@@ -62,7 +62,7 @@ def test_a_race_returns_exactly_group_size_and_stops_the_others(server: Server) 
 
 
 def test_the_engines_own_counter_and_ours_agree_with_usage(server: Server) -> None:
-    kinds, states = ("generated", "returned", "wasted"), ("finished", "surplus", "pruned", "failed")
+    kinds, states = ("returned", "wasted", "deferred"), ("finished", "surplus", "pruned", "failed")
 
     def read() -> list[float]:
         server.wait_until_idle()
@@ -72,7 +72,7 @@ def test_the_engines_own_counter_and_ours_agree_with_usage(server: Server) -> No
 
     before = read()
     usage = rollout(server)["usage"]
-    expected = [usage[f"{kind}_tokens"] for kind in ("generated", *kinds)]
+    expected = [*(usage[f"{kind}_tokens"] for kind in ("generated", "returned", "wasted")), 0]
     expected += [usage[f"num_{state}"] for state in states]
     assert [after - b for after, b in zip(read(), before, strict=True)] == expected
     assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]

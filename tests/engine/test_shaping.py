@@ -113,7 +113,7 @@ def test_steps_that_take_longer_than_the_profile_says_are_drift_and_said_once(se
     server.wait_until(
         lambda: (
             rollout(server, "drift", sampling_params=long)
-            and server.counter("vllm_rollout:step_time_drift", batch_sizes="4-7") > 1.25
+            and server.counter("vllm_rollout:step_time_drift_ratio", batch_sizes="4-7") > 1.25
         )
     )
 

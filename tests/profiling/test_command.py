@@ -1,5 +1,7 @@
 """The command line of `vllm-rollout profile`."""
 
+from pathlib import Path
+
 import typer
 from typer.testing import CliRunner
 
@@ -62,6 +64,17 @@ def test_what_is_wrong_is_one_line():
     assert result.exit_code == 1
     assert result.output.startswith("vllm-rollout profile: --batch-sizes must be positive whole numbers")
     assert "Traceback" not in result.output
+
+
+def test_output_is_the_profile_or_the_picture_of_a_comparison(monkeypatch):
+    assert asked_for(monkeypatch).output == Path("ptl.json")
+    assert asked_for(monkeypatch, "--output", "mine.json").output == Path("mine.json")
+    compared = []
+    monkeypatch.setattr("vllm_rollout.profiling.compare.compare", lambda *paths: compared.append(paths))
+    for flags in ((), ("--output", "both.png")):
+        assert invoke("--compare", "a.json", "b.json", *flags).exit_code == 0
+    assert compared == [(Path("a.json"), Path("b.json"), picture) for picture in (None, Path("both.png"))]
+    assert "must end in .png, got a.json" in invoke("--compare", "a.json", "b.json", "--output", "a.json").output
 
 
 def test_the_help_teaches():

@@ -36,9 +36,9 @@ def test_the_summary_is_of_absolute_errors():
 
 def test_the_servers_own_drift_is_read_from_its_metrics():
     metrics = (
-        "# HELP vllm_rollout:step_time_drift Live time\n"
-        'vllm_rollout:step_time_drift{batch_sizes="2-3"} 1.0312\n'
-        'vllm_rollout:step_time_drift{batch_sizes="16-31"} 0.98\n'
+        "# HELP vllm_rollout:step_time_drift_ratio Live time\n"
+        'vllm_rollout:step_time_drift_ratio{batch_sizes="2-3"} 1.0312\n'
+        'vllm_rollout:step_time_drift_ratio{batch_sizes="16-31"} 0.98\n'
         'vllm_rollout:other{batch_sizes="1-1"} 7\n'
     )
     assert drift_of(metrics) == {"2-3": 1.031, "16-31": 0.98}

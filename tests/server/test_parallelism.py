@@ -1,4 +1,4 @@
-"""`--parallelism auto` over HTTP, with an engine whose candidates are preempted for what does not fit."""
+"""`--rollout-parallelism auto` over HTTP, with an engine whose candidates are preempted for what does not fit."""
 
 from __future__ import annotations
 

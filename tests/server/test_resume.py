@@ -106,12 +106,19 @@ async def test_a_prompt_that_goes_on_becomes_what_it_would_have_become_at_once(h
 async def test_metrics_count_a_token_once_as_generated(http: httpx.AsyncClient) -> None:
     answers = [await short_round(http), await long_round(http)]
     text = (await http.get("/metrics")).text
-    counted = {kind: float(text.split(f'tokens_total{{kind="{kind}"}} ')[1].split("\n")[0])
-               for kind in ("generated", "returned", "wasted", "resumed")}  # fmt: skip
-    assert counted == {kind: sum(a["usage"][f"{kind}_tokens"] for a in answers) for kind in counted}
+    generated, resumed = ({kind: float(text.split(f':{name}_total{{kind="{kind}"}} ')[1].split("\n")[0])
+                           for kind in ("returned", "wasted", "deferred")}
+                          for name in ("tokens", "resumed_tokens"))  # fmt: skip
+    used = {kind: sum(a["usage"][f"{kind}_tokens"] for a in answers)
+            for kind in ("generated", "returned", "wasted", "resumed")}  # fmt: skip
+    assert sum(generated.values()) == used["generated"]
+    assert sum(resumed.values()) == used["resumed"] > 0
+    assert generated["returned"] + resumed["returned"] == used["returned"]
+    assert generated["deferred"] >= used["resumed"], "a long round takes over what a short one deferred"
+    assert sum(each[kind] for each in (generated, resumed) for kind in ("wasted", "deferred")) == used["wasted"]
     run = (await http.get("/v1/runs/a")).json()["totals"]
-    assert run["generated_tokens"] == counted["generated"]
-    assert run["returned_tokens"] == counted["returned"]
+    assert run["generated_tokens"] == sum(generated.values())
+    assert run["returned_tokens"] == used["returned"]
 
 
 async def test_chunks_join_without_a_gap(http: httpx.AsyncClient) -> None:

@@ -162,7 +162,7 @@ async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: Fak
     assert (after["rewards_total.accepted"], after["rewards_total.duplicate"]) == (12, 12)
     assert after["labels_total.positive"] + after["labels_total.negative"] == 12
     num_reports = engine.learning.num_reports
-    assert after["rewards_awaited.8"] == after["features_evicted.8"] == after["head_version.8"] == 0
+    assert after["rewards_awaited.8"] == after["features_evicted_total.8"] == after["head_version.8"] == 0
     assert "calibration_brier.8.head" not in after
     await teach(http)
     assert engine.learning.num_reports == num_reports + 1  # the cold start of the first asked for one

@@ -139,7 +139,7 @@ async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     metrics = (await http.get("/metrics")).text
     assert "vllm_rollout:prompts_at_upper_bound_total 1.0" in metrics
     assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
-    assert 'vllm_rollout:step_time_drift{batch_sizes="16-31"} 1.5' in metrics
+    assert 'vllm_rollout:step_time_drift_ratio{batch_sizes="16-31"} 1.5' in metrics
     dataset = engine.learning.judge.memory.lengths.dataset()
     assert f'vllm_rollout:length_mean_tokens{{adapter=""}} {dataset.mean}' in metrics
     assert f'vllm_rollout:length_std_tokens{{adapter=""}} {dataset.std}' in metrics
@@ -209,10 +209,10 @@ async def test_metrics_tell_what_moved_to_each_rank_and_what_groups_the_engine_h
     metrics = (await http.get("/metrics")).text
     for name, value in (
         ("moving_seconds", 0.25), ("groups_moved_in_with_kv", 2.0), ("kv_blocks_moved_in", 24.0),
-        ("kv_move_fallbacks", 1.0),
+        ("kv_move_fallbacks", 1.0), ("internal_errors", 0.0), ("weight_changes", 0.0),
     ):  # fmt: skip
-        assert f'vllm_rollout:{name}{{rank="0"}} 0.0' in metrics
-        assert f'vllm_rollout:{name}{{rank="1"}} {value}' in metrics
+        assert f'vllm_rollout:{name}_total{{rank="0"}} 0.0' in metrics
+        assert f'vllm_rollout:{name}_total{{rank="1"}} {value}' in metrics
     assert 'vllm_rollout:groups_held{state="running"} 3.0' in metrics
     assert 'vllm_rollout:groups_held{state="idle"} 0.0' in metrics
 

@@ -350,14 +350,14 @@ async def test_files_of_the_page_are_guarded_and_nothing_else_is_served(app: Fas
     ]  # fmt: skip
     async with http_of(app) as http:
         page, script, *others = [await http.get(path) for path in paths]
-        app.state.rollout_page = "off"
+        app.state.rollout_page = False
         off = [await http.get(path) for path in (*paths[:2], "/v1/rollouts/watch", "/v1/rollouts/watch/a/0")]
     kinds = [answer.headers["content-type"] for answer in (page, script)]
     assert kinds == ["text/html; charset=utf-8", "text/javascript; charset=utf-8"]
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
     assert [answer.status_code for answer in (*others, *off)] == [404] * 11
-    assert "--rollout-page on" in off[2].text
+    assert "--enable-rollout-page" in off[2].text
 
 
 async def test_too_many_viewers_are_refused(app: FastAPI, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """vLLM's scheduler on an emulated device, in this process and in no time: seconds are the device's.
 
-Invariant: schedulers, runner, rule and step times are those of `serve --emulate`; nothing waits.
+Invariant: schedulers, runner, rule and step times are those of `serve --rollout-emulate`; nothing waits.
 """
 
 from __future__ import annotations

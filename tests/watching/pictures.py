@@ -1,6 +1,6 @@
 """The page's pictures in docs/images, of a recording: `python -m tests.watching.pictures trace.jsonl docs/images`.
 
-Needs Chromium. The recording of those that are there: `vllm-rollout serve smollm2-135m-instruct --emulate
+Needs Chromium. The recording of those that are there: `vllm-rollout serve smollm2-135m-instruct --rollout-emulate
 examples/emulate_7b.json --data-parallel-size 2 --rollout-record trace.jsonl`, rollouts of 64 prompts, 8 of 16
 candidates, 1,024 tokens, with rewards and a `detection_length` of 128; of the file the last rollout, which prunes, and
 its rewards.

@@ -103,7 +103,7 @@ def test_tensorboard_reads_it_back_and_writing_again_replaces_it(recording: Path
     out.mkdir()
     (out / "events.out.tfevents.1.another").write_bytes(b"")
     for _ in range(2):
-        status, said = run(recording, "--to", "tensorboard", "--out", out)
+        status, said = run(recording, "--to", "tensorboard", "--output", out)
         assert (status, "4 rollouts written" in said, "1 broken row" in said) == (0, True, True)
     assert {path.name for path in tmp_path.iterdir()} == {"here", "out"}
     assert len(list(out.rglob("events.*"))) == 3  # the other program's, ours, and that of the run below
@@ -173,7 +173,7 @@ def test_groups_of_sessions_have_curves_of_their_own(tmp_path: Path) -> None:
     late = {"name": "g1", "rewards": [{"index": 1, "reward": 0.0}]}
     rows = [session_group("g1"), row("a", seconds=5.5), late, session_group("g2", VOID, selected=[])]
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    status, said = run(path, "--to", "tensorboard", "--out", out)
+    status, said = run(path, "--to", "tensorboard", "--output", out)
     assert (status, "1 rollout and 2 groups of sessions written" in said) == (0, True)
     read = accumulators.EventAccumulator(str(out / "groups_of_sessions")).Reload()
     told = {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
@@ -185,11 +185,11 @@ def test_groups_of_sessions_have_curves_of_their_own(tmp_path: Path) -> None:
     assert told["tokens/cached_share_of_prompts"] == [(0, pytest.approx(224 / 360))]
     assert [event.wall_time for event in read.Scalars("time/seconds")] == [1009.0, 1009.0]
     path.write_text(json.dumps(rows[0]))
-    assert "\n1 group of sessions written" in "\n" + run(path, "--to", "tensorboard", "--out", out)[1]
+    assert "\n1 group of sessions written" in "\n" + run(path, "--to", "tensorboard", "--output", out)[1]
 
 
 def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(recording, "--to", "trackio", "--out", "x")[0] == 2
+    assert run(recording, "--to", "trackio", "--output", "x")[0] == 2
     monkeypatch.setattr(export, "find_spec", lambda package: None)
     for target in ("tensorboard", "trackio"):
         assert f"pip install 'vllm-rollout[{target}]'" in run(recording, "--to", target)[1]
@@ -199,7 +199,7 @@ def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, mo
         ("prompts.jsonl", "holds no rollout and no sessions; first of 1 broken rows"),
         ("none.jsonl", "No such file"),
     ):
-        status, said = run(tmp_path / path, "--to", "tensorboard", "--out", tmp_path / "out")
+        status, said = run(tmp_path / path, "--to", "tensorboard", "--output", tmp_path / "out")
         assert (status, reason in said) == (1, True)
     assert not (tmp_path / "out").exists()
 

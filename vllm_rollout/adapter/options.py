@@ -22,7 +22,7 @@ DRAFTS_CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class EmulationOptions:
-    """The flags --emulate*."""
+    """The flags --rollout-emulate*."""
 
     file: str
     speed: float

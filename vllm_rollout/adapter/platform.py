@@ -10,11 +10,11 @@ from vllm_rollout.process import runs_on_cpu
 
 
 def choose_platform(arguments: Iterable[str]) -> None:
-    """An emulated device needs none: with --emulate it is the CPU platform, whatever is built in or plugged in.
+    """An emulated device needs none: with --rollout-emulate it is the CPU platform, whatever is built in or plugged in.
 
     On a CPU the threads of a model wait asleep, so that other programs may run beside it.
     """
     if runs_on_cpu():
         os.environ.setdefault(*WAIT_POLICY)
-    if any(argument.partition("=")[0] == "--emulate" for argument in arguments):
+    if any(argument.partition("=")[0].replace("_", "-") == "--rollout-emulate" for argument in arguments):
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"

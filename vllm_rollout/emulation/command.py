@@ -56,7 +56,7 @@ def _cells(speed: float, summary: Summary) -> dict[str, str]:
 
 
 def emulation_report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `serve --emulate-log DIR` wrote into.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `serve --rollout-emulate-log DIR` wrote into.")],
 ) -> None:
     """Say of an emulated server's steps what was the device's time and what was this host's."""
     try:

@@ -1,4 +1,4 @@
-"""What `--emulate FILE` holds. Invariant: a file that can be read can be served; every complaint names file and field.
+"""What `--rollout-emulate FILE` holds. Invariant: what can be read can be served; complaints name file and field.
 
 The file is a profile, as `vllm-rollout profile` writes it, or a JSON object with the fields of `Settings`.
 """
@@ -119,7 +119,7 @@ class DraftKind(_Model):
 
 
 class DraftSettings(_Model):
-    """What `--rollout-drafts on` finds.
+    """What `--enable-rollout-drafts` finds.
 
     The defaults follow what answers of Qwen2.5-Coder-0.5B-Instruct at temperature 1 gave, 16 to a prompt: 1.38, 1.45
     and 1.58 tokens a step at 0.6, 0.8 and 1.5 drafts a row.

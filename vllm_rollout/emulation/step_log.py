@@ -190,7 +190,8 @@ def read_steps(folder: Path) -> list[LoggedSteps]:
     logs = sorted((_read(path) for path in folder.glob(PATTERN)), key=lambda log: log.rank)
     if not logs:
         raise ValueError(
-            f"{folder} has no {PATTERN}. `vllm-rollout serve --emulate FILE --emulate-log {folder}` writes them."
+            f"{folder} has no {PATTERN}. `vllm-rollout serve --rollout-emulate FILE "
+            f"--rollout-emulate-log {folder}` writes them."
         )
     return logs
 

@@ -60,8 +60,12 @@ def profile(
         typer.Argument(metavar="-- FLAGS", help="Flags of `vllm-rollout serve` for the engine.", show_default=False),
     ] = None,
     output: Annotated[
-        Path, typer.Option(help="The profile (JSON); the picture goes next to it. A profile there is gone on with.")
-    ] = Path("ptl.json"),
+        Path | None,
+        typer.Option(
+            help="The profile (JSON), ptl.json by default; the picture goes next to it. A profile there is gone on "
+            "with. With --compare: a picture (PNG), by default none."
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Batch sizes up to 32, contexts of 128 and 512 tokens, 12 steps per point.")
     ] = False,
@@ -86,7 +90,6 @@ def profile(
         tuple[Path, Path] | None,
         typer.Option(help="Compare two profiles, and do nothing else.", metavar="A.json B.json", show_default=False),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="With --compare: draw it to this file (PNG).")] = None,
 ) -> None:
     """Measure how long a decode step takes, by batch size, context and tensor parallelism, and fit curves to it."""
     from vllm_rollout.profiling.compare import compare as compare_profiles
@@ -99,12 +102,14 @@ def profile(
         model, serve_flags = "", [model, *serve_flags]
     try:
         if compare is not None:
-            compare_profiles(*compare, picture)
+            if output is not None and output.suffix != ".png":
+                raise ValueError(f"--output of --compare must end in .png, got {output}")
+            compare_profiles(*compare, output)
             return
         wanted = Wanted(parse_sizes("--batch-sizes", batch_sizes), parse_sizes("--contexts", contexts), quick, steps)
         options = ProfileOptions(
             model=model or DEFAULT_MODEL,
-            output=output,
+            output=output or Path("ptl.json"),
             wanted=wanted,
             tensor_parallel_sizes=parse_sizes("--tensor-parallel", tensor_parallel) or (1,),
             serve_flags=tuple(serve_flags),

@@ -390,7 +390,7 @@ class RoundSummary(BaseModel):
     num_waiting: int
     """Prompts of the run that are not back."""
     rebuilt: RebuildAnswer | None = None
-    """Since the round before, with `--parallelism auto`."""
+    """Since the round before, with `--rollout-parallelism auto`."""
 
 
 class RoundAnswer(RoundSummary, RolloutAnswer):
@@ -411,7 +411,7 @@ class RoundEvent(BaseModel):
     prompt_ids: list[str]
     reserve: list[str]
     rebuilt: RebuildAnswer | None = None
-    """Since the round before, with `--parallelism auto`."""
+    """Since the round before, with `--rollout-parallelism auto`."""
 
 
 class DeferredEvent(BaseModel):

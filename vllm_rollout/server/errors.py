@@ -31,7 +31,6 @@ MEANINGS = {
     409: "The request conflicts with the server's state. The message says how to go on.",
     410: "The answer of this key is no longer kept, or its round was given up.",
     413: "The body is larger than the server reads: 64 MiB, or 1 GiB for a state.",
-    422: "The body or a parameter has a value that is not allowed. Nothing has run.",
     429: "Too much waits already. Repeat the request after Retry-After seconds.",
     500: "Our code raised an exception, or a file is damaged. The server's log says more.",
     503: "The engine has stopped or is paused, or too much waits. Repeat the request after Retry-After seconds, if the "

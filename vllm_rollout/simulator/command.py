@@ -129,17 +129,17 @@ def simulate(
         bool,
         typer.Option(
             "--drafts",
-            help="Try every setting also with drafts, as `serve --rollout-drafts on` has them: siblings' tokens and "
-            "earlier answers of the prompt are verified several at a time where that is faster. In a single --setting "
-            "it is the field drafts=true.",
+            help="Try every setting also with drafts, as `serve --enable-rollout-drafts` has them: siblings' tokens "
+            "and earlier answers of the prompt are verified several at a time where that is faster. In a single "
+            "--setting it is the field drafts=true.",
         ),
     ] = False,
     draft_acceptance: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="How drafts are accepted: a file of `serve --emulate`, of which its drafts are read. Default: as "
-            "measured with 16 answers of a small model to a prompt.",
+            help="How drafts are accepted: a file of `serve --rollout-emulate`, of which its drafts are read. Default: "
+            "as measured with 16 answers of a small model to a prompt.",
         ),
     ] = None,
     detection_length: Annotated[

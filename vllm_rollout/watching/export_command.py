@@ -20,7 +20,7 @@ class Target(StrEnum):
 def export(
     file: Annotated[Path, typer.Argument(help="What `serve --rollout-record FILE` wrote, or is writing.")],
     to: Annotated[Target, typer.Option(help="Where its curves go.")],
-    out: Annotated[
+    output: Annotated[
         Path | None, typer.Option(help="TensorBoard's log directory of this recording. Default: runs/NAME.")
     ] = None,
     project: Annotated[str | None, typer.Option(help="trackio's. Default: rollouts.")] = None,
@@ -41,7 +41,9 @@ def export(
     from vllm_rollout.watching.export import SESSIONS, check_installed, read_curves, to_tensorboard, to_trackio
 
     is_trackio = to is Target.trackio
-    if (unused := "--out" if is_trackio and out else "--project" if project and not is_trackio else None) is not None:
+    if (
+        unused := "--output" if is_trackio and output else "--project" if project and not is_trackio else None
+    ) is not None:
         print(f"vllm-rollout export: {unused} is not for --to {to}.", file=sys.stderr)
         sys.exit(2)
     name = name or file.stem
@@ -51,7 +53,7 @@ def export(
         if is_trackio:
             look = to_trackio(curves, project or "rollouts", name)
         else:
-            look = to_tensorboard(curves, out or Path("runs") / name)
+            look = to_tensorboard(curves, output or Path("runs") / name)
     except (ValueError, OSError) as error:
         sys.exit(f"vllm-rollout export: {error}")
     except KeyboardInterrupt:

@@ -163,7 +163,7 @@ def refusal(scheduler: Scheduler) -> str | None:
     """Why no KV blocks move to and from this engine core; None when they do."""
     options, groups = ServeOptions.of(scheduler.vllm_config), scheduler.kv_cache_config.kv_cache_groups
     if not options.moves_kv:
-        return "--rollout-move-kv is off"
+        return "--no-enable-rollout-move-kv was given"
     if options.emulation is not None:
         return "an emulated device keeps none"
     if not scheduler.kv_cache_manager.enable_caching:

@@ -64,7 +64,7 @@ UNMET = (
     "this engine, and nothing else stops one of them. If a router spreads requests over several servers, let it keep a "
     "group together: its policy consistent_hash or sticky_least_loaded, and the group's name in the header "
     "X-Correlation-ID of each request. If nothing does, rollout_num_candidates is larger than what is sent. Said once; "
-    "the metric vllm_rollout:joined_groups_unmet counts such groups."
+    "the metric vllm_rollout:joined_groups_unmet_total counts such groups."
 )
 
 

@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
     group_size: int | None = None
     strict: bool = False
     emulate: str | None = None
-    """A file as for `vllm-rollout serve --emulate`: the engine has no model, and its steps take what that file says."""
+    """A file as for `vllm-rollout serve --rollout-emulate`: no model, and steps take what that file says."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wanted:

@@ -74,7 +74,7 @@ class Rollouts:
         settings = Namespace(
             rollout_profile=profile, rollout_record=record, rollout_record_max_mib=RECORD_MAX_MIB,
             rollout_state=None, rollout_admin_key=None,
-            rollout_page="off", emulate=None, parallelism="fixed",
+            enable_rollout_page=False, rollout_emulate=None, rollout_parallelism="fixed",
             rollout_reward=rewards or {}, rollout_reward_processes=None, rollout_reward_limits=None,
         )  # fmt: skip
         return cls(app, await build_services(client, app, settings))

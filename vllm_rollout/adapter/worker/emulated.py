@@ -1,4 +1,4 @@
-"""The worker of `--emulate`: no model, made-up tokens, at the times of an emulated device.
+"""The worker of `--rollout-emulate`: no model, made-up tokens, at the times of an emulated device.
 
 Invariant: what reaches the scheduler has the form and the timing that a model runner's outputs have, in vLLM's
 asynchronous loop and in the synchronous one.

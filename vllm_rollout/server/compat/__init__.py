@@ -1,1 +1,1 @@
-"""Protocols of other servers, as routes that ask vLLM's endpoints of the same app; off unless `--compat` names one."""
+"""Protocols of other servers, as routes that ask vLLM's endpoints; off unless `--rollout-compat` names one."""

@@ -83,7 +83,7 @@ class ForecastAnswer(OfAttributes):
 
 
 class ParallelismAnswer(BaseModel):
-    """The engine's tensor-parallel size, of a server with `--parallelism auto`."""
+    """The engine's tensor-parallel size, of a server with `--rollout-parallelism auto`."""
 
     tensor_parallel_size: int
     allowed_sizes: list[int]
@@ -139,7 +139,7 @@ class RunAnswer(BaseModel):
     receipt: Receipt | None = None
     """The sum over rounds that are over. What a long round took is taken off: waiting for all would not need it."""
     parallelism: ParallelismAnswer | None = None
-    """Null without `--parallelism auto`."""
+    """Null without `--rollout-parallelism auto`."""
 
 
 class UnreadableRunAnswer(BaseModel):

@@ -1,4 +1,4 @@
-"""`--parallelism auto`: between rounds the engine gets the tensor-parallel size that the planner wants.
+"""`--rollout-parallelism auto`: between rounds the engine gets the tensor-parallel size that the planner wants.
 
 Invariant: no round runs while the engine is rebuilt, and none begins before it is.
 """
@@ -106,8 +106,8 @@ class Parallelism:
         self._start = choice
         self._decision = ParallelismDecision(self._start.size, "profile", 0.0)
         self._say(
-            f"--parallelism auto: run {run!r} begins at tensor-parallel size {self._start.size}. The profile expects "
-            f"of a round of {len(expected.lengths)} candidates, by size: {self._start}"
+            f"--rollout-parallelism auto: run {run!r} begins at tensor-parallel size {self._start.size}. The profile "
+            f"expects of a round of {len(expected.lengths)} candidates, by size: {self._start}"
         )
 
     def take_rebuilt(self) -> RebuildAnswer | None:
@@ -128,7 +128,7 @@ class Parallelism:
             self._decision = self._planner.next_size(tuple(self._history), self._seconds_at(live))
             if self._is_due:
                 self._say(
-                    f"--parallelism auto: tensor-parallel size {self._decision.size} from the next round on "
+                    f"--rollout-parallelism auto: tensor-parallel size {self._decision.size} from the next round on "
                     f"({self._decision.reason}). Round {live.opened.number} of run {live.run_id!r} preempted "
                     f"{pressure.rate:.2f} times per candidate, at size {pressure.size}; comparable rounds before it "
                     f"{self._decision.level:.2f}"

@@ -33,9 +33,9 @@ _FILES = _below(resources.files("vllm_rollout.server.watch") / "assets")
 
 
 def require_on(request: Request) -> None:
-    """Raises: HTTPException (404) for a server that was started with --rollout-page off."""
-    if getattr(request.app.state, "rollout_page", "on") == "off":
-        raise HTTPException(404, "the page and its feed are off. Start the server with --rollout-page on.")
+    """Raises: HTTPException (404) for a server that was started with --no-enable-rollout-page."""
+    if not getattr(request.app.state, "rollout_page", True):
+        raise HTTPException(404, "the page and its feed are off. Start the server with --enable-rollout-page.")
 
 
 def page_router() -> APIRouter:

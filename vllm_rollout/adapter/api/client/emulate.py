@@ -1,7 +1,7 @@
-"""`vllm-rollout serve --emulate FILE`: flags, what cannot go with them, and what they set.
+"""`vllm-rollout serve --rollout-emulate FILE`: flags, what cannot go with them, and what they set.
 
-Invariant: without --emulate nothing here has an effect. With it the server needs no GPU: the platform is vLLM's CPU
-platform (`adapter/platform.py`), whichever vLLM is installed.
+Invariant: without --rollout-emulate nothing here has an effect. With it the server needs no GPU: the platform is vLLM's
+CPU platform (`adapter/platform.py`), whichever vLLM is installed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "docs/guides/emulation.md.",
     )
     group.add_argument(
-        "--emulate",
+        "--rollout-emulate",
         metavar="FILE",
         help="What a step costs and what candidates become: JSON, or a profile made by `vllm-rollout profile`. Only "
         "configuration and tokenizer of MODEL are read. Default: off.",
     )
     group.add_argument(
-        "--emulate-speed",
+        "--rollout-emulate-speed",
         metavar="X",
         type=number_in(MIN_SPEED, MAX_SPEED),
         default=1.0,
@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "%(default)s.",
     )
     group.add_argument(
-        "--emulate-log",
+        "--rollout-emulate-log",
         metavar="DIR",
         help="Write one row per step into this folder, a file for each engine core, for `vllm-rollout "
         "emulation-report DIR`. Default: only a line in the server's log every ten seconds.",
@@ -61,33 +61,35 @@ def number_in(low: float, high: float) -> Callable[[str], float]:
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where a device cannot be emulated."""
-    if args.emulate is None:
+    if args.rollout_emulate is None:
         for flag, is_set in (
-            ("--emulate-log", args.emulate_log is not None),
-            ("--emulate-speed", args.emulate_speed != 1),
+            ("--rollout-emulate-log", args.rollout_emulate_log is not None),
+            ("--rollout-emulate-speed", args.rollout_emulate_speed != 1),
         ):
             if is_set:
-                parser.error(f"{flag} says how to emulate a device; name one with --emulate FILE.")
+                parser.error(f"{flag} says how to emulate a device; name one with --rollout-emulate FILE.")
         return
     try:
-        Settings.read(args.emulate).at(args.tensor_parallel_size)
-        if args.emulate_log is not None:
-            private_folder(Path(args.emulate_log))
+        Settings.read(args.rollout_emulate).at(args.tensor_parallel_size)
+        if args.rollout_emulate_log is not None:
+            private_folder(Path(args.rollout_emulate_log))
     except ValueError as error:
-        parser.error(f"--emulate: {error}")
+        parser.error(f"--rollout-emulate: {error}")
     except OSError as error:
-        parser.error(f"--emulate-log {args.emulate_log}: {error.strerror}. Name a folder that can be written.")
+        parser.error(
+            f"--rollout-emulate-log {args.rollout_emulate_log}: {error.strerror}. Name a folder that can be written."
+        )
     for flag, is_set, remedy in (
         ("--enable-lora", args.enable_lora, "There are no adapters on an emulated device. Leave it out."),
         (
             "--speculative-config",
             args.speculative_config is not None,
-            "It has no model to draft with. Leave it out, or take --rollout-drafts on.",
+            "It has no model to draft with. Leave it out, or take --enable-rollout-drafts.",
         ),
         (
             "--async-scheduling",
-            args.async_scheduling is True and args.rollout_drafts == "on",
-            "With --rollout-drafts on vLLM schedules synchronously. Leave out one of them.",
+            args.async_scheduling is True and args.enable_rollout_drafts,
+            "With --enable-rollout-drafts vLLM schedules synchronously. Leave out one of them.",
         ),
         ("--enable-prompt-embeds", args.enable_prompt_embeds, "Send prompts as text or tokens."),
         ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
@@ -98,18 +100,18 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         ),
     ):
         if is_set:
-            parser.error(f"{flag} does not go with --emulate. {remedy}")
+            parser.error(f"{flag} does not go with --rollout-emulate. {remedy}")
 
 
 def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
-    """What the engine cores are told; None without --emulate."""
-    if args.emulate is None:
+    """What the engine cores are told; None without --rollout-emulate."""
+    if args.rollout_emulate is None:
         return None
     return EmulationOptions(
-        file=str(Path(args.emulate).resolve()),
-        speed=args.emulate_speed,
-        log=None if args.emulate_log is None else str(Path(args.emulate_log).resolve()),
-        async_scheduling=args.async_scheduling is not False and args.rollout_drafts == "off",
+        file=str(Path(args.rollout_emulate).resolve()),
+        speed=args.rollout_emulate_speed,
+        log=None if args.rollout_emulate_log is None else str(Path(args.rollout_emulate_log).resolve()),
+        async_scheduling=args.async_scheduling is not False and not args.enable_rollout_drafts,
         num_ranks=args.data_parallel_size,
     )
 

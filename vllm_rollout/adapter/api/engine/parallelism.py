@@ -1,6 +1,6 @@
-"""`vllm-rollout serve --parallelism auto`: flags, what cannot go with them, and what they set.
+"""`vllm-rollout serve --rollout-parallelism auto`: flags, what cannot go with them, and what they set.
 
-Invariant: without --parallelism auto nothing here has an effect.
+Invariant: without --rollout-parallelism auto nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         description="How many devices a model is spread over, between rounds of runs (docs/rounds.md).",
     )
     group.add_argument(
-        "--parallelism",
+        "--rollout-parallelism",
         choices=("fixed", "auto"),
         default="fixed",
         help="auto: a round that preempts more candidates than the rounds before it makes the engine start anew with "
@@ -39,25 +39,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "weights are read from MODEL again, so send yours before each round. Default: %(default)s.",
     )
     group.add_argument(
-        "--parallelism-devices",
+        "--rollout-parallelism-devices",
         metavar="N",
         type=int,
-        help="With --parallelism auto: how many devices of this machine the engine may use, the largest "
+        help="With --rollout-parallelism auto: how many devices of this machine the engine may use, the largest "
         "tensor-parallel size.",
     )
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where an engine cannot be rebuilt."""
-    if args.parallelism == "fixed":
-        if args.parallelism_devices is not None:
-            parser.error("--parallelism-devices bounds what --parallelism auto may do; add that flag.")
+    if args.rollout_parallelism == "fixed":
+        if args.rollout_parallelism_devices is not None:
+            parser.error("--rollout-parallelism-devices bounds what --rollout-parallelism auto may do; add that flag.")
         return
-    devices = args.parallelism_devices
+    devices = args.rollout_parallelism_devices
     if devices is None or devices < 2:
         parser.error(
-            f"--parallelism auto needs --parallelism-devices of at least 2, got {devices}: with one device there is "
-            "nothing to choose."
+            f"--rollout-parallelism auto needs --rollout-parallelism-devices of at least 2, got {devices}: "
+            "with one device there is nothing to choose."
         )
     balanced = args.data_parallel_hybrid_lb or args.data_parallel_external_lb or args.data_parallel_rank is not None
     one_server = "Run one server per engine."
@@ -80,32 +80,32 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         ),
     ):
         if is_set:
-            parser.error(f"{flag} does not go with --parallelism auto. {remedy}")
+            parser.error(f"{flag} does not go with --rollout-parallelism auto. {remedy}")
     if not 1 <= args.tensor_parallel_size <= devices:
         parser.error(
-            f"--tensor-parallel-size {args.tensor_parallel_size} is where --parallelism auto begins: at most "
-            f"--parallelism-devices ({devices})."
+            f"--tensor-parallel-size {args.tensor_parallel_size} is where --rollout-parallelism auto begins: at most "
+            f"--rollout-parallelism-devices ({devices})."
         )
 
 
 def switch_on(args: argparse.Namespace) -> None:
-    if args.parallelism == "auto":
+    if args.rollout_parallelism == "auto":
         # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VLLMEngine) -> Parallelism | None:
-    """What changes the engine's size; None without --parallelism auto.
+    """What changes the engine's size; None without --rollout-parallelism auto.
 
     Raises: RuntimeError, which ends the start, when the model or the profile leaves nothing to choose.
     """
-    if args.parallelism == "fixed":
+    if args.rollout_parallelism == "fixed":
         return None
     parallel = client.vllm_config.parallel_config
     size = parallel.tensor_parallel_size
     num_heads = client.model_config.get_num_attention_heads(parallel) * size
-    sizes = sizes_of(args.parallelism_devices, num_heads)
-    said = f"{args.parallelism_devices} devices, {num_heads} attention heads"
+    sizes = sizes_of(args.rollout_parallelism_devices, num_heads)
+    said = f"{args.rollout_parallelism_devices} devices, {num_heads} attention heads"
     profiled: dict[int, EngineSize] = {}
     if args.rollout_profile is not None:
         profile = Profile.read(args.rollout_profile)
@@ -113,17 +113,18 @@ def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VL
         sizes = tuple(allowed for allowed in sizes if allowed in measured)
         profiled = {allowed: engine_size(profile, allowed, client.max_candidates) for allowed in sizes}
         said += f", sizes in {args.rollout_profile}: {', '.join(map(str, measured))}"
-    if args.emulate is not None:
-        emulated = Settings.read(args.emulate).engine_sizes
+    if args.rollout_emulate is not None:
+        emulated = Settings.read(args.rollout_emulate).engine_sizes
         sizes = tuple(allowed for allowed in sizes if allowed in emulated)
-        said += f", sizes in {args.emulate}: {', '.join(map(str, emulated))}"
+        said += f", sizes in {args.rollout_emulate}: {', '.join(map(str, emulated))}"
     if len(sizes) < 2 or size not in sizes:
         raise RuntimeError(
-            f"--parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it begins at "
-            f"{size}. Say --tensor-parallel-size and --parallelism-devices such that there are two, or leave it out."
+            f"--rollout-parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it "
+            f"begins at {size}. Say --tensor-parallel-size and --rollout-parallelism-devices such that there are two, "
+            "or leave it out."
         )
     logger.info(
-        "vllm_rollout: --parallelism auto among tensor-parallel sizes %s. It begins at %d, %s",
+        "vllm_rollout: --rollout-parallelism auto among tensor-parallel sizes %s. It begins at %d, %s",
         ", ".join(map(str, sizes)),
         size,
         "until the first run: then the profile says which size is the best for its rounds"

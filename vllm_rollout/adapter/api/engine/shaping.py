@@ -50,9 +50,9 @@ class EngineShaping:
         """The costs of the profile that the flags name, or of the device that they emulate."""
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
-        elif settings.emulate is not None:  # an emulated device knows what its steps cost
+        elif settings.rollout_emulate is not None:  # an emulated device knows what its steps cost
             size = self._client.vllm_config.parallel_config.tensor_parallel_size
-            self._weigh(cost_of(Settings.read(settings.emulate).at(size)))
+            self._weigh(cost_of(Settings.read(settings.rollout_emulate).at(size)))
 
     def _weigh(self, cost: CostModel) -> None:
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)

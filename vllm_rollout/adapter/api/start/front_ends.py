@@ -71,7 +71,11 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         ("--api-server-count", (args.api_server_count or 1) > 1, "There is one Python process: leave it out."),
         ("an external or hybrid load balancer", balanced, "Each node would need both. Unset the variable."),
         ("--grpc-port", args.grpc_port is not None, "Use plain `vllm serve`."),
-        ("--parallelism auto", args.parallelism != "fixed", "Its requests would not wait while an engine is replaced."),
+        (
+            "--rollout-parallelism auto",
+            args.rollout_parallelism != "fixed",
+            "Its requests would not wait while an engine is replaced.",
+        ),
         (
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
             envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,

@@ -41,7 +41,9 @@ BINDING, KV_SPACE = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"
 OURS = ("--model", "--served-model-name", "--host", "--port", "--api-key", "--gpu-memory-utilization")
 """Flags of the judge that follow from ours."""
 DEFAULT_KV_GIB = 1
-OPTIONS = ("rollout_judge_memory", "rollout_judge_cores", "rollout_judge_offload", "rollout_judge_args")
+OPTIONS = tuple(
+    f"rollout_judge_{name}" for name in ("gpu_memory_utilization", "memory_gib", "cores", "offload", "args")
+)
 LOOK_S = 0.2
 
 
@@ -56,11 +58,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "ends with this server. Default: off.",
     )
     group.add_argument(
-        "--rollout-judge-memory",
-        metavar="X",
-        type=number_in(0.01, 1e4),
-        help="GPUs: its share of each GPU's memory, as --gpu-memory-utilization, which must leave it free here. CPUs: "
-        f"GiB of its KV cache, a whole number. Default: none on GPUs, {DEFAULT_KV_GIB} on CPUs.",
+        "--rollout-judge-gpu-memory-utilization",
+        metavar="SHARE",
+        type=number_in(0.01, 1),
+        help="GPUs: its share of each GPU's memory, which this engine's --gpu-memory-utilization must leave free. "
+        "Needed on GPUs.",
+    )
+    group.add_argument(
+        "--rollout-judge-memory-gib",
+        metavar="GIB",
+        type=int,
+        help=f"CPUs: memory for the judge's KV cache. Default: {DEFAULT_KV_GIB}.",
     )
     group.add_argument(
         "--rollout-judge-cores",
@@ -106,11 +114,13 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_on_gpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    share, actor = args.rollout_judge_memory, args.gpu_memory_utilization
+    share, actor = args.rollout_judge_gpu_memory_utilization, args.gpu_memory_utilization
+    if args.rollout_judge_memory_gib is not None:
+        parser.error("--rollout-judge-memory-gib is for CPUs. Take --rollout-judge-gpu-memory-utilization.")
     if share is None or share + actor > 1:
         parser.error(
-            f"--rollout-judge-memory must be a share of the GPU that --gpu-memory-utilization {actor:g} leaves free, "
-            f"got {share}. Say both, such as 0.3 and 0.6."
+            f"--rollout-judge-gpu-memory-utilization must be a share of the GPU that --gpu-memory-utilization "
+            f"{actor:g} leaves free, got {share}. Say both, such as 0.3 and 0.6."
         )
     if args.rollout_judge_cores is not None:
         parser.error("--rollout-judge-cores is for CPUs. docs/rewards.md has MPS, which divides a GPU.")
@@ -119,9 +129,11 @@ def _refuse_on_gpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def _refuse_on_cpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    memory, num_cores = args.rollout_judge_memory, len(os.sched_getaffinity(0))
-    if memory is not None and (memory < 1 or memory != int(memory)):
-        parser.error(f"--rollout-judge-memory: on CPUs it is a whole number of GiB, at least 1, got {memory:g}.")
+    memory_gib, num_cores = args.rollout_judge_memory_gib, len(os.sched_getaffinity(0))
+    if args.rollout_judge_gpu_memory_utilization is not None:
+        parser.error("--rollout-judge-gpu-memory-utilization is for GPUs. Take --rollout-judge-memory-gib.")
+    if memory_gib is not None and memory_gib < 1:
+        parser.error(f"--rollout-judge-memory-gib must be at least 1, got {memory_gib}.")
     if args.rollout_judge_offload is not None:
         parser.error("--rollout-judge-offload keeps layers off a GPU, and this is vLLM's CPU platform. Leave it out.")
     if args.rollout_judge_cores is not None and not 0 <= args.rollout_judge_cores < num_cores:
@@ -158,10 +170,10 @@ def judge_process(args: argparse.Namespace, folder: Path, environment: Mapping[s
     api_key = secrets.token_urlsafe()
     ours = {"VLLM_PLUGINS": ",".join(plugins), "VLLM_API_KEY": api_key, "VLLM_SERVER_DEV_MODE": "0"}
     if current_platform.is_cpu():
-        ours[KV_SPACE] = str(int(args.rollout_judge_memory or DEFAULT_KV_GIB))
+        ours[KV_SPACE] = str(args.rollout_judge_memory_gib or DEFAULT_KV_GIB)
         ours[BINDING] = ",".join(map(str, cores))
     else:
-        command += ["--gpu-memory-utilization", str(args.rollout_judge_memory)]
+        command += ["--gpu-memory-utilization", str(args.rollout_judge_gpu_memory_utilization)]
         if args.rollout_judge_offload is not None:
             command += ["--offload-group-size", str(args.rollout_judge_offload)]
     return JudgeProcess(

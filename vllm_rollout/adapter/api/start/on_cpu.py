@@ -27,7 +27,7 @@ def runs_in_core(args: argparse.Namespace) -> bool:
         and args.distributed_executor_backend is None
         and args.tensor_parallel_size * args.pipeline_parallel_size == 1
         and args.data_parallel_backend == "mp"
-        and args.parallelism == "fixed"
+        and args.rollout_parallelism == "fixed"
         and args.rollout_judge is None  # with a judge, cores are shared out among processes
         and os.environ.get(BINDING, "nobind") == "nobind"
     )
@@ -41,7 +41,7 @@ def switch_on(
         return
     if args.block_size is None:
         args.block_size = CPU_BLOCK_SIZE_TOKENS
-    if args.emulate is not None:
+    if args.rollout_emulate is not None:
         return
     if runs_in_core(args):
         args.distributed_executor_backend = CPU_EXECUTOR_CLS

@@ -1,7 +1,7 @@
 """`vllm-rollout serve`: vLLM's own serve command with our scheduler, worker and endpoints switched on.
 
-Invariant: flags, bodies, exit codes and help are vLLM's; we add the flags that begin with --rollout, set four arguments
-and one environment variable.
+Invariant: flags, bodies, exit codes and help are vLLM's; we add the flags --rollout-* and --enable-rollout-*, set four
+arguments and one environment variable.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
+from vllm_rollout import old_names
 from vllm_rollout.adapter import PLUGIN
 from vllm_rollout.adapter.api.calls import server_folder
 from vllm_rollout.adapter.api.calls.versions import configure_logging, refuse_missing_flags, set_up_environment
@@ -48,6 +49,9 @@ from vllm_rollout.server.learning.body import ADMIN_HEADER
 from vllm_rollout.trace.file import TraceFile
 
 logger = init_logger("vllm.vllm_rollout")
+
+GROUPS = (rewards, judge, emulate, parallelism, trainers, front_ends)
+"""Modules with more flags, a group of them each."""
 
 EPILOG = f"""
 vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Rewards, Judge,
@@ -106,8 +110,9 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.description = re.sub(r"Defaults to \S+", f"Defaults to {DEFAULT_MODEL}", description)
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "").replace("vllm serve", program)
     add_flags(serve_parser)
-    for ours in (rewards, judge, emulate, parallelism, trainers, front_ends):
-        ours.add_flags(serve_parser)
+    for group in GROUPS:
+        group.add_flags(serve_parser)
+    old_names.refuse(arguments, serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
@@ -138,7 +143,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-record",
-        "--record",
         metavar="FILE",
         help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
         "`vllm-rollout simulate`; and one per group of sessions. No token and no text is in it. Default: off.",
@@ -152,11 +156,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "bound. Default: %(default)s.",
     )
     group.add_argument(
-        "--rollout-page",
-        choices=["on", "off"],
-        default="on",
+        "--enable-rollout-page",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="The page /rollouts, which shows what runs, and its feed, which needs --api-key where that is set. "
-        "Default: %(default)s.",
+        "Default: on.",
     )
     group.add_argument(
         "--rollout-state",
@@ -169,8 +173,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-admin-key",
         metavar="KEY",
         type=_admin_key,
-        help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by --compat) "
-        f"needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may call the server may.",
+        help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by "
+        f"--rollout-compat) needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may "
+        "call the server may.",
     )
     group.add_argument(
         "--rollout-allowed-hosts",
@@ -198,31 +203,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "optimizer step. Default: %(default)s.",
     )
     group.add_argument(
-        "--rollout-feature-ring-mb",
-        metavar="MB",
+        "--rollout-feature-ring-mib",
+        metavar="MIB",
         type=_positive,
         default=FEATURE_RING_BYTES / 2**20,
         help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
     )
     group.add_argument(
-        "--rollout-move-kv",
-        choices=["auto", "nixl", "off"],
-        default="auto",
-        help="Whether a group that moves to another rank takes along what is computed of it, where that is possible: "
-        "on this host (auto), or between hosts too, by the package nixl (nixl); or the other rank computes it again "
-        "(off). Default: %(default)s.",
+        "--enable-rollout-move-kv",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="A group that moves to another rank of this host takes its KV cache along, if possible. Otherwise the "
+        "other rank computes it again. Default: on.",
     )
     group.add_argument(
-        "--rollout-drafts",
-        choices=["on", "off"],
-        default="off",
-        help="Whether tokens of a candidate's siblings, and of earlier answers of its prompt, are drafts that vLLM "
+        "--enable-rollout-nixl",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="A group takes its KV cache to ranks on other hosts, too, by the package nixl. Default: off.",
+    )
+    group.add_argument(
+        "--enable-rollout-drafts",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Tokens of a candidate's siblings, and of earlier answers of its prompt, are drafts that vLLM "
         "verifies several at a time where that is faster; no probability changes. Needs model runner V1, and vLLM "
-        "schedules synchronously then. Default: %(default)s.",
+        "schedules synchronously then. Default: off.",
     )
     group.add_argument(
-        "--rollout-draft-memory-mb",
-        metavar="MB",
+        "--rollout-draft-memory-mib",
+        metavar="MIB",
         type=_positive,
         default=DRAFT_MEMORY_BYTES / 2**20,
         help="Host memory for answers that serve as drafts; those not used for longest go first. Default: %(default)s.",
@@ -270,12 +280,14 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(str(error))
     except OSError as error:
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
-    if args.rollout_move_kv == "nixl" and not is_nixl_available():
-        parser.error("--rollout-move-kv nixl needs NIXL on every host: pip install 'vllm-rollout[nixl]'.")
-    if args.rollout_drafts == "on" and args.speculative_config is not None:
+    if args.enable_rollout_nixl and not args.enable_rollout_move_kv:
+        parser.error("--enable-rollout-nixl moves KV cache between hosts. Leave out --no-enable-rollout-move-kv.")
+    if args.enable_rollout_nixl and not is_nixl_available():
+        parser.error("--enable-rollout-nixl needs NIXL on every host: pip install 'vllm-rollout[nixl]'.")
+    if args.enable_rollout_drafts and args.speculative_config is not None:
         parser.error(
-            f"--rollout-drafts on sets --speculative-config, which is {args.speculative_config!r} here: vLLM has one "
-            "source of drafts. Leave out one of them."
+            f"--enable-rollout-drafts sets --speculative-config, which is {args.speculative_config!r} here: vLLM has "
+            "one source of drafts. Leave out one of them."
         )
     for flag, value, ours in (
         ("--scheduler-cls", args.scheduler_cls, SCHEDULER_CLS),
@@ -324,24 +336,24 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
     front_ends.switch_on(args)
     options = ServeOptions(
         args.rollout_train_budget_ms / 1e3,
-        int(args.rollout_feature_ring_mb * 2**20),
+        int(args.rollout_feature_ring_mib * 2**20),
         emulate.emulation_options(args),
-        moves_kv=args.rollout_move_kv != "off",
-        moves_kv_by_nixl=args.rollout_move_kv == "nixl",
+        moves_kv=args.enable_rollout_move_kv,
+        moves_kv_by_nixl=args.enable_rollout_nixl,
         audit_ratio=args.rollout_audit_ratio,
-        draft_memory_bytes=int(args.rollout_draft_memory_mb * 2**20),
+        draft_memory_bytes=int(args.rollout_draft_memory_mib * 2**20),
         drafts_file=None if args.rollout_state is None else str(Path(args.rollout_state).resolve() / "drafts"),
         beside_rust=args.rust_front_end is not None,
-        forks=args.parallelism == "fixed" and (args.emulate is not None or on_cpu.runs_in_core(args)),
+        forks=args.rollout_parallelism == "fixed" and (args.rollout_emulate is not None or on_cpu.runs_in_core(args)),
     )
-    if args.rollout_drafts == "on":
+    if args.enable_rollout_drafts:
         args.speculative_config = dict(DRAFTS_CONFIG)
     if args.allowed_origins == ["*"] and not _says(arguments, "--allowed-origins"):
         args.allowed_origins = []  # as vLLM has it from 0.32 on: no page may, unless the user says so
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
-    if args.emulate is not None:
+    if args.rollout_emulate is not None:
         emulate.switch_on(args)
     parallelism.switch_on(args)
     on_cpu.switch_on(args, arguments, parser, is_embedded)

@@ -91,7 +91,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         graders=grader,
         kept_limits=kept_limits,
     )
-    state.rollout_service, state.rollout_page = service, settings.rollout_page
+    state.rollout_service, state.rollout_page = service, settings.enable_rollout_page
     client.answer_grader = AnswerGrader(service.grading, service.learning)
     listener = Listener() if client.num_api_processes > 1 else None
     if listener is not None and not is_first:

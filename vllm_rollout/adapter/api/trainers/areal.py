@@ -1,4 +1,4 @@
-"""`--compat areal`: the calls by which AReaL stops generation, sends weights out of a folder, and lets it go on.
+"""`--rollout-compat areal`: the calls by which AReaL pauses, sends weights out of a folder, and resumes.
 
 AReaL's client sends an aborted request again with the tokens that it has got, so every weight update aborts all of
 them. Its weights by NCCL (`areal_*_xccl`) need its own worker extension and are not here. Invariant: generation goes on

@@ -1,4 +1,4 @@
-"""`--compat prime-rl`: what prime-rl's orchestrator and verifiers' clients ask for, and stock vLLM does not answer.
+"""`--rollout-compat prime-rl`: what prime-rl's orchestrator and verifiers' clients ask for beyond stock vLLM.
 
 Weights out of a folder, adapters under a name that stays, liveness; and log probabilities of /inference/v1/generate
 that name their token as vLLM did up to 0.31, which is how verifiers' renderers read them. Prime-rl's /update_weights
@@ -43,7 +43,7 @@ def attach(app: FastAPI) -> None:
 
 
 def attach_token_names(app: FastAPI) -> None:
-    """Once: TRL's client reads log probabilities by the same names (`--compat trl`, prompts with images)."""
+    """Once: TRL's client reads log probabilities by the same names (`--rollout-compat trl`, prompts with images)."""
     if TokenNames not in (middleware.cls for middleware in app.user_middleware):
         app.add_middleware(TokenNames)
 

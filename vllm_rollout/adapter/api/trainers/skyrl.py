@@ -1,4 +1,4 @@
-"""`--compat skyrl`: what SkyRL's RemoteInferenceClient asks for, and stock vLLM does not answer as it means it.
+"""`--rollout-compat skyrl`: what SkyRL's RemoteInferenceClient asks for, and stock vLLM does not answer as it means it.
 
 /reset_prefix_cache with its field in a JSON body, where vLLM reads the query only and would keep the running requests'
 cache; adapters under a name that stays. Its /skyrl/v1/generate, for routed experts, is not here. Invariant: what is not

@@ -1,7 +1,7 @@
-"""`vllm-rollout serve --compat TRAINER`: what a trainer asks of its server beside vLLM's own endpoints.
+"""`vllm-rollout serve --rollout-compat TRAINER`: what a trainer asks of its server beside vLLM's own endpoints.
 
-Invariant: without --compat nothing here has an effect. With it vLLM answers what it knows, as before, and what these
-routes change needs the keys of the server.
+Invariant: without --rollout-compat nothing here has an effect. With it vLLM answers what it knows, as before, and what
+these routes change needs the keys of the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEEDS_DEV_MODE = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title="Trainers", description="What they ask for beside vLLM (docs/recipes).")
     group.add_argument(
-        "--compat",
+        "--rollout-compat",
         choices=sorted(COMPAT),
         action="append",
         default=[],
@@ -44,12 +44,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy where half of what a trainer calls would be missing."""
-    for trainer in args.compat:
+    for trainer in args.rollout_compat:
         if (needed := NEEDS_DEV_MODE.get(trainer)) is not None and not envs.VLLM_SERVER_DEV_MODE:
-            parser.error(f"--compat {trainer} needs {needed} too, which vLLM has with VLLM_SERVER_DEV_MODE=1. Set it.")
+            parser.error(
+                f"--rollout-compat {trainer} needs {needed} too, which vLLM has with VLLM_SERVER_DEV_MODE=1. Set it."
+            )
 
 
 def attach_compat(app: FastAPI) -> None:
-    """Put on the app what `--compat` names; plain `vllm serve` has no such flag."""
-    for trainer in vars(app.state.args).get("compat", ()):
+    """Put on the app what `--rollout-compat` names; plain `vllm serve` has no such flag."""
+    for trainer in vars(app.state.args).get("rollout_compat", ()):
         COMPAT[trainer](app)
