@@ -1,5 +1,7 @@
-"""Which command brings what an extra of this package needs, for messages. It names the packages of the extra: they are in
-pip's registry, and this package need not be."""
+"""The command that installs what an extra of this package needs, for messages.
+
+It names the packages of the extra: they are in pip's registry, and this package is not.
+"""
 
 from __future__ import annotations
 

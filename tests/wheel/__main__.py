@@ -1,9 +1,9 @@
 """Serves a group from the wheel, in fresh environments without a compiler: `python -m tests.wheel WHEEL`.
 
-One environment for Python 3.11 and one for 3.12, side by side, installed by docker/install-cpu.sh as an image is. In each,
-`vllm-rollout serve` makes a tiny model and answers POST /v1/rollouts. Python 3.12 is left out where there is none. Where
-no index has torch's CPU build for 3.12, the build for CUDA is taken, with stubs of CUDA's libraries (made with gcc, here).
-Exit status: 75 where packages cannot be fetched.
+One environment for Python 3.11 and one for 3.12, side by side, installed by docker/install-cpu.sh as an image is. In
+each, `vllm-rollout serve` makes a tiny model and answers POST /v1/rollouts. Python 3.12 is left out where there is
+none. If no index has torch's CPU build for 3.12, PyPI's build for CUDA is taken, with stubs of CUDA's libraries, which
+gcc makes outside the environment. Exit status: 75 where packages cannot be fetched.
 """
 
 from __future__ import annotations
