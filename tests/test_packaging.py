@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import vllm_rollout
 from tests.support.waiting import WAIT_S
 from vllm_rollout.extras import install_command
 from vllm_rollout.tracker.build_command import MIN_TORCH
@@ -161,3 +162,31 @@ def test_nothing_says_that_a_registry_has_this_package():
         for match in FROM_A_REGISTRY.finditer((ROOT / name).read_text())
     }  # fmt: skip
     assert found == set()
+
+
+def test_this_version_has_its_part_in_the_changelog():
+    parts = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert parts[0] == ("Unreleased", "")
+    assert parts[1][0] == vllm_rollout.__version__
+    assert all(date for _, date in parts[1:])
+
+
+def test_images_are_of_the_vllm_that_is_tested_most():
+    (tag,) = re.findall(r"^ARG VLLM_VERSION=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert tag.startswith(f"{PREFERRED_VLLM}.")
+    assert 'ENTRYPOINT ["vllm-rollout", "serve"]' in (ROOT / "Dockerfile").read_text()
+    assert "docker/install-cpu.sh" in (ROOT / "Dockerfile.cpu").read_text()
+
+
+def test_the_script_of_the_cpu_image_leaves_out_tools_only():
+    """Of the lock; what a server needs is installed. `tests.wheel` asks pip about the rest."""
+    (names,) = re.findall(r"^left_out='(.+)'$", (ROOT / "docker/install-cpu.sh").read_text(), re.MULTILINE)
+    (more,) = re.findall(r'^left_out="\$left_out\|(.+)"$', (ROOT / "docker/install-cpu.sh").read_text(), re.MULTILINE)
+    left_out = re.compile(f"({names}|{more})")
+    lock = [line.partition("==")[0] for line in (ROOT / "requirements/cpu.txt").read_text().splitlines()]
+    kept = {name.lower().replace("_", "-") for name in lock if name and not name.startswith("#")}
+    kept -= {name for name in kept if left_out.fullmatch(name)}
+    wanted = {name_of(r) for r in PROJECT["dependencies"]}
+    wanted |= {name_of(r) for extra in ("cpu", "models", "rewards") for r in PROJECT["optional-dependencies"][extra]}
+    assert wanted - kept == {"torch"}  # which the script installs first
+    assert not kept & {"pytest", "ruff", "mypy", "ray"}

@@ -27,8 +27,8 @@ from vllm_rollout.process import ServerError, ServerProcess, free_port
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "docker" / "install-cpu.sh"
-TOOLS = ("sh", "dirname", "env", "grep", "rm", "sed", "uname")
-"""All that stands on PATH beside the environment."""
+TOOLS = ("sh", "dirname", "env", "grep", "lscpu", "rm", "sed", "uname")
+"""All that stands on PATH beside the environment. vLLM's CPU worker calls lscpu."""
 COMPILERS = ("c++", "cc", "clang", "clang++", "g++", "gcc")
 CUDA_TORCH = "torch==2.13.0"
 CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-nvrtc==13.0.88")
