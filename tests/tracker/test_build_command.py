@@ -20,13 +20,13 @@ def test_a_checkout_is_built_where_it_lies():
 @pytest.mark.parametrize(
     ("direct_url", "origin"),
     [
-        (None, "vllm-rollout"),
+        (None, "CHECKOUT"),
         ({"url": "file:///home/me/vllm_rollout", "dir_info": {}}, "file:///home/me/vllm_rollout"),
         (
             {"url": "https://example.org/vllm_rollout", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
             "git+https://example.org/vllm_rollout@abc",
         ),
-        ({"url": "https://example.org/vllm_rollout.whl", "archive_info": {}}, "vllm-rollout"),
+        ({"url": "https://example.org/vllm_rollout.whl", "archive_info": {}}, "CHECKOUT"),
     ],
 )
 def test_what_pip_installed_is_built_anew_from_where_it_came(tmp_path, monkeypatch, direct_url, origin):

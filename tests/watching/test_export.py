@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.waiting import WAIT_S
 from vllm_rollout.cli import app as cli
+from vllm_rollout.extras import install_command
 from vllm_rollout.trace.rows import RewardRow, RolloutRow
 from vllm_rollout.watching import export
 from vllm_rollout.watching.scalars import add_rewards, scalars
@@ -192,7 +193,7 @@ def test_what_cannot_be_done_says_what_to_do(recording: Path, tmp_path: Path, mo
     assert run(recording, "--to", "trackio", "--output", "x")[0] == 2
     monkeypatch.setattr(export, "find_spec", lambda package: None)
     for target in ("tensorboard", "trackio"):
-        assert f"pip install 'vllm-rollout[{target}]'" in run(recording, "--to", target)[1]
+        assert install_command(target) in run(recording, "--to", target)[1]
     monkeypatch.setattr(export, "find_spec", lambda package: package)
     (tmp_path / "prompts.jsonl").write_text('{"prompt_id": "q", "lengths": [1]}\n{broken\n')
     for path, reason in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from vllm_rollout.on_cpu import WAIT_POLICY
+from vllm_rollout.on_cpu import COMPILE_NOTHING, WAIT_POLICY, compiler
 from vllm_rollout.process import runs_on_cpu
 
 
@@ -16,5 +16,7 @@ def choose_platform(arguments: Iterable[str]) -> None:
     """
     if runs_on_cpu():
         os.environ.setdefault(*WAIT_POLICY)
+        if compiler() is None:
+            os.environ.setdefault(*COMPILE_NOTHING)
     if any(argument.partition("=")[0].replace("_", "-") == "--rollout-emulate" for argument in arguments):
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"

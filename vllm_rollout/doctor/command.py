@@ -13,6 +13,7 @@ import typer
 from vllm_rollout import models
 from vllm_rollout.doctor.finding import Finding, Level
 from vllm_rollout.doctor.machine import (
+    check_compiler,
     check_gpu,
     check_memory,
     check_model,
@@ -34,7 +35,7 @@ from vllm_rollout.doctor.packages import (
     vllm_here,
 )
 from vllm_rollout.doctor.start import DEFAULT_PORT
-from vllm_rollout.on_cpu import available_memory, this_cpu
+from vllm_rollout.on_cpu import available_memory, compiler, this_cpu
 from vllm_rollout.process import runs_on_cpu
 
 MARKS: dict[Level, str] = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[bold red]problem[/]"}
@@ -89,7 +90,11 @@ def examine(port: int = DEFAULT_PORT) -> list[Finding]:
         *([check_imports(["torch", *beside])] if torch.level == "ok" else []),
         check_operators(Path(models.__file__).parent, shutil.which("c++") or shutil.which("g++")),
         *([check_gpu(listed_gpus(), on_cpu)] if vllm or vllm_cpu else []),
-        *([check_number_type(this_cpu()), check_memory(available_memory())] if on_cpu else []),
+        *(
+            [check_number_type(this_cpu()), check_memory(available_memory()), check_compiler(compiler())]
+            if on_cpu
+            else []
+        ),
         check_model(),
         check_temporary(),
         check_port(None, port),

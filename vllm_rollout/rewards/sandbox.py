@@ -131,7 +131,8 @@ class Bubblewrap:
             *("/usr/bin/prlimit", f"--nproc={bounds.max_processes}", f"--as={bounds.memory_bytes}"),
             *(f"--nofile={MAX_FILES}", f"--sigpending={MAX_SIGNALS}", f"--msgqueue={MAX_SIGNALS}", "--core=0"),
             *(("/usr/bin/setpriv", "--reuid", user, "--regid", user, *NO_PRIVILEGES) if os.getuid() == 0 else ()),
-            *("/usr/bin/python3" if is_usr else "/python/bin/python3", "-I"),
+            *(USR_PYTHON if is_usr else OTHER_PYTHON),
+            "-I",
         ]
 
 
@@ -145,6 +146,10 @@ LESS_DEVICES = (
     *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"),
     *("--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"),
 )
+# /usr/bin/python3 may be another version, or a link to /etc, which is not there.
+USR_PYTHON = (f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}",)
+# A Python that is linked as a library looks for it where it was installed.
+OTHER_PYTHON = ("/usr/bin/env", "LD_LIBRARY_PATH=/python/lib", "/python/bin/python3")
 PROBE = Path(__file__).with_name("probe.py")
 
 

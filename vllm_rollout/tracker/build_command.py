@@ -14,6 +14,8 @@ from pathlib import Path
 import vllm_rollout
 
 NAME = "vllm-rollout"
+SOURCES = "CHECKOUT"
+"""Stands for a folder with the sources of this version, which the reader has to have."""
 MIN_TORCH = (2, 10)
 """First torch that can build and load the operators; setup.py asks for the same one."""
 
@@ -25,17 +27,19 @@ def build_command() -> str:
     if (checkout / "setup.py").is_file():
         return f"{pip} -e {shlex.quote(str(checkout))}"
     # pip would find the same version there, or the same wheel in its cache.
-    return f"{pip} --force-reinstall --no-cache-dir --no-binary {NAME} {shlex.quote(_origin())}"
+    return f"{pip} --force-reinstall --no-cache-dir --no-binary {NAME} {shlex.quote(_origin() or SOURCES)}"
 
 
-def _origin() -> str:
-    """The source that pip was given: a folder, archive or repository, or a name of an index."""
+def _origin() -> str | None:
+    """The source that pip was given: a folder, an archive of sources or a repository. None for a wheel and for an index,
+    which have no sources to build from."""
     try:
         written = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:
         written = None
-    origin = json.loads(written) if written else {"url": NAME}
+    if not written:
+        return None
+    origin = json.loads(written)
     if "vcs_info" in origin:
         return f"{origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
-    # A wheel has no sources to build from.
-    return NAME if origin["url"].endswith(".whl") else origin["url"]
+    return None if origin["url"].endswith(".whl") else origin["url"]

@@ -20,6 +20,7 @@ import numpy as np
 import rich.progress
 from rich.console import Console
 
+from vllm_rollout.extras import install_command
 from vllm_rollout.trace.file import TraceRow, pieces, rows_in
 from vllm_rollout.trace.rows import RewardRow, RolloutRow
 from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, add_session_rewards
@@ -57,7 +58,7 @@ class Curves:
 def check_installed(package: str) -> None:
     """Raises: ValueError that says what to install."""
     if find_spec(package) is None:
-        raise ValueError(f"--to {package} needs a package that is missing. pip install 'vllm-rollout[{package}]'")
+        raise ValueError(f"--to {package} needs a package that is missing. Run {install_command(package)}.")
 
 
 def read_curves(path: Path, threshold: float) -> Curves:

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
+import torch._dynamo.config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import utils
@@ -24,7 +25,7 @@ from vllm_rollout.adapter.compat import check_vllm_version
 from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.models import resolve
-from vllm_rollout.on_cpu import BINDING, WAIT_POLICY, embedded_settings, this_cpu
+from vllm_rollout.on_cpu import BINDING, COMPILE_NOTHING, WAIT_POLICY, compiler, embedded_settings, this_cpu
 
 Args = TypeVar("Args", bound=EngineArgs)
 LOOKED_AT = frozenset(
@@ -61,6 +62,10 @@ def cpu_settings(settings: dict[str, Any], is_embedded: bool) -> dict[str, Any]:
     if num_workers == 1 and os.environ.get(BINDING, "nobind") == "nobind":
         ours["distributed_executor_backend"] = CPU_EXECUTOR_CLS
         os.environ.setdefault(*WAIT_POLICY)  # for the engine core, which is a new process
+    if compiler() is None:
+        ours["enforce_eager"] = True
+        os.environ.setdefault(*COMPILE_NOTHING)  # for a new process
+        torch._dynamo.config.disable = True  # for this one, and for its forks
     if is_embedded:
         ours |= embedded_settings(this_cpu(), os.environ)
         if settings.get("gpu_memory_utilization") is not None:

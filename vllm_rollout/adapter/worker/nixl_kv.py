@@ -38,6 +38,7 @@ from vllm_rollout.adapter.worker.kv_layers import (
     free_bytes,
     stamp_of,
 )
+from vllm_rollout.extras import install_command
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -101,7 +102,7 @@ class Agent:
         """Raises: TransferError when the package cannot be loaded."""
         new_agent = nixl_utils.NixlWrapper
         if new_agent is None:
-            raise TransferError("NIXL cannot be loaded. pip install 'vllm-rollout[nixl]'")
+            raise TransferError(f"NIXL cannot be loaded. Run {install_command('nixl')}.")
         bindings = importlib.import_module("._bindings", new_agent.__module__.rpartition(".")[0])
         kinds = [each for each in vars(bindings).values() if isinstance(each, type) and issubclass(each, Exception)]
         name = f"vllm-rollout-{uuid4().hex}"

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
-from vllm_rollout.on_cpu import BINDING, GIB, advice, embedded_settings, this_cpu
+from vllm_rollout.on_cpu import BINDING, GIB, NO_COMPILER, advice, compiler, embedded_settings, this_cpu
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -45,6 +45,9 @@ def switch_on(
         return
     if runs_in_core(args):
         args.distributed_executor_backend = CPU_EXECUTOR_CLS
+    if compiler() is None and "--no-enforce-eager" not in arguments:
+        args.enforce_eager = True
+        logger.warning("vllm_rollout: %s", NO_COMPILER)
     cpu = this_cpu()
     if not is_embedded:
         if said := advice(cpu, args.dtype, args.enforce_eager):

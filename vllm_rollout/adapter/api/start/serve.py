@@ -41,6 +41,7 @@ from vllm_rollout.config import (
     RECORD_MAX_MIB,
     TRAIN_BUDGET_S,
 )
+from vllm_rollout.extras import install_command
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.private_file import private_folder
 from vllm_rollout.profiling.profile_file import Profile
@@ -283,7 +284,7 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
     if args.enable_rollout_nixl and not args.enable_rollout_move_kv:
         parser.error("--enable-rollout-nixl moves KV cache between hosts. Leave out --no-enable-rollout-move-kv.")
     if args.enable_rollout_nixl and not is_nixl_available():
-        parser.error("--enable-rollout-nixl needs NIXL on every host: pip install 'vllm-rollout[nixl]'.")
+        parser.error(f"--enable-rollout-nixl needs NIXL on every host: {install_command('nixl')}.")
     if args.enable_rollout_drafts and args.speculative_config is not None:
         parser.error(
             f"--enable-rollout-drafts sets --speculative-config, which is {args.speculative_config!r} here: vLLM has "
@@ -316,7 +317,7 @@ def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
                 "none. Leave it out, or start the server where vLLM finds a GPU. docs/guides/deploy.md."
             )
         if find_spec("ray") is None:
-            parser.error(f"{flag} ray needs Ray on every host: pip install 'vllm-rollout[ray]'.")
+            parser.error(f"{flag} ray needs Ray on every host: {install_command('ray')}.")
 
 
 def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
