@@ -31,8 +31,10 @@ def build_command() -> str:
 
 
 def _origin() -> str | None:
-    """The source that pip was given: a folder, an archive of sources or a repository. None for a wheel and for an index,
-    which have no sources to build from."""
+    """The source that pip was given: a folder, an archive of sources or a repository.
+
+    None for a wheel and for an index, which have no sources to build from.
+    """
     try:
         written = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """When a group ends because it teaches (`"until": "variance"`): how long to go on, how many to launch, what comes back.
 
-A group teaches when its rewards are not all the same. What that rule does to a gradient is in docs/until.md.
+A group teaches when its rewards are not all the same. What that rule does to a gradient is in docs/development/log.md.
 
 Invariant: by `index`, what comes back is a function of the rewards in the order of launch: neither who ended first nor
 how many ran beside it changes it. Only where a candidate is void whose spare was stopped before, a new one comes.
@@ -224,7 +224,7 @@ def num_that_teach(rewards: Sequence[float | None], group_size: int) -> int | No
 def group_weight(group_size: int, num_graded: int) -> float:
     """What a group counts where each graded answer shall count the same: G / n.
 
-    It bounds the weight of prompts that rarely succeed (docs/until.md): 1 + ln(N / G) of GRPO's in place of N / G.
+    It bounds the weight of prompts that rarely succeed (docs/development/log.md): 1 + ln(N / G) of GRPO's in place of N / G.
     """
     return group_size / num_graded
 

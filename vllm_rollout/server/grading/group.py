@@ -204,7 +204,7 @@ class WholeGroup(GradedGroup):
 
 
 class TeachingGroup(GradedGroup):
-    """Goes on until its rewards differ (`until` "variance", docs/until.md)."""
+    """Goes on until its rewards differ (`until` "variance", docs/development/log.md)."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -26,7 +26,7 @@ logger = init_logger("vllm.vllm_rollout")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Parallelism",
-        description="How many devices a model is spread over, between rounds of runs (docs/rounds.md).",
+        description="How many devices a model is spread over, between rounds of runs (docs/guides/rounds.md).",
     )
     group.add_argument(
         "--rollout-parallelism",

@@ -49,7 +49,7 @@ LOOK_S = 0.2
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Judge", description="A model that grades, in an engine of its own beside this one. docs/rewards.md."
+        title="Judge", description="A model that grades, in an engine of its own beside this one. docs/guides/rewards.md."
     )
     group.add_argument(
         "--rollout-judge",
@@ -123,7 +123,7 @@ def _refuse_on_gpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -
             f"{actor:g} leaves free, got {share}. Say both, such as 0.3 and 0.6."
         )
     if args.rollout_judge_cores is not None:
-        parser.error("--rollout-judge-cores is for CPUs. docs/rewards.md has MPS, which divides a GPU.")
+        parser.error("--rollout-judge-cores is for CPUs. docs/guides/rewards.md has MPS, which divides a GPU.")
     if args.rollout_judge_offload is not None and args.rollout_judge_offload < 1:
         parser.error(f"--rollout-judge-offload must be at least 1, got {args.rollout_judge_offload}.")
 
