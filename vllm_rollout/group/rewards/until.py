@@ -224,7 +224,8 @@ def num_that_teach(rewards: Sequence[float | None], group_size: int) -> int | No
 def group_weight(group_size: int, num_graded: int) -> float:
     """What a group counts where each graded answer shall count the same: G / n.
 
-    It bounds the weight of prompts that rarely succeed (docs/development/log.md): 1 + ln(N / G) of GRPO's in place of N / G.
+    It bounds the weight of prompts that rarely succeed (docs/development/log.md): 1 + ln(N / G)
+    of GRPO's in place of N / G.
     """
     return group_size / num_graded
 

@@ -49,7 +49,7 @@ LOOK_S = 0.2
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Judge", description="A model that grades, in an engine of its own beside this one. docs/guides/rewards.md."
+        title="Judge", description="A model that grades, in a second engine. docs/guides/rewards.md."
     )
     group.add_argument(
         "--rollout-judge",
