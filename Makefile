@@ -56,7 +56,7 @@ help:
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
 	@echo "  make wheel       dist/vllm_rollout-*.whl, with the C++ operators, for Python 3.11 and newer"
 	@echo "  make models      fetch and convert the embedded model into ~/.cache/vllm_rollout (VLLM_ROLLOUT_CACHE)"
-	@echo "  make lint        ruff, mypy (pyproject.toml says of what), clang-format and hadolint, check only"
+	@echo "  make lint        ruff, mypy (pyproject.toml says of what), clang-format, hadolint, rules for sentences; check only"
 	@echo "  make format      let them rewrite"
 	@echo "  make census      lines, statements, imports, circles, twins: how much there is, and how it hangs together"
 	@echo "  make docs        the site of docs/ into site/, each link checked; its tools come into .venvs/docs"
@@ -165,6 +165,7 @@ lint: $(DEPENDENCIES)
 	ruff check .
 	ruff format --check .
 	mypy
+	$(PY) -m tests.test_english
 	$(if $(CXX_FILES),clang-format --dry-run --Werror $(CXX_FILES),@echo "csrc: no C++ files")
 	hadolint Dockerfile Dockerfile.cpu
 
