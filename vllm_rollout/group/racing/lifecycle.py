@@ -59,8 +59,8 @@ class Group:
     length_cap: int | None = None
     """Tokens at which a running candidate may be stopped. None until `group_size` valid candidates have finished.
 
-        The cap is `patience` times the longest of them. It limits length, not time, so that it also holds for candidates
-        that began late.
+    The cap is `patience` times the longest of them. It limits length, not time, so that it also holds for candidates
+    that began late.
     """
     assessments: dict[int, Assessment] = field(default_factory=dict)
     """Decisions on scored candidates, by index."""
