@@ -48,7 +48,7 @@ def listed(value: Any, where: str, most: int | None = None, length: int | None =
 
 
 def integer(value: Any, where: str, least: int = 0, most: int = MAX_COUNT) -> int:
-    """Raises: ValueError unless it is an integer in [least, most]; true and 1.0 are none."""
+    """Raises: ValueError unless it is an integer in [least, most]. True and 1.0 are not integers."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{where} must be an integer in [{least}, {most}], got {shown(value)}")
     return value

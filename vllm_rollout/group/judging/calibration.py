@@ -168,7 +168,7 @@ class Calibrator:
         self.num_changes += 1
         scale.num_scores += 1
         scale.num_new += 1
-        # The paper takes a head's logits as they are; it knows no scores without such a scale.
+        # The paper uses a head's logits unchanged, and has no scores without such a scale.
         keeps_scale = self._method == "paper" and self.signal == "head"
         if scale.is_due(self._num_recent) and not keeps_scale:
             self._follow(scale)

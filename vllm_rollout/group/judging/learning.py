@@ -106,7 +106,7 @@ class Learning:
         }
 
     def value(self, observation: Observation, survival_probability: float) -> Assessment:
-        """Assess a score without a decision. `survival_probability`: of earlier decisions."""
+        """Assess a score without a decision. `survival_probability`: probability that earlier decisions kept it."""
         scores = self._observe(observation)
         assessment = _kept(observation, "head", cold=True, survival_probability=survival_probability)
         signal = assessment.signal

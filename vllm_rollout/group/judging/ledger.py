@@ -175,7 +175,7 @@ class LedgerEntry:
         self.ledger = None
 
     def _count(self, *, remembered: bool = True) -> None:
-        assert self.ledger is not None  # who is not remembered is not counted
+        assert self.ledger is not None  # a forgotten entry is not counted
         counted = None
         if remembered and self.is_scored and self.reward is None and self.state in ("running", "finished"):
             own = () if self.assessment is None else (self.plan.detection_length,)

@@ -127,7 +127,7 @@ def length_trial_report(
 
 
 def chosen(plan: PruningPlan, recommended: int | None) -> PruningPlan:
-    """The plan that stands for `auto` now: the recommended length, or a trial while there is none.
+    """The plan that `auto` means now: the recommended length, or a trial while there is none.
 
     Audit groups still try all lengths, so that the recommendation can change later.
     """

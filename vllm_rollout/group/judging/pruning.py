@@ -167,7 +167,7 @@ class _Problem:
             return self.rule(far)
         strength = near
         for _ in range(MAX_ITERATIONS):
-            # regula falsi; halving the value of an end that stays (Illinois) keeps it from crawling
+            # regula falsi, with the value of an end that stays halved (Illinois) for faster convergence
             strength = (near * far_excess - far * near_excess) / (far_excess - near_excess)
             excess = self._excess(strength)
             if abs(excess) <= tolerance:
@@ -196,7 +196,7 @@ class _Problem:
             self._level = self._plan.keep_ratio - strength * self._plan.target_positive_ratio  # bias 0
             return 0.0
         reach = [strength * q for q, _ in points]
-        bottom, top = low - max(reach), high - min(reach)  # all p are `low`; all p are `high`
+        bottom, top = low - max(reach), high - min(reach)  # all p are `low`, or all are `high`
         level = min(top, max(bottom, self._level))
         tolerance = MASS_TOLERANCE * self._weight
         positives = 0.0

@@ -50,7 +50,9 @@ def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: st
 def _comb(lengths: Mapping[int, float], seed: int, group: str) -> list[int]:
     """A systematic sample: each index with exactly its length as probability."""
     order = sorted(lengths, key=lambda index: (chance(seed, group, index), index))
-    tooth = chance(seed, group, -1 - min(lengths))  # a draw of its own: the order must not tell where the comb falls
+    tooth = chance(
+        seed, group, -1 - min(lengths)
+    )  # a separate draw: the position of the comb must not depend on the order
     hit = []
     end = 0.0
     for index in order:

@@ -175,7 +175,7 @@ def log_survival(x: float) -> float:
     """Log of the probability that a standard normal variable is larger than x."""
     if x < 35:
         return math.log(0.5 * math.erfc(x / math.sqrt(2)))
-    # erfc underflows soon; the asymptotic series is exact to 1e-8 from here on
+    # erfc soon underflows, and the asymptotic series is exact to 1e-8 from here on
     return -(x**2) / 2 - math.log(x * math.sqrt(2 * math.pi)) + math.log1p(-1 / x**2 + 3 / x**4)
 
 

@@ -273,7 +273,7 @@ def _time_of_budget(
     if cost.max_num_seqs is None:
         # All run at once: each length of a sample stands for several candidates.
         return time_of(most, _several_at_once(cost, num_candidates / most))
-    # The engine is full: what waits adds its share of the time.
+    # The engine is full: each waiting candidate adds its share of the time.
     per_candidate = (time_of(most) - time_of(most // 2)) / (most - most // 2)
     return time_of(most) + (num_candidates - most) * per_candidate
 

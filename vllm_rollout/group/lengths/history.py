@@ -6,7 +6,7 @@ those of all lengths, within and between prompts. Censored lengths count as `gro
 Averages are exponential. The newest of n groups weighs more while n is small, so that weights always sum to 1.
 
 Invariant: a history depends only on the observed groups and their order, and is always finite. A restored history goes
-on as the saved one, except that its trust starts anew.
+on as the saved one, except that its trust starts again.
 
 Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
 """
@@ -197,7 +197,7 @@ class LengthHistory:
             history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], where)
         known = history._dataset.num_groups if history._dataset else 0
         needed = sum(num_groups for num_groups, *_ in history._prompts.values())
-        if needed > known != MAX_COUNT:  # beyond, nobody counts any more
+        if needed > known != MAX_COUNT:  # counts end at MAX_COUNT
             raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
         where = "log_lengths of a length history"
         squares, freedom = (number(x, where, 0, MAX_VARIANCE) for x in listed(state["log_lengths"], where, length=2))

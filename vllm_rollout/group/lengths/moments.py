@@ -93,7 +93,7 @@ LATE_SHARE = 0.05
 def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
     """Output tokens still expected of a running candidate that has `num_tokens`.
 
-    lengths: of its prompt, or else of the data set. None: nothing was observed.
+    lengths: moments of its prompt, or else of the data set. None: nothing was observed.
     """
     if lengths is None:
         remaining = float(num_tokens)

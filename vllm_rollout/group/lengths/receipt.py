@@ -104,7 +104,7 @@ class Receipt:
     """Predicted: tokens that stopped candidates would still have generated."""
     postponed_tokens: int | None = None
     """Part of `saved_tokens` that deferred candidates account for: a later round generates these, or the prompt
-    anew."""
+    again."""
     num_checked: int = 0
     """Number of candidates whose prediction could be compared with the truth."""
     checked_tokens: int = 0
@@ -379,7 +379,7 @@ def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengt
             running.append(_Running(its.group, its.num, now, most - now, lengths.survival(its.group, its.num_tokens)))
     furthest = max((its.most for its in running), default=0.0)
     steps = [furthest * (i / NUM_POINTS) ** 3 for i in range(NUM_POINTS + 1)]
-    late = [0.0]  # the chance that somebody runs yet; going back from the end, where all are at their caps
+    late = [0.0]  # probability that a candidate still runs, from the end backwards: there all are at their caps
     for step in reversed(steps):
         over = 1.0
         for each in running if late[-1] < 1 - NEGLIGIBLE else ():

@@ -126,7 +126,7 @@ def allocate_batch(
     """Choose the budget and the shares of one batch. Every prompt gets from `group_size` to twice that.
 
     Args:
-        max_candidates: of one prompt (the engine's `max_num_seqs`). At least `group_size`, which `make_plan` checks.
+        max_candidates: most candidates of a prompt (the engine's `max_num_seqs`), at least `group_size`.
         race: the plan of a prompt at its upper bound. None: the budget is not simulated (`played_budget.py`).
         num_places: candidates that run at once. None: all of them.
     """

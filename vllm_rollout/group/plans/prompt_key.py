@@ -50,7 +50,7 @@ def digest_of(token_ids: Sequence[int]) -> str:
 def key_of_content(content: str) -> str:
     """The name, over all groups, of a prompt with this content name. Empty for a prompt without token ids.
 
-    Prompts without token ids cannot be told apart. If the prompt has images or other parts, these are part of its name.
+    They cannot be distinguished. If the prompt has images or other parts, these are part of its name.
     """
     tokens, _, rest = content.partition("/")
     if tokens == digest_of(()) or len(tokens) != len(digest_of(())):

@@ -290,7 +290,7 @@ class Group:
         return self.terms.group_size - self._num_holders
 
     def _give_up_without_place(self) -> Settlement:
-        """Stop the candidates of an audit group that found no place. Those that have already ended become surplus."""
+        """Stop the candidates of an audit group that found no place. Ended ones become surplus as well."""
         if not self._without_place:
             return NOTHING
         without, self._without_place = [(i, self._candidates[i]) for i in self._without_place], []

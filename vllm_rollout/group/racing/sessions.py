@@ -249,7 +249,7 @@ class SessionRace:
         if self.is_over or session.is_void or self._group.state(session.index) != "finished":
             return
         if void or (self.until is not None and reward is None):
-            self._withdraw(session)  # a limit ended it, and it is worth nothing; or rewards decide, and it has none
+            self._withdraw(session)  # void though a limit ended it, or without a reward though rewards decide
         elif self._rewards is not None and reward is not None:
             self._rewards.graded(session.index, reward)
 

@@ -1,7 +1,6 @@
 """Rules for groups that run until their rewards differ (`"until": "variance"`): when to stop, launch and return.
 
-A group teaches when its rewards are not all the same. docs/guides/rewards.md describes the effect of the rule on a
-gradient.
+A group teaches when its rewards are not all the same.
 
 Invariant: in order `index`, the returned trajectories are a function of the rewards in the order of launch. The order
 of endings and the number of candidates beside them do not change the result. One exception: if a candidate is void
@@ -228,8 +227,7 @@ def num_that_teach(rewards: Sequence[float | None], group_size: int) -> int | No
 def group_weight(group_size: int, num_graded: int) -> float:
     """Weight of a group if each graded answer shall have the same weight: G / n.
 
-    It bounds the weight of prompts that rarely succeed: 1 + ln(N / G) times that of GRPO instead of N / G
-    (docs/guides/rewards.md).
+    It bounds the weight of prompts that rarely succeed: 1 + ln(N / G) times that of GRPO instead of N / G.
     """
     return group_size / num_graded
 

@@ -249,8 +249,8 @@ class GroupSteps:
         """Decide on everything since the last call.
 
         Args:
-            due: observations of candidates that reached their detection length in this step. Those of ended candidates
-                are ignored.
+            due: observations of candidates that reached their detection length in this step. For ended candidates
+                they are ignored.
             num_tokens: output tokens of a candidate that has not ended by itself.
             now_s: time for groups that wait for siblings, in seconds. Without it they may wait for ever.
         """
