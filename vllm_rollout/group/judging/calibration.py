@@ -50,7 +50,7 @@ RECENT_SCORES = 1024
 Small enough to follow a head in training. The ratio's own error is below 2 %.
 """
 MIN_RECENT_LABELS = 8
-"""Labels of each kind in the window with which labels that have left it still count."""
+"""Fewest labels of each kind in the window for which labels that have left it still count."""
 
 WEIGHT_STEP = 2.0**-16
 """Unit of weights. Sums of integers are exact, so that the removal of a label undoes its addition."""

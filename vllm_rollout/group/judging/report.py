@@ -120,7 +120,6 @@ class HeadInfo:
 
 
 def signal_report(predictions: Sequence[Prediction]) -> SignalReport:
-    """All measures of one signal."""
     num_positive = sum(prediction.positive for prediction in predictions)
     return SignalReport(
         num_positive=num_positive,

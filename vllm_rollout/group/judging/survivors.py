@@ -50,9 +50,7 @@ def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: st
 def _comb(lengths: Mapping[int, float], seed: int, group: str) -> list[int]:
     """A systematic sample: each index with exactly its length as probability."""
     order = sorted(lengths, key=lambda index: (chance(seed, group, index), index))
-    tooth = chance(
-        seed, group, -1 - min(lengths)
-    )  # a separate draw: the position of the comb must not depend on the order
+    tooth = chance(seed, group, -1 - min(lengths))  # a separate draw: the order must not determine it
     hit = []
     end = 0.0
     for index in order:

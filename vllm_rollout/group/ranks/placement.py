@@ -88,7 +88,6 @@ class Placement:
 
     @property
     def loads(self) -> list[float]:
-        """The load of each rank."""
         weighed = [work.cost(self.token_cost) for work in self._work]
         num_predicted = sum(work.num_predicted for work in self._work)
         average = sum(weighed) / num_predicted if num_predicted else 1
