@@ -31,7 +31,7 @@ REPORT_WINDOW = 4096
 """Newest rewarded candidates, and verdicts, in a report."""
 
 POPULATION_WINDOW = 1024
-"""Newest rewarded candidates in the population of the gradient rule. Takes a millisecond after new rewards."""
+"""Newest rewarded candidates in the population of the gradient rule. New rewards cost a millisecond."""
 
 Solution = TypeVar("Solution")
 
@@ -44,7 +44,7 @@ class Siblings:
     group: str
     """Random draws depend on (seed, group, index)."""
     at_least: int
-    """Candidates judged now of which at least so many are kept."""
+    """Smallest number of the candidates judged now that must be kept."""
     earlier: Mapping[int, Assessment] = field(default_factory=dict)
     """Assessments of earlier siblings, by index."""
     num_to_come: int = 0

@@ -30,7 +30,7 @@ length                 a turn was cut at its own max_tokens
 max_turns, max_tokens  it reached a limit of the group
 idle                   it was silent for too long
 score                  its score stopped it
-race                   enough siblings had finished
+race                   its siblings decided the group without it
 cancel                 the group was cancelled
 """
 TRUNCATED_BY: frozenset[EndedBy] = frozenset({"length", "max_turns", "max_tokens"})
