@@ -124,7 +124,7 @@ class RaceTable:
         return lost, cancelled
 
     def widen(self, race_id: str, num_wanted: int | None) -> None:
-        """Set the number of complete groups that the race needs, after winners were filtered. Groups that were cut stay cut."""
+        """Set the number of complete groups that the race needs, after winners were filtered. Cut groups stay cut."""
         race = self._open(race_id, num_wanted)
         race.num_wanted, race.is_cut_elsewhere = num_wanted, False
 
