@@ -1,7 +1,7 @@
-"""Fields of a saved state, checked one by one.
+"""Checks of the fields of a saved state, one by one.
 
-Invariant: what was never saved is a ValueError that names the field, the value and what is allowed; nothing else is
-raised, whatever a client has made up.
+Invariant: a value that cannot have been saved raises a ValueError with the field, the value and the allowed range. No
+other exception is raised, whatever a client has made up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SHOWN = 160
 
 
 def shown(value: Any) -> str:
-    """A value as an error may show it: short, whatever it is."""
+    """A value for an error message, at most `MAX_SHOWN` characters long."""
     try:
         return f"{_REPR.repr(value):.{MAX_SHOWN}}"
     except ValueError:  # an integer of thousands of digits
@@ -48,7 +48,7 @@ def listed(value: Any, where: str, most: int | None = None, length: int | None =
 
 
 def integer(value: Any, where: str, least: int = 0, most: int = MAX_COUNT) -> int:
-    """Raises: ValueError unless it is an integer in [least, most]; true and 1.0 are none."""
+    """Raises: ValueError unless it is an integer in [least, most]. True and 1.0 are not integers."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{where} must be an integer in [{least}, {most}], got {shown(value)}")
     return value
@@ -77,7 +77,7 @@ def text(value: Any, where: str, most: int) -> str:
 
 
 def is_writable(value: str) -> bool:
-    """Half of a surrogate pair is no character: it would come in by JSON and could not leave again."""
+    """True if the text can be written as UTF-8. Half of a surrogate pair, which JSON may contain, cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,19 +1,20 @@
-"""Draft or not, and how much: by what a step with drafts costs here, and by how many of them are accepted.
+"""Decides how many drafts a step verifies, from the measured cost of drafts and the share of drafts that are accepted.
 
-A step of n rows with k drafts makes n tokens and, of each draft, as much as it is likely to be accepted. It takes
+A step of n rows with k drafts makes n tokens, plus the accepted drafts. It takes
 
     1 + fixed + slope * k / n
 
-times as long as one without: `slope` is near 0 where the device waits for its memory, and 1 or more where it computes.
-Drafts are taken in the order of their probability for as long as tokens per second grow. Both numbers are learned, for
-each size of the batch, from steps with drafts and from a few without. How likely a draft is to be accepted together
-with all before it is estimated elsewhere; here estimates, in bins, are held against what became of them.
+times as long as a step without drafts. `slope` is near 0 where memory bounds the device, and 1 or more where
+computation does. Drafts are taken in the order of their probability for as long as tokens per second grow. `fixed` and
+`slope` are fitted, for each size of the batch, to steps with drafts and to a few without. The caller estimates how
+likely a draft is accepted, together with all drafts before it. Here these estimates, in bins, are corrected by the
+measured shares.
 
-Invariant: values in, values out; seconds are an argument. Where drafts do not pay, one step in `TRIAL_INTERVAL_STEPS`
-tries a few, and all trials together take `MAX_TRIAL_SHARE` of the time, so that what is lost there is bounded.
+Invariant: values in, values out. Seconds are an argument. If drafts do not pay, one step in `TRIAL_INTERVAL_STEPS`
+tries a few. All trials together take `MAX_TRIAL_SHARE` of the time, so that their loss is bounded.
 
-Source: verification as in speculative sampling (Chen et al. 2023); drafts from siblings, Seer (2511.14617), SRT
-(2601.09083); more where the batch is small, DAS (2511.13841).
+Source: verification as in speculative sampling (Chen et al. 2023). Drafts from siblings: Seer (2511.14617), SRT
+(2601.09083). More drafts in small batches: DAS (2511.13841).
 """
 
 from __future__ import annotations
@@ -26,71 +27,73 @@ from operator import add
 from typing import NamedTuple
 
 MAX_DRAFT_TOKENS = 12
-"""The most that one row gets in one step."""
+"""Most drafts of one row in one step."""
 PLAIN_INTERVAL_STEPS = 32
-"""Where drafts pay, one step in so many goes without, since what they bring is measured against that."""
+"""If drafts pay, one step in so many runs without drafts, as the base of the measurement."""
 TRIAL_INTERVAL_STEPS = 128
-"""Where they do not pay, one step in so many tries them."""
+"""If drafts do not pay, one step in so many tries drafts."""
 NUM_FIRST_PLAIN = 2
-"""Steps without drafts before the first one with them, at each size of the batch."""
+"""Steps without drafts before the first step with drafts, at each size of the batch."""
 NUM_FIRST_TRIALS = 4
-"""Trials in a row at a size of the batch of which nothing is known."""
+"""Consecutive trials at a size of the batch without measurements."""
 NUM_EMPTY = 8
-"""Steps in a row whose drafts were not worth it, after which one in so many looks for some."""
+"""Consecutive steps without drafts worth verifying, after which only one step in so many searches for drafts."""
 MAX_TRIAL_SHARE = 1 / 128
-"""While trials have lost more of all seconds, at every size of the batch, none is made."""
+"""No trial is made while trials have lost more than this share of all seconds, over all sizes of the batch."""
 TRIAL_WORTH = 0.5
-"""A trial loses what it takes beyond a step without drafts, less this much of what its drafts are expected to bring:
-a round waits for its last candidate, whose drafts they may not be."""
+"""Share of a trial's expected tokens that reduces its loss, the time beyond a step without drafts.
+
+Below 1, since a round waits for its last candidate, and the drafts may be another candidate's.
+"""
 TRIAL_RATIO, LARGEST_TRIAL_RATIO = 0.25, 4.0
-"""Drafts of a trial, for each row: more of them after one that cost next to nothing."""
+"""Smallest and largest number of drafts of a trial, per row. It grows after cheap trials."""
 CHEAP = 0.1
-"""What a step with drafts takes longer, at most, to be that: as a part of one without."""
+"""Largest extra time of a cheap trial, as a share of a step without drafts."""
 FIRST_FIXED, FIRST_SLOPE = 0.1, 1.0
-"""What is believed before anything was seen: a draft costs what a row does, so that none pays."""
+"""Costs before any measurement: a draft costs as much as a row, so that no draft pays."""
 FORGETTING = 0.97
-"""What a step counts when the next one has come."""
+"""Factor by which the weight of each measurement falls with the next one."""
 PRIOR_STEPS = 2.0
-"""What was believed before counts like so many steps."""
+"""Weight of the prior costs, in steps."""
 MARGIN = 1.02
-"""Tokens per second must grow by this much."""
+"""Smallest factor by which tokens per second must grow."""
 NUM_BINS = 20
-"""Estimates are told apart by this much: bin b has those from b / NUM_BINS on."""
+"""Number of bins of estimates: bin b holds estimates from b / NUM_BINS on."""
 PRIOR_DRAFTS = 4.0
-"""The estimate itself counts in its bin like so many drafts."""
+"""Weight of the estimate itself in its bin, in drafts."""
 
 
 @dataclass(slots=True)
 class BatchCost:
-    """What steps of about one size of the batch cost."""
+    """Cost of steps of about one size of the batch."""
 
     fixed: float = FIRST_FIXED
     slope: float = FIRST_SLOPE
     plain_s: float | None = None
-    """A step without drafts; None before one was seen."""
+    """Duration of a step without drafts, in seconds. None before the first one."""
     num_plain: int = 0
     num_trials: int = 0
     since_plain: int = 0
     since_drafts: int = 0
     trial_ratio: float = TRIAL_RATIO
     trial_tokens: float | None = None
-    """What the drafts of a trial that has not been timed are expected to bring, per row; None: there is no such."""
+    """Expected accepted drafts per row of a trial that has not been timed. None: there is no such trial."""
     num_empty: int = 0
-    """Steps in a row whose drafts were not worth it."""
+    """Consecutive steps without drafts worth verifying."""
     prior: tuple[float, float] = (FIRST_FIXED, FIRST_SLOPE)
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Sums of weights, x, y, xx, xy; x is drafts per row, y the time beyond that of a plain step, as a part of it."""
+    """Weighted sums of 1, x, y, xx, xy. x: drafts per row. y: extra time, as a share of a step without drafts."""
 
     @property
     def is_trial_due(self) -> bool:
         return self.num_trials < NUM_FIRST_TRIALS or self.since_drafts >= TRIAL_INTERVAL_STEPS
 
     def ratio(self, drafts_per_row: float) -> float:
-        """How much longer a step takes, as a factor."""
+        """Duration of a step with so many drafts per row, as a multiple of a step without drafts."""
         return 1 + self.fixed + self.slope * drafts_per_row if drafts_per_row else 1.0
 
     def took(self, drafts_per_row: float, seconds: float) -> float:
-        """A step took so long. Returns: the seconds that were lost, if it was a trial."""
+        """Record the duration of a step. Returns the seconds that it lost, if it was a trial."""
         if not drafts_per_row:
             self.since_plain = 0
             weight = max(0.2, 1 / (self.num_plain + 1))
@@ -110,7 +113,7 @@ class BatchCost:
         return 0.0 if tokens is None else self.plain_s * max(0.0, beyond - TRIAL_WORTH * tokens)
 
     def _fit(self) -> None:
-        """Least squares, drawn towards what was believed before; neither number is below 0."""
+        """Fit both costs by least squares, with the prior. Neither falls below 0."""
         fixed, slope = self.prior
         weight, x, y, xx, xy = self.sums
         weight, xx = weight + PRIOR_STEPS, xx + PRIOR_STEPS * TRIAL_RATIO**2
@@ -120,12 +123,12 @@ class BatchCost:
 
 
 def increasing(sums: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Means that never decrease: neighbours that would are given their common one.
+    """Means that never decrease: adjacent means that would decrease are replaced by their common mean.
 
     Source: isotonic regression by pooling adjacent violators (Ayer et al. 1955).
     """
     pools: list[tuple[float, float, int]] = []
-    """Sum, weight and number of members."""
+    """Sum, weight and number of members of each pool."""
     for new in zip(sums, weights, repeat(1), strict=False):
         while pools and pools[-1][0] * new[1] >= new[0] * pools[-1][1]:
             new = tuple(map(add, pools.pop(), new))
@@ -134,12 +137,12 @@ def increasing(sums: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 def bin_of(probability: float) -> int:
-    """Where an estimate is counted."""
+    """Bin of an estimated probability."""
     return min(NUM_BINS - 1, int(probability * NUM_BINS))
 
 
 def least_worthy(drafts: Sequence[float], accepted: Sequence[float], longer: Callable[[float], float]) -> int:
-    """The bin from which on drafts are verified: tokens per second grow most; NUM_BINS where they do not by `MARGIN`.
+    """Lowest bin whose drafts are verified, for the most tokens per second. NUM_BINS if these do not grow by `MARGIN`.
 
     `drafts` and `accepted`: of a row, by bin. `longer`: the factor by which so many drafts per row lengthen a step.
     """
@@ -153,15 +156,15 @@ def least_worthy(drafts: Sequence[float], accepted: Sequence[float], longer: Cal
 
 
 class Choice(NamedTuple):
-    """Which drafts to verify."""
+    """The drafts to verify in one step."""
 
     least_bin: int
-    """Those of this bin and above."""
+    """Lowest bin whose drafts are verified."""
     most: int
-    """But no more than so many in all."""
+    """Most drafts of all rows together."""
 
     def lengths(self, rows: Iterable[Sequence[int]]) -> list[int]:
-        """How many drafts of each row; `rows`: their bins, the likeliest first."""
+        """Number of drafts to verify, by row. `rows`: bins of each row's drafts, the likeliest first."""
         lengths, left = [], self.most
         for bins in rows:
             lengths.append(min(left, sum(bin >= self.least_bin for bin in bins)))
@@ -170,19 +173,20 @@ class Choice(NamedTuple):
 
 
 class DraftingRule:
-    """Decides for one engine core, step by step: `longest`, `choose`, and what came of it."""
+    """Decides for one engine core, step by step: `longest`, then `choose`, then `verified` and `took` with the
+    results."""
 
     def __init__(self) -> None:
         self._costs: dict[int, BatchCost] = {}
-        """By half octaves of the batch size."""
+        """Costs by half octaves of the batch size."""
         self._drafted = [PRIOR_DRAFTS] * NUM_BINS
         self._accepted = [PRIOR_DRAFTS * (bin + 0.5) / NUM_BINS for bin in range(NUM_BINS)]
         self._ratios = increasing(self._accepted, self._drafted)
         self._seconds = self._lost_s = 0.0
-        """What all steps took, and what trials have lost of it."""
+        """Seconds of all steps, and the seconds that trials lost."""
 
     def longest(self, num_rows: int) -> int:
-        """How many drafts of a row are worth looking for in a step of so many rows; 0: none."""
+        """Most drafts of a row worth a search, in a step of `num_rows` rows. 0: none."""
         cost = self._cost(num_rows)
         cost.since_plain += 1
         cost.since_drafts += 1
@@ -193,7 +197,7 @@ class DraftingRule:
         return 0
 
     def choose(self, num_rows: int, num_drafts: Sequence[int]) -> Choice:
-        """Which drafts to verify. `num_drafts`: how many there are of all rows, by bin of their estimate."""
+        """Choose the drafts to verify. `num_drafts`: number of drafts of all rows, by bin of their estimate."""
         cost = self._cost(num_rows)
         drafts = [num / num_rows for num in num_drafts]
         accepted = [num * self.accepted_ratio(bin) for bin, num in enumerate(drafts)]
@@ -214,18 +218,18 @@ class DraftingRule:
         return choice
 
     def verified(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """So many drafts of each bin were verified, and so many of them accepted."""
+        """Record the number of verified and of accepted drafts, by bin."""
         for bin, (drafted, accepted) in enumerate(zip(num_drafts, num_accepted, strict=True)):
             self._drafted[bin] += drafted
             self._accepted[bin] += accepted
         self._ratios = increasing(self._accepted, self._drafted)
 
     def accepted_ratio(self, bin: int) -> float:
-        """How many drafts with such an estimate are accepted: no fewer than with a lower one."""
+        """Share of the drafts of a bin that are accepted. It never falls from one bin to the next."""
         return self._ratios[bin]
 
     def took(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A step that only decoded so many rows, with so many drafts in all, took so long."""
+        """Record the duration of a step that only decoded, with its rows and its drafts in all."""
         self._seconds += seconds
         self._lost_s += self._cost(num_rows).took(num_drafts / num_rows, seconds)
 

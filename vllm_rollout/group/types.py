@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred", "failed"]
-"""`running` is the only state that can change; the others are end states."""
+"""`running` is the only state that can change. The others are end states."""
 
 StopState = Literal["pruned", "surplus", "deferred"]
-"""End states of candidates that were stopped: by their score, because enough siblings finished, because nobody wants
-the rest of the group now. Only the last is no verdict on the candidate."""
+"""End states of stopped candidates. `pruned`: stopped by its score. `surplus`: enough siblings finished. `deferred`:
+the rest of the group is not wanted now, which is no verdict on the candidate."""
 STOP_STATES: tuple[StopState, ...] = get_args(StopState)
 
 EndReason = Literal["stop", "length", "failed"]
-"""Why a candidate ended without a verdict: by itself, cut at `max_tokens`, or lost (error, client abort)."""
+"""Cause of an end without a verdict: ended by itself, cut at `max_tokens`, or lost (error, client abort)."""
 
 GroupStatus = Literal["complete", "incomplete", "deferred"]
-"""`deferred`: it is not wanted now, whatever it had become."""
+"""`deferred`: the group is not wanted now, whether it was complete or not."""
 
 
 class CandidateId(NamedTuple):
@@ -26,132 +26,132 @@ class CandidateId(NamedTuple):
 
 
 WHOLE = 0
-"""What stands in place of a detection length for the whole trajectory, scored where it ended (ARRoL section 4.4)."""
+"""Value in place of a detection length: the whole trajectory, scored at its end (ARRoL section 4.4)."""
 
 BASE_MODEL = ""
-"""What stands in place of an adapter's name for the base model."""
+"""Value in place of an adapter's name: the base model."""
 
 
 class HeadKey(NamedTuple):
-    """What a quality head, and the calibration of its scores, is for."""
+    """Key of a quality head, and of the calibration of its scores."""
 
     detection_length: int
     adapter: str = BASE_MODEL
-    """The LoRA adapter, by the name that it is served under; `BASE_MODEL`: none."""
+    """Name under which the LoRA adapter is served. `BASE_MODEL`: no adapter."""
 
 
 Signal = Literal["head", "confidence"]
-"""What a candidate is judged by: the quality head's logit, or its trace confidence (DeepConf)."""
+"""Signal that candidates are judged by: the quality head's logit, or trace confidence (DeepConf)."""
 
 
 class Confidence(NamedTuple):
-    """Trace confidence of a candidate's first `detection_length` tokens, in nats (DeepConf; ARRoL section 3)."""
+    """Trace confidence of a candidate's first `detection_length` tokens, in nats (DeepConf, ARRoL section 3)."""
 
     mean: float
     lowest_window: float
-    """The lowest mean of any window of consecutive tokens."""
+    """The lowest mean over any window of consecutive tokens, in nats."""
     bottom_windows: float
-    """The mean of the lowest tenth of the windows."""
+    """The mean over the lowest tenth of the windows, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the worker saw of a candidate in the step that produced token `detection_length`, or its last one."""
+    """Measurement of a candidate in the step that produced token `detection_length`, or its last token."""
 
     confidence: Confidence
     logit: float | None = None
-    """The quality head's output; None while the head is untrained."""
+    """Output of the quality head. None while the head is untrained."""
     head_version: int = 0
-    """0: untrained."""
+    """Version of the quality head. 0: untrained."""
     detection_length: int | None = None
-    """The output tokens after which it was seen, or `WHOLE`; None: those of its plan."""
+    """Output tokens at the measurement, or `WHOLE`. None: the plan's `detection_length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What was decided about a scored candidate, and why."""
+    """Decision on a scored candidate, with the numbers behind it."""
 
     signal: Signal
-    """The signal that was used: `confidence` also stands in for a head that knows too little."""
+    """Signal that was used. `confidence` also replaces a head with too few labels."""
     score: float
     """The head's logit, or the confidence (`bottom_windows`)."""
     success_probability: float | None
-    """The calibrated score; None during a cold start, or when no score was a number."""
+    """The calibrated score. None during a cold start, or when no score was a number."""
     survival_probability: float
-    """Probability with which the candidate was kept, given what was known of its group; 1 during a cold start."""
+    """Probability with which the candidate was kept, given the state of its group. 1 during a cold start."""
     keep: bool
-    """False: pruned, or in shadow mode would have been."""
+    """False: pruned, or in shadow mode marked as prunable."""
     head_version: int
     confidence: Confidence
     cold: bool = False
-    """There were too few labels to prune by."""
+    """True if there were too few labels to prune by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one candidate ended, as the engine saw it."""
+    """The end of one candidate, as the engine recorded it."""
 
     index: int
     state: CandidateState
     num_tokens: int
     truncated: bool = False
-    """Cut at `max_tokens` (finish reason `length` or `repetition`) instead of ended by itself."""
+    """True if cut at `max_tokens` (finish reason `length` or `repetition`), False if ended by itself."""
     end_step: int = 0
-    """The group's step in which it ended: the order of finishing."""
+    """The group's step in which it ended. Orders candidates by their ends."""
     ended_by_itself: bool = False
-    """Its length is exact: also when it is surplus, because its ending came too late to count (a lost tie)."""
+    """True if its length is exact. Also true for a surplus candidate that ended too late to count (a lost tie)."""
     num_resumed: int = 0
-    """Those of its tokens that it had from an earlier round."""
+    """Number of its tokens that come from an earlier round."""
     num_preemptions: int = 0
-    """How often it had to give its KV cache to others and wait."""
+    """Number of times that it lost its KV cache and waited."""
 
     @property
     def valid(self) -> bool:
-        """Ended by itself: usable without reservation."""
+        """True if it ended by itself: usable without reservation."""
         return self.state == "finished" and not self.truncated
 
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What a group that is over gives back."""
+    """Result of a group that is over."""
 
     status: GroupStatus
     reason: str | None
-    """Why the group is incomplete; None when it is complete."""
+    """Reason why the group is not complete. None when it is complete."""
     selected: tuple[int, ...]
-    """Indices of the returned trajectories, ascending; exactly `group_size` of them when complete."""
+    """Indices of the returned trajectories, ascending. Exactly `group_size` of them when complete."""
     endings: tuple[Ending, ...]
-    """Every candidate, ascending by index."""
+    """Endings of all candidates, ascending by index."""
 
     @property
     def generated_tokens(self) -> int:
-        """Output tokens of all candidates, those from earlier rounds left out."""
+        """Output tokens of all candidates, without those from earlier rounds."""
         return sum(ending.num_tokens - ending.num_resumed for ending in self.endings)
 
     @property
     def resumed_tokens(self) -> int:
-        """Output tokens from earlier rounds."""
+        """Output tokens of all candidates that come from earlier rounds."""
         return sum(ending.num_resumed for ending in self.endings)
 
     @property
     def returned_tokens(self) -> int:
-        """Those of the returned trajectories."""
+        """Output tokens of the returned trajectories."""
         selected = set(self.selected)
         return sum(ending.num_tokens for ending in self.endings if ending.index in selected)
 
     @property
     def wasted_tokens(self) -> int:
-        """generated + resumed = returned + wasted."""
+        """Output tokens that are not returned: generated + resumed - returned."""
         return self.generated_tokens + self.resumed_tokens - self.returned_tokens
 
 
 class HeldGroups(NamedTuple):
-    """Groups that an engine has not forgotten."""
+    """Groups that an engine remembers, by state."""
 
     num_running: int
-    """Some candidate runs or waits to run."""
+    """Groups in which a candidate runs or waits to run."""
     num_idle: int
-    """Nothing runs: single requests that make up a group, of which some have not come."""
+    """Groups without a running candidate that wait for siblings, which come as single requests."""
     num_races: int = 0
     """Rounds whose groups race each other."""
     num_unmet: int = 0

@@ -1,1 +1,2 @@
-"""Scores and rewards -> who is worth going on. Runs in the engine core; reports and votes in the API process."""
+"""Decides by scores and rewards which candidates go on. Runs in the engine core. Reports and votes run in the API
+process."""

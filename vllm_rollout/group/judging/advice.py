@@ -1,19 +1,21 @@
-"""Is pruning worth it here, beside groups of only as many candidates as it keeps?
+"""Compares pruning with smaller groups without pruning, by signal to noise of the gradient per generated token.
 
-Both give a trainer groups of the same size. What differs is the signal to noise of GRPO's gradient, squared mean over
-variance of a group's estimate, and the tokens that were generated for it. A group whose n rewards have the mean rho
-contributes sqrt(rho (1 - rho)) along the gradient, with noise of 1 / n; unless all its rewards are alike, when it
-contributes neither. So a token buys
+Both give a trainer groups of the same size. They differ in the signal to noise of GRPO's gradient (squared mean over
+variance of a group's estimate), and in the generated tokens. A group whose n rewards have the mean rho contributes
+sqrt(rho (1 - rho)) along the gradient, with noise of 1 / n. If all its rewards are equal, it contributes neither. So
+the value of a token is
 
     E[sqrt(rho (1 - rho))]^2 / (E[1 / n; rewards differ] E[tokens]) .
 
-Survivors are counted as they are, less what choosing them by a score costs in contrast (`group/judging/gradient.py`):
-a factor of 1 - R^2 / 2 mean((p - kappa)^2) / kappa^2 on the mean. Groups that were never pruned are worked out, since
-most rewards are of survivors: by weights 1 / p the mean of prompts' success rates is known, and by pairs of siblings
-their spread. With a beta distribution of both, rewards of n candidates are beta-binomial.
+Survivors are counted directly, less the loss of contrast by a choice that follows scores (`group/judging/gradient.py`):
+a factor of 1 - R^2 / 2 mean((p - kappa)^2) / kappa^2 on the mean. Groups without pruning are computed, since most
+rewards are those of survivors. Weights 1 / p give the mean of prompts' success rates, and pairs of siblings give its
+variance. With a beta distribution of both, the rewards of n candidates are beta-binomial.
 
-Invariant: advice depends on the rewarded candidates only. Groups that race say nothing of how many would succeed.
-Source: vllm_rollout; held against the true gradient (docs/development/log.md).
+Invariant: advice depends only on the rewarded candidates. Groups that race are left out, since they do not show how
+many candidates would succeed.
+
+Source: vllm_rollout. Checked against the true gradient (docs/development/log.md).
 """
 
 from __future__ import annotations
@@ -29,32 +31,34 @@ from vllm_rollout.group.judging.report import RewardedCandidate, weighted_mean
 Setting = Literal["prune", "fewer"]
 
 MIN_GROUPS = 64
-"""Groups that advice needs: with fewer, the value is not known to a tenth."""
+"""Groups that advice needs. With fewer, the value is not known to a tenth."""
 MARGIN = 1.05
-"""Pruning has to be so many times better to be advised: it is the more complicated one, and the value has an error."""
+"""Smallest value at which pruning is advised. Above 1, because pruning is more complicated and the value has an
+error."""
 MAX_CONCENTRATION = 1e4
-"""Largest concentration of prompts' success rates, and the inverse of the least: a beta distribution has one."""
+"""Largest concentration of prompts' success rates. Its inverse is the smallest one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What brings more of the gradient per generated token: pruning, or fewer candidates and no pruning."""
+    """Recommendation for more gradient per generated token: pruning, or fewer candidates without pruning."""
 
     cheaper: Setting | None
-    """None: nothing is advised, for the reason given."""
+    """None: no recommendation, for the given reason."""
     reason: str
     num_groups: int
-    """Groups that it is concluded from."""
+    """Number of groups behind the recommendation."""
     value: float | None = None
-    """Pruning's signal to noise per generated token, as a multiple of that of `num_kept` unpruned candidates."""
+    """Signal to noise per generated token with pruning, as a multiple of that of `num_kept` candidates without
+    pruning."""
     num_candidates: float | None = None
     """Scored candidates of a group, on average."""
     num_kept: float | None = None
-    """How many of them pruning keeps, on average."""
+    """Candidates of a group that pruning keeps, on average."""
 
 
 def advise(outcomes: Iterable[RewardedCandidate], detection_length: int) -> Advice:
-    """What the newest rewarded candidates of one detection length, in tokens, say for and against pruning."""
+    """Recommend for or against pruning from the newest rewarded candidates of one detection length, in tokens."""
     judged = [o for o in outcomes if o.is_sample and not o.cold]
     by_group: dict[str, list[RewardedCandidate]] = defaultdict(list)
     for outcome in judged:
@@ -82,7 +86,7 @@ def advise(outcomes: Iterable[RewardedCandidate], detection_length: int) -> Advi
 
 class _Group(NamedTuple):
     num_candidates: float
-    """Where pruning is active only survivors are rewarded, and each stands for 1 / p candidates."""
+    """Number of candidates. With active pruning only survivors are rewarded, and each counts as 1 / p candidates."""
     kept: Sequence[RewardedCandidate]
 
 
@@ -98,7 +102,7 @@ class _Rates(NamedTuple):
 
 
 def _success_rates(groups: Iterable[Sequence[RewardedCandidate]]) -> _Rates | None:
-    """The beta distribution that has their moments; None where all succeed, or all fail."""
+    """The beta distribution with the moments of these groups. None if all candidates succeed, or all fail."""
     total = successes = pairs = successful_pairs = 0.0
     for members in groups:
         weights = [_weight(member) for member in members]
@@ -121,7 +125,7 @@ def _pairs(weights: Sequence[float]) -> float:
 
 
 def _quality_of_unpruned(rates: _Rates, size: int) -> float:
-    """Signal to noise of groups of that many candidates."""
+    """Signal to noise of groups of `size` candidates."""
     chances = [_beta_binomial(rates, size, k) for k in range(size + 1)]
     spread = fsum(chance * sqrt(k * (size - k)) / size for k, chance in enumerate(chances))
     return _quality(spread, (1 - chances[0] - chances[-1]) / size)
@@ -152,7 +156,7 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _contrast(judged: Sequence[RewardedCandidate]) -> float:
-    """What is left of the mean when survivors are chosen by a score."""
+    """Share of the mean that remains if survivors are chosen by a score."""
     told = [(o, o.success_probabilities.get("head", o.success_probabilities.get("confidence"))) for o in judged]
     scored = [(_weight(o), q, o.survival_probability) for o, q in told if q is not None]
     if not scored:

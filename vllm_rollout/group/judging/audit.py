@@ -1,22 +1,22 @@
-"""Audit groups: a random share of groups in which nobody is stopped.
+"""Audit groups: a random share of groups in which no candidate is stopped.
 
-Where candidates race, rewards come for those that finish first. If wrong answers are longer, their success rate is too
-high, and so is everything that is learned from it; no survival probability mends that, since the chance to be among
-the first is not known. An audit group has as many candidates as it returns, all of them run to their ends, and what
-pruning decides is only noted. Candidates of one prompt are exchangeable before they begin, so the rewards and lengths
-of an audit group are those of a plain sample of the policy.
+If candidates race, rewards come for those that finish first. If wrong answers are longer, the success rate among them
+is too high, and statistics from these rewards are biased. Survival probabilities do not correct this, since the chance
+to be among the first is unknown. An audit group has as many candidates as it returns. All of them run to their ends,
+and pruning decisions are only recorded. Candidates of one prompt are exchangeable before they begin. So the rewards and
+lengths of an audit group are those of a plain sample of the policy.
 
-One audited group holds up the whole answer that it belongs to, as long as a group without redundancy takes. So where
-groups are answered together, all of them are audited, or none: the same share of groups, but of a few answers only. So
-few must not be left to chance, which drew none for thirty rollouts in one run of five: they are counted, and the first
-of them is audited, since nothing is known of the bias before. Single groups are many, and each is drawn by itself:
-where they come is not where others are counted (other processes, the engine for those that are joined).
+One audited group delays the whole answer that it belongs to, as long as a group without redundancy takes. So if groups
+are answered together, all of them are audited, or none: the same share of groups, in a few answers. These few answers
+are chosen by counting. A random choice drew none for thirty rollouts in one run of five. The first answer is audited,
+since the bias is unknown before. Single groups are many, and each is drawn by itself, because they arrive in processes
+without a common count.
 
-Where the candidates are single requests that join a group, all of them come anyway: those that come first have the
-places, and a sibling that finds none is surplus at once (`group/racing/lifecycle.py`).
+If the candidates are single requests that join a group, all of them arrive anyway. The first ones get the places, and a
+sibling without a place is surplus at once (`group/racing/lifecycle.py`).
 
-Invariant: whether a single group is audited depends on the seed and on prompts (on the id of one that is joined), and
-whether an answer is depends on how many came before; neither on anything that happens to it.
+Invariant: the audit of a single group depends on the seed and the prompts (on the id of a joined group). The audit of
+an answer depends on the number of answers before. Neither depends on later events.
 """
 
 from __future__ import annotations
@@ -28,30 +28,35 @@ from typing import Literal, Protocol, TypeVar
 from vllm_rollout.group.judging.survivors import chance
 
 AuditUnit = Literal["group", "rollout"]
-"""What is audited: each group by itself, or all groups of a request together."""
+"""Unit of audits: each group by itself, or all groups of a request together."""
 
 GOLDEN_RATIO = 0.6180339887498949
-"""The fractions of its multiples begin at 0, are spread over [0, 1) as evenly as can be, and so are those of every
-second one, or tenth: no batches that come back by turns are left out."""
+"""Multiples of it have fractional parts that start at 0 and spread over [0, 1) evenly.
+
+This is also true of every second or tenth multiple, so that batches that alternate are all audited.
+"""
 MAX_KINDS = 1024
-"""Kinds of answers whose turns are remembered."""
+"""Kinds of answers whose counts are kept."""
 
 
 def draw_audit(ratio: float, seed: int, content: str, position: int = 0) -> bool:
-    """Whether a single group is audited whose prompt has this digest: with probability `ratio`."""
+    """Draw whether a single group is audited, with probability `ratio`. `content`: digest of its prompt."""
     return chance(seed, f"audit:{content}", position) < ratio
 
 
 class AuditTurns:
-    """Which of the answers that come one after the other are audited: the first of each kind, then as many as the ratio
-    says, at a twentieth each 13th, 21st or 34th after the one before."""
+    """Chooses the audited answers by count: the first of each kind, then the share `ratio`.
+
+    With a ratio of 1/20, each audited answer is the 13th, 21st or 34th after the one before.
+    """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
-        """Answers so far, by kind; the one counted longest ago comes first."""
+        """Number of answers by kind. The kind counted longest ago comes first."""
 
     def take(self, kind: Hashable, ratio: float) -> bool:
-        """Counts one more answer. `kind`: what has audits of its own, because others would tell nothing of it."""
+        """Count one more answer, and return True if it is audited. `kind`: answers of one kind are audited
+        separately."""
         if not ratio:
             return False
         count = self._counts.pop(kind, 0)
@@ -65,13 +70,13 @@ Plan = TypeVar("Plan", bound="Auditable")
 
 
 class Auditable(Protocol):
-    """A plan of a group, whatever else belongs to it."""
+    """A plan of a group, or an object with such a plan."""
 
     def audited(self: Plan) -> Plan: ...
 
 
 def with_audits(plans: Sequence[Plan], ratio: float, seed: int, contents: Sequence[str]) -> list[Plan]:
-    """The same plans, of which a share is that of audit groups; `contents`: digests of their prompts."""
+    """Change a share of the plans to audit groups. `contents`: digests of their prompts."""
     return [
         plan.audited() if draw_audit(ratio, seed, content, position) else plan
         for position, (plan, content) in enumerate(zip(plans, contents, strict=True))
@@ -79,19 +84,19 @@ def with_audits(plans: Sequence[Plan], ratio: float, seed: int, contents: Sequen
 
 
 MAX_ANSWERS = 1024
-"""Answers on their way whose turn is remembered."""
+"""Running answers whose result is kept."""
 
 
 class AnswerAudits:
-    """Turns of groups that come one by one and are answered together: the turn of the first holds for all."""
+    """Audits of groups that come one by one and are answered together: the result of the first one holds for all."""
 
     def __init__(self) -> None:
         self._turns = AuditTurns()
         self._marks: OrderedDict[str, bool] = OrderedDict()
-        """Whether an answer is audited, by its first group's request."""
+        """True for an audited answer, by the request of its first group."""
 
     def take(self, kind: Hashable, ratio: float, request: str, first: str) -> bool:
-        """`first`: the request that came first of those that are answered with this one."""
+        """Return True if this request's answer is audited. `first`: the first request of the same answer."""
         mark = self._marks.get(first)
         if mark is None or request == first:
             mark = self._marks[first] = self._turns.take(kind, ratio)

@@ -1,23 +1,23 @@
-"""Scores -> success probabilities, learned from rewards (ARRoL A.4, Eq. 1; ours where that was measured to be wrong).
+"""Calibrates scores to success probabilities, from rewards (ARRoL A.4, Eq. 1, with measured errors corrected).
 
-A score is brought to s' in [0, 1] by the scale of its head's version (`scale.py`) and falls into one of B uniform bins,
-where labels of both kinds are counted; `success_bins.py` makes probabilities of the counts. A.4 itself, a logit's
-sigmoid and Laplace's smoothing, is kept as `method="paper"` for comparison.
+A score is mapped to s' in [0, 1] by the scale of its head's version (`scale.py`) and falls into one of B uniform bins.
+Labels of both kinds are counted in the bins, and `success_bins.py` turns the counts into probabilities. A.4 itself, a
+logit's sigmoid and Laplace's smoothing, is kept as `method="paper"` for comparison.
 
-A label stays with the scale of the version that gave its score, and so do recent scores: when a head is trained on, or
-another one is put, what was learned holds for its scores at once.
+A label keeps the scale of the version that gave its score, and so do recent scores. If a head is trained or replaced,
+the calibration therefore holds for its new scores at once.
 
-Labels of audits (`race_bias.py`) teach no table that races teach: it is corrected by the intercept that foretells them
-best. Those that came before there was such a table teach as plain ones do, until labels of races are as many.
+Labels of audits (`race_bias.py`) do not enter a table that contains labels of races. Instead they fit the intercept
+that corrects it. Until labels of races are as many as those of audits, labels of audits enter the table as plain ones.
 
 Labels exist only for survivors. A label of a candidate that was kept with probability p stands for 1 / p candidates, so
-counts are weighted by 1 / p: sums over survivors then estimate sums over all candidates. (What was selected by a score
-alone still shows P(success | that score) unweighted; the success rate, another signal's calibration, and that of a
-score whose siblings or older versions took part in the selection, do need the weights.)
+counts are weighted by 1 / p. Sums over survivors then estimate sums over all candidates. (A selection by one score
+alone does not change P(success | that score). The weights are needed for the success rate and for another signal's
+calibration, and if siblings or older versions took part in the selection.)
 
-Invariant: what the calibrator says depends on what its windows hold, on the scales, the intercept and on whether there
-were enough labels; a table does not depend on the order in which labels came or went; a restored calibrator answers as
-the saved one.
+Invariant: answers depend only on the contents of the windows, the scales, the intercept, and whether there were enough
+labels. A table does not depend on the order in which labels came or went. A restored calibrator answers as the saved
+one.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ from vllm_rollout.group.types import Signal
 CALIBRATION_BINS = 128
 """Bins of a score's calibration, B of ARRoL A.4."""
 CALIBRATION_SPREAD = 7
-"""Bins on either side in which a label counts too, 7/8 to 1/8 of it; 0 is the paper's calibration. Measured:
+"""Bins on either side in which a label counts too, by 7/8 to 1/8. 0 is the paper's calibration. Measured:
 docs/development/log.md."""
 CALIBRATION_SMOOTHING = 1.0
 """Laplace smoothing per bin and label, of the paper's method."""
 RECENT_SCORES = 1024
 """Newest scored candidates, with or without a label, over which mean survival equals `keep_ratio`.
-Small enough to follow a head that learns; the ratio's own error is below 2 %."""
+
+Small enough to follow a head in training. The ratio's own error is below 2 %.
+"""
 MIN_RECENT_LABELS = 8
-"""Labels of either kind in the window; with fewer, those that have left it count no longer."""
+"""Fewest labels of each kind in the window for which labels that have left it still count."""
 
 WEIGHT_STEP = 2.0**-16
-"""Weights are counted in this: sums of integers are exact, and taking a label out undoes putting it in."""
+"""Unit of weights. Sums of integers are exact, so that the removal of a label undoes its addition."""
 
 MAX_WEIGHT = 2.0**32
-"""Weights are smaller."""
+"""Upper bound of weights, exclusive."""
 
 Method = Literal["combined", "paper"]
 
@@ -77,9 +79,9 @@ class _Label(_Score):
 class Calibrator:
     """One signal's calibration, over sliding windows.
 
-    One window holds both labels. With a window for each, as ARRoL's two buffers are, the prior taken from them would be
-    1/2 as soon as both were full, whatever the success rate. A second window holds recent scores with and without a
-    label, pruned candidates included: the distribution that survival rules are solved on.
+    One window holds both kinds of labels. ARRoL has a buffer for each. The prior taken from two full buffers would be
+    1/2 at any success rate. A second window holds recent scores with and without a label, pruned candidates included.
+    Survival rules are solved on that distribution.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Calibrator:
         self.num_positive = 0
         """Positive labels in the window, unweighted."""
         self.num_changes = 0
-        """Grows with everything that can change an answer: a key for caches."""
+        """Version of the answers: grows with every change that may change one. A key for caches."""
         self._num_bins = num_bins
         self._window = window
         self._num_recent = num_recent
@@ -111,11 +113,11 @@ class Calibrator:
         self._num_audits = [0, 0]
         """Negatives and positives of audits in the window."""
         self.intercept = Intercept()
-        """The intercept by which a table that is taught by races foretells success."""
+        """Correction of a table from labels of races, as an intercept of logits."""
         self.rate_intercept = Intercept()
-        """The same of the success rate."""
+        """Correction of the success rate among labels of races, as an intercept of logits."""
         self._num_seen = [0, 0]
-        """Negatives and positives, those that have left the window too; see `is_warm`."""
+        """Negatives and positives, also those that have left the window. See `is_warm`."""
         self._recent: deque[_Score] = deque()
         self._recent_counts = [0] * num_bins
         self._scales = Scales()
@@ -124,11 +126,11 @@ class Calibrator:
 
     @property
     def offset(self) -> float:
-        """The correction of the logits of what labels say."""
+        """Correction of the logits of the uncorrected table."""
         return self.intercept.value * self._raced_share
 
     def begin_intercept(self, value: float) -> None:
-        """What another signal's audits say, for as long as there are none of this one."""
+        """Start with another signal's intercept, as long as there are no audits for this signal."""
         if not self.intercept.is_known and value != self.intercept.value:
             self.intercept = Intercept(value)
             self._change()
@@ -139,23 +141,23 @@ class Calibrator:
         return len(self._labels) - self.num_positive
 
     def is_warm(self, min_labels: int) -> bool:
-        """Have both labels been seen so often?
+        """True if there were at least `min_labels` labels of each kind.
 
-        Those that have left the window count too, where success is rare; but once the window has fewer than
-        `MIN_RECENT_LABELS` of either kind, only those in it do, and the count begins anew from there.
+        Labels that have left the window count too, because success may be rare. If the window has fewer than
+        `MIN_RECENT_LABELS` of either kind, only labels in the window count, and the count starts again from there.
         """
         return min(self._num_seen) >= min_labels
 
     def standardize(self, score: float, version: int) -> float:
-        """What can be compared with scores of other versions."""
+        """The score on a scale that is comparable between versions."""
         return self._scales.of(version).standardize(score)
 
     def begin_version(self, version: int) -> None:
-        """From now on this version scores; also when it is another head with the number of one before."""
+        """Start a version of the head. Call it also for another head with an earlier version number."""
         self._scales.begin(version)
 
     def observe(self, score: float, version: int = 0) -> None:
-        """A candidate was scored, whether or not its reward will ever be known."""
+        """Add the score of a candidate, with or without a later reward."""
         _check(score)
         scale = self._scales.for_score(version)
         recent = _Score(score, scale, self._bin(score, scale))
@@ -166,7 +168,7 @@ class Calibrator:
         self.num_changes += 1
         scale.num_scores += 1
         scale.num_new += 1
-        # The paper takes a head's logits as they are; it knows no scores without such a scale.
+        # The paper uses a head's logits unchanged, and has no scores without such a scale.
         keeps_scale = self._method == "paper" and self.signal == "head"
         if scale.is_due(self._num_recent) and not keeps_scale:
             self._follow(scale)
@@ -179,7 +181,10 @@ class Calibrator:
         version: int = 0,
         origin: LabelOrigin = "plain",
     ) -> None:
-        """The reward of a scored candidate came. `weight` is 1 / survival probability, clipped by the caller."""
+        """Add a label: the reward of a scored candidate. `weight`: 1 / survival probability, clipped by the caller.
+
+        Raises: ValueError for a score that is not finite, or a weight outside (0, `MAX_WEIGHT`).
+        """
         _check(score)
         if not 0 < weight < MAX_WEIGHT:
             raise ValueError(f"weight must be in (0, 2**32), got {weight}")
@@ -192,18 +197,18 @@ class Calibrator:
             self._take_audits_out()
 
     def success_probability(self, score: float, version: int | None = None) -> float:
-        """q of the score's bin."""
+        """Success probability of the score's bin."""
         return self.table()[self._bin(score, self._scales.of(version))]
 
     def table(self) -> tuple[float, ...]:
-        """q per bin."""
+        """Success probability of each bin [num_bins]."""
         if self._table is None:
             table, offset = self._taught_table(), self.offset
             self._table = tuple(shifted(q, offset) for q in table) if offset else table
         return self._table
 
     def _taught_table(self) -> tuple[float, ...]:
-        """What labels say, per bin."""
+        """Success probability of each bin [num_bins], without the intercept."""
         if self._uncorrected is None:
             total = self._total
             if self._method == "paper":
@@ -216,16 +221,16 @@ class Calibrator:
         return self._uncorrected
 
     def points(self) -> list[tuple[float, float]]:
-        """(q, number of recent scores) of every bin that has recent scores."""
+        """(success probability, number of recent scores) of every bin with recent scores."""
         return [(q, float(n)) for q, n in zip(self.table(), self._recent_counts, strict=True) if n]
 
     def labelled_points(self, num: int) -> list[tuple[float, float]]:
-        """(q, weight) of the newest labels, so many of them at most."""
+        """(success probability, weight) of the newest labels, at most `num`."""
         table = self.table()
         return [(table[label.bin], label.weight * WEIGHT_STEP) for label in islice(reversed(self._labels), num)]
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
+        """JSON-able state, bounded by the windows. The caller owns its lists. Their entries never change."""
         scales = dict.fromkeys([*self._scales, *(each.scale for each in (*self._labels, *self._recent))])
         numbers = {scale: number for number, scale in enumerate(scales)}
         return {
@@ -244,9 +249,10 @@ class Calibrator:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **sizes: Any) -> Calibrator:
-        """`sizes` are the constructor's; smaller windows than the saved ones keep the newest.
+        """Restore a calibrator. `sizes`: arguments of the constructor. Smaller windows than the saved ones keep the
+        newest.
 
-        Raises: ValueError for what `to_state` cannot have written.
+        Raises: ValueError for a state that `to_state` cannot have written.
         """
         state = fields_of(state, STATE_FIELDS, "a calibrator")
         if state["signal"] not in get_args(Signal):
@@ -305,19 +311,19 @@ class Calibrator:
 
     @property
     def _raced_share(self) -> float:
-        """The share of raced labels in what teaches the table."""
+        """Share of labels of races in the weight of the table."""
         return self._raced / self._total if self._raced else 0.0
 
     @property
     def _foretells_audits(self) -> bool:
-        """Labels of races, with the plain ones beside them, are enough for a table of their own: as many as those of
-        audits in the window."""
+        """True if there are enough labels of races and plain ones for a table without audits: as many as those of
+        audits."""
         negative, positive = self.num_negative - self._num_audits[False], self.num_positive - self._num_audits[True]
         enough = min(negative, positive) >= MIN_RECENT_LABELS and negative + positive >= sum(self._num_audits)
         return bool(self._raced) and enough
 
     def _take_audits_out(self) -> None:
-        """Labels of audits leave the table, which can foretell them now."""
+        """Remove the labels of audits from the table, and fit the intercepts with them."""
         audits = [label for label in self._labels if label.origin in AUDITS]
         self._labels = deque(label for label in self._labels if label.origin not in AUDITS)
         for label in audits:
@@ -332,7 +338,7 @@ class Calibrator:
         self._change()
 
     def _change(self) -> None:
-        """What is said is another thing from now on."""
+        """Invalidate the table and the caches."""
         self._table = None
         self.num_changes += 1
 
@@ -355,7 +361,7 @@ class Calibrator:
         self._change()
 
     def _follow(self, scale: Scale) -> None:
-        """Make the present scale anew; what it has given a place gets another one."""
+        """Update the present scale, and move its scores and labels to their new bins."""
         newest = list(takewhile(lambda recent: recent.scale is scale, reversed(self._recent)))
         if not scale.follow([recent.value for recent in newest]):
             return

@@ -1,34 +1,35 @@
-"""Survival for the sake of the gradient: steer where a group would end without variance, prune at random elsewhere.
+"""Survival for the gradient: steered if a group would end without variance, and otherwise at random.
 
-GRPO divides rewards by their standard deviation within the group. The part of a group's gradient that points where it
-should is then proportional to sqrt(rho (1 - rho)) of its survivors: almost flat, but for groups whose survivors all
-succeed or all fail, which give nothing at all. So what can be gained is the chance of *some* variance, 1 - V. With
-independent survivals p_i of siblings that succeed with q_i, and few enough groups of which nobody is left,
+GRPO divides rewards by their standard deviation within the group. The useful part of a group's gradient is then
+proportional to sqrt(rho (1 - rho)) of its survivors. That is almost constant, but 0 for groups whose survivors all
+succeed or all fail. So the possible gain is the chance of *some* variance, 1 - V. Siblings succeed with probability q_i
+and survive independently with p_i. If few groups are without survivors,
 
-    V = V0 + V1,   V0 = prod (1 - p_i q_i)  (nobody who succeeds is left),   V1 = prod (1 - p_i (1 - q_i)).
+    V = V0 + V1,   V0 = prod (1 - p_i q_i)  (no survivor succeeds),   V1 = prod (1 - p_i (1 - q_i)).
 
-What steering costs: a score that tells success tells it along what makes success, so survivors chosen by it differ less
-from each other in the direction that the gradient should point in. Of that contrast a part is lost that grows with the
-score's share R^2 = Var q / (q (1 - q)) of the reward's variance, and with the square of survival's variation. Both
-together, over n siblings and at the same mean survival kappa:
+Steering has a cost. A score that predicts success does so by features that cause success. Survivors chosen by it
+therefore differ less along the gradient. The loss grows with R^2 = Var q / (q (1 - q)), the score's share of the
+reward's variance. It also grows with the square of survival's variation. Both together, over n siblings and at the same
+mean survival kappa:
 
     maximise  (1 - V)  -  R^2 / 2  mean((p_i - kappa)^2) / kappa^2 .
 
-To first order in p - kappa, -dV / dp_i is q_i V0 + (1 - q_i) V1, whose part in q_i has the slope V0 - V1. Stationarity
-is p_i = kappa + bias + strength q_i, clipped to the bounds, which is the form of Eq. 2, with
+To first order in p - kappa, -dV / dp_i is q_i V0 + (1 - q_i) V1. Its slope in q_i is V0 - V1. The stationary point is
+p_i = kappa + bias + strength q_i, clipped to the bounds, which is the form of Eq. 2, with
 
     strength = n kappa^2 (V0 - V1) / R^2 ,
 
-taken at p = kappa. The cost's factor is the only choice in it: steering from 3/4 to 3/2 as strong is as good within
-errors (docs/development/log.md). Where variance is certain V0 - V1 is 0 and the draw is at random; where
-success is rare it is near 1 and keeps the likely ones, where it is frequent near -1.
+taken at p = kappa. The cost's factor is the only free choice: a strength of 3/4 to 3/2 of this is as good within errors
+(docs/development/log.md). If variance is certain, V0 - V1 is 0 and the draw is random. If success is rare, it is near 1
+and likely candidates are kept. If success is frequent, it is near -1.
 
-V0 and V1 are the group's own: its siblings' q, their odds shifted by what the history of the prompt's rewards says,
-beside which the population counts as `PRIOR_REWARDS` rewards. Within a group p follows q: history says nothing of who.
+V0 and V1 belong to the group: the q of its siblings, with odds shifted by the prompt's earlier rewards. The population
+counts beside these as `PRIOR_REWARDS` rewards. Within a group p follows q, since earlier rewards do not distinguish
+siblings. V measures whether there is variance, not how much: with few survivors (4) it steers somewhat too much in the
+middle.
 
-V counts whether there is variance, not how much: with few survivors (4) it steers somewhat too much in the middle.
-
-Invariant: the draw is at random where scores tell nothing, and p differs from `keep_ratio` only as far as V0 and V1 do.
+Invariant: the draw is random if scores predict nothing, and p differs from `keep_ratio` only as far as V0 and V1
+differ.
 """
 
 from __future__ import annotations
@@ -43,27 +44,29 @@ from vllm_rollout.group.judging.success import NO_REWARDS, PromptSuccess
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 
 PRIOR_REWARDS = 8.0
-"""Rewards of the population that stand beside a prompt's own: how alike prompts are believed to be. With 3 or 16
-the mean signal to noise of groups whose gradient is known differs by less than 1 %."""
+"""Weight of the population beside a prompt's own rewards, in rewards: the assumed similarity of prompts.
+
+With 3 or 16 the mean signal to noise of groups whose gradient is known differs by less than 1 %.
+"""
 MIN_RATE = 1e-6
-"""Success rates are taken as no nearer to 0 or 1: odds stay finite."""
+"""Distance of success rates from 0 and 1, so that odds stay finite."""
 MIN_EXPLAINED = 1e-6
-"""Below, scores tell nothing apart, and the strength is at its limit whatever it multiplies."""
+"""Smallest R^2 in the strength. Below, scores do not distinguish candidates, and the strength is at its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """Success probabilities of candidates in general."""
+    """Distribution of success probabilities over all candidates."""
 
     points: Sequence[Point]
-    """Their distribution, `compress`ed."""
+    """The distribution, as `compress` returns it."""
     success_rate: float
     explained: float
     """R^2: share of the reward's variance that scores explain, if they are calibrated."""
 
 
 def population_of(points: Sequence[Point]) -> Population:
-    """What success probabilities and their weights say of candidates in general."""
+    """The population with these success probabilities and weights."""
     total = fsum(w for _, w in points)
     if not total:
         return Population([], 0.5, 0.0)
@@ -85,7 +88,7 @@ def gradient_rule(
     """The rule for the siblings of one group that are decided on now.
 
     batch, earlier: as of `group_rule`. past: rewards of the prompt's earlier groups. num_to_come: siblings that will be
-    decided on later; the population stands in for them.
+    decided on later. The population represents them.
     """
     others = list(earlier)
     points, mass = group_share(batch, others, population.points, plan)

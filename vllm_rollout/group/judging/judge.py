@@ -1,6 +1,6 @@
-"""Scores in, verdicts out; rewards in, better verdicts out.
+"""Judges candidates by their scores, and improves its rules by rewards.
 
-Invariant: a candidate is judged once, while it runs, with what was known before.
+Invariant: a candidate is judged once, while it runs, by earlier observations and rewards only.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from vllm_rollout.group.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Obs
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A rewarded candidate, with all that calibration and head need of it."""
+    """A rewarded candidate, with the data for calibration and head."""
 
     detection_length: int
     request_id: str
-    """Names its features in the worker."""
+    """Name of its features in the worker."""
     prompt_id: str
     observation: Observation | None
-    """None: it ended before `detection_length`, and is scored elsewhere. So is its assessment then."""
+    """None: it ended before `detection_length`, and has scores at other lengths only. Then `assessment` is None too."""
     assessment: Assessment | None
     num_tokens: int
     positive: bool
     active: bool
-    """Pruning was active: it is there by survival, with its probability."""
+    """True if pruning was active, so that the candidate survived with its survival probability."""
     prompt_key: str = ""
-    """As of `Scoring`."""
+    """`Scoring.prompt_key` of the candidate."""
     origin: LabelOrigin = "plain"
     trials: Mapping[int, Trial] = field(default_factory=dict)
-    """Its other scores, by length."""
+    """Its scores at other lengths, by length."""
     tried_lengths: tuple[int, ...] = ()
-    """All lengths of its plan, where there are several."""
+    """All detection lengths of its plan, if there are several. Else empty."""
     adapter: str = BASE_MODEL
     num_resumed: int = 0
     survival_before: float = 1.0
-    """As of `Scoring`, as the two above."""
+    """As in `Scoring`, as are `adapter` and `num_resumed`."""
 
     @property
     def key(self) -> HeadKey:
-        """The head that it teaches."""
+        """Key of the head that learns from the label."""
         return HeadKey(self.detection_length, self.adapter)
 
     @property
     def weight(self) -> float:
-        """The weight of its loss: 1 / survival probability, where survival was at stake, in earlier rounds or here."""
+        """Weight of its loss: 1 / probability of survival in earlier rounds and, with active pruning, in this one."""
         at_stake = self.assessment if self.active else None
         return label_weight(self.survival_before * (1.0 if at_stake is None else at_stake.survival_probability))
 
@@ -67,14 +67,14 @@ class Label:
 
     @property
     def scores(self) -> dict[int, Trial]:
-        """All that it teaches, by length."""
+        """All its scores, by length."""
         if self.observation is None or self.assessment is None:
             return dict(self.trials)
         return {self.detection_length: Trial(self.observation, self.assessment), **self.trials}
 
 
 class Judge:
-    """Judges by what one engine has learned, and keeps the candidates it may still learn from."""
+    """Judges the candidates of one engine, and keeps those that may still get a reward."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -82,15 +82,15 @@ class Judge:
 
     @property
     def memory(self) -> Memory:
-        """What was learned of the base model."""
+        """Memory of the base model."""
         return self.memories.base
 
     def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
-        """Judge running siblings that are due in one step; returns those to stop, which the group now counts as pruned.
+        """Judge running siblings that are due in one step. Returns those to stop, which now count as pruned in the
+        group.
 
-        Nothing is judged at more than `MAX_DETECTION_LENGTHS` different detection lengths that rewards are awaited for,
-        nor of more than `MAX_ADAPTERS` adapters, nor twice: a token that the engine drops and samples again shows its
-        candidate once more.
+        No score is judged at a new length if `MAX_DETECTION_LENGTHS` lengths still await rewards, nor for a new adapter
+        beyond `MAX_ADAPTERS`. No candidate is judged twice, though an engine may drop a token and sample it again.
         """
         plan = group.pruning
         assert plan is not None  # by which its candidates are scored
@@ -126,8 +126,10 @@ class Judge:
         due: Mapping[int, tuple[LedgerEntry, Observation]],
         earlier: dict[int, Assessment],
     ) -> dict[int, Assessment]:
-        """What is decided of siblings at this length; `earlier` ones, with which these then count. Empty where nothing
-        can be learned at it."""
+        """Assess siblings at this length. `earlier`: assessments of other siblings, to which the results are added.
+
+        Empty if there is no memory for this length.
+        """
         memory, learning = self._at(HeadKey(length, scoring.adapter))
         if memory is None or learning is None or not due:
             return {}
@@ -145,7 +147,7 @@ class Judge:
         return assessments
 
     def value(self, entry: LedgerEntry, observation: Observation) -> Assessment | None:
-        """Score a candidate that has finished by what it was at its end; None where that is not learned."""
+        """Score a finished candidate by its last token. None if there is no memory for such scores."""
         learning = self.learning_of(HeadKey(WHOLE, entry.adapter))
         if learning is None:
             return None
@@ -157,8 +159,8 @@ class Judge:
     def reward(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
         """Learn from rewards.
 
-        Returns the rollout's detection length, each one's status and what the head can train on; None when no rollout
-        of that id is remembered.
+        Returns the rollout's detection length, the status of each reward, and labels for the head. None if the rollout
+        is unknown.
         """
         detection_length = self.ledger.detection_length(rollout_id)
         if detection_length is None:
@@ -174,7 +176,7 @@ class Judge:
         return detection_length, statuses, labels
 
     def learn(self, labels: Sequence[Label]) -> None:
-        """Teach calibration and the prompts' success, and keep account for the report."""
+        """Update calibration, the prompts' success rates, and the statistics of the report."""
         for label in labels:
             memory, learning = self._at(label.key)
             rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
@@ -213,11 +215,11 @@ class Judge:
         )
 
     def memory_of(self, adapter: str) -> Memory | None:
-        """The memory of this served name; None when rewards are awaited for as many others."""
+        """Memory of this served name. None if rewards are awaited for the largest number of other names."""
         return self.memories.of(adapter, self.ledger.awaits_any)
 
     def learning_of(self, key: HeadKey) -> Learning | None:
-        """What was learned at this length; None when rewards are awaited for as many other lengths, or adapters."""
+        """Learning of this key. None if rewards are awaited for the largest number of other lengths, or of adapters."""
         return self._at(key)[1]
 
     def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:

@@ -1,6 +1,6 @@
-"""What is known of each prompt: lengths, success, when it was seen. Invariant: a prompt comes once.
+"""Table of known prompts: lengths, success, and when each was seen. Invariant: a prompt comes once.
 
-Rows are made some at a time, as both histories hand them out, and put in order by whoever has collected them.
+Both histories yield rows in parts. The collector of all rows puts them in order.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ PromptOrder = Literal["last_seen", "success"]
 
 
 class KnownPrompt(NamedTuple):
-    """One prompt."""
+    """Statistics of one prompt."""
 
     key: str
     lengths: LengthMoments | None
-    """None until a group of two candidates was over."""
+    """None until a group of at least two candidates was over."""
     success: PromptSuccess | None
-    """None until one was rewarded."""
+    """None until a candidate was rewarded."""
     prompts_ago: int | None
-    """How many other prompts had a group that was over since its newest one; None when no group of it was."""
+    """Number of other prompts whose newest group ended after this prompt's. None if no group of it has ended."""
 
 
 def prompt_rows(lengths: LengthHistory, successes: SuccessHistory, size: int) -> Iterator[list[list[Any]]]:
-    """JSON-able rows, about `size` at a time; prompts of whose groups no lengths are known first, then those seen
-    longest ago. The histories may go on in between: a prompt that is seen then may come twice or not at all."""
+    """JSON-able rows, about `size` at a time. Prompts without lengths come first, then those seen longest ago.
+
+    The histories may change between the parts: a prompt that is seen then may come twice, or not at all.
+    """
     for some in successes.prompts(size):
         rest = [row for row in some if row[0] not in lengths]
         if rest:
@@ -55,8 +57,8 @@ def known_prompts(rows: Iterable[Sequence[Any]]) -> list[KnownPrompt]:
 
 
 def in_order(prompts: Sequence[KnownPrompt], order: PromptOrder) -> list[KnownPrompt]:
-    """`success`: the least successful first, those without a reward last; prompts alike by key. As they are seen: the
-    last one first."""
+    """Sort prompts. `success`: least successful first, those without a reward last, ties by key. `last_seen`:
+    unchanged."""
     if order == "last_seen":
         return list(prompts)
     return sorted(prompts, key=lambda prompt: (_rate(prompt), prompt.key))

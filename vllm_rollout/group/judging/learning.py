@@ -1,10 +1,9 @@
-"""Learning: observations in, assessments out; rewards in, better assessments out. One per detection length.
+"""Calibration and rules of one detection length: observations give assessments, rewards improve them.
 
-Invariant: an assessment depends on the plan, the observations, the siblings decided before and those to come, the
-prompt's past, the chance arguments and the two calibrators, and on nothing else; a restored Learning decides as the
-saved one.
+Invariant: an assessment depends only on the plan, the observations, earlier and later siblings, the prompt's past, the
+seed arguments and the two calibrators. A restored Learning decides as the saved one.
 
-Scores of several versions of a head are told apart by the version that an observation names; a calibrator makes them
+Scores of several versions of a head are distinguished by the version in an observation. A calibrator makes them
 comparable. Confidence has no versions.
 """
 
@@ -29,33 +28,33 @@ from vllm_rollout.group.plans.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.types import WHOLE, Assessment, Observation, Signal
 
 REPORT_WINDOW = 4096
-"""Newest rewarded candidates, and verdicts, that the report speaks about."""
+"""Newest rewarded candidates, and verdicts, in a report."""
 
 POPULATION_WINDOW = 1024
-"""Newest rewarded candidates that the gradient rule takes for the population: a millisecond after new rewards."""
+"""Newest rewarded candidates in the population of the gradient rule. New rewards cost a millisecond."""
 
 Solution = TypeVar("Solution")
 
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """What is known of a group when some of its candidates are judged."""
+    """State of a group when some of its candidates are judged."""
 
     seed: int
     group: str
-    """Chance depends on (seed, group, index)."""
+    """Random draws depend on (seed, group, index)."""
     at_least: int
-    """So many of those that are judged now have to be kept."""
+    """Smallest number of the candidates judged now that must be kept."""
     earlier: Mapping[int, Assessment] = field(default_factory=dict)
-    """Those that were judged before, by index."""
+    """Assessments of earlier siblings, by index."""
     num_to_come: int = 0
-    """Those that may be judged later."""
+    """Number of siblings that may be judged later."""
     past: PromptSuccess = NO_REWARDS
-    """The prompt's rewards in earlier groups."""
+    """Rewards of the prompt's earlier groups."""
 
 
 class Learning:
-    """What one detection length, or `WHOLE`, has learned from rewards."""
+    """Calibrators and statistics of one detection length, or of `WHOLE`."""
 
     def __init__(self, detection_length: int) -> None:
         self.detection_length = detection_length
@@ -63,11 +62,11 @@ class Learning:
         self._audits = AuditTally()
         self._outcomes: deque[RewardedCandidate] = deque(maxlen=REPORT_WINDOW)
         self._verdicts: deque[bool] = deque(maxlen=REPORT_WINDOW)
-        """The newest verdicts of active pruning, cold starts left out: was the candidate kept?"""
+        """Newest verdicts of active pruning, without cold starts. True: kept."""
         self._solved: dict[tuple[Signal, PruningPlan | str], tuple[int, Any]] = {}
-        """Solutions, with the state of the calibrator they hold for."""
+        """(version of the calibrator, solution), by signal and plan."""
         self._populations: dict[Signal, tuple[tuple[float, ...], Population]] = {}
-        """The population by signal, with the table of its calibrator that it holds for."""
+        """(table of the calibrator, population), by signal."""
 
     def assess(
         self,
@@ -107,7 +106,7 @@ class Learning:
         }
 
     def value(self, observation: Observation, survival_probability: float) -> Assessment:
-        """What a score says where nothing is decided by it. `survival_probability`: of earlier decisions."""
+        """Assess a score without a decision. `survival_probability`: probability that earlier decisions kept it."""
         scores = self._observe(observation)
         assessment = _kept(observation, "head", cold=True, survival_probability=survival_probability)
         signal = assessment.signal
@@ -126,8 +125,11 @@ class Learning:
         origin: LabelOrigin = "plain",
         survival_before: float = 1.0,
     ) -> RewardedCandidate:
-        """The reward of a scored candidate came. In shadow mode nobody was pruned: it stands for itself, and for those
-        that were pruned in earlier rounds (`survival_before`)."""
+        """Add the reward of a scored candidate.
+
+        With active pruning, it also represents candidates that were pruned here. In any mode, it represents those
+        pruned in earlier rounds (`survival_before`).
+        """
         weight = label_weight(survival_before * (assessment.survival_probability if active else 1.0))
         scores = scores_of(observation)
         successes: dict[Signal, float] = {}
@@ -163,17 +165,17 @@ class Learning:
         return rewarded
 
     def begin_head(self, version: int) -> None:
-        """Another head was put: its scores are not those of the one before, even if it has that one's version."""
+        """Start a new head. Its scores are not comparable with those of the earlier one, even with the same version."""
         self.calibrators["head"].begin_version(version)
 
     @property
     def num_judged(self) -> int:
-        """Newest verdicts of active pruning."""
+        """Number of verdicts of active pruning in the window."""
         return len(self._verdicts)
 
     @property
     def num_pruned(self) -> int:
-        """How many of those verdicts were to prune."""
+        """Number of these verdicts that pruned."""
         return len(self._verdicts) - sum(self._verdicts)
 
     def outcomes(self) -> list[RewardedCandidate]:
@@ -182,7 +184,7 @@ class Learning:
 
     @property
     def most_audited(self) -> Calibrator:
-        """The calibrator of the signal by which audits have been foretold best; of two alike the head's."""
+        """The calibrator of the signal that predicts audits with the highest precision. The head's in a tie."""
         return max(self.calibrators.values(), key=lambda calibrator: calibrator.rate_intercept.precision)
 
     def audit_report(self) -> AuditReport:
@@ -190,7 +192,7 @@ class Learning:
         return self._audits.report(best.offset, exp(best.rate_intercept.value))
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; bounded by the windows. Its lists are the caller's, their entries never change."""
+        """JSON-able state, bounded by the windows. The caller owns its lists. Their entries never change."""
         return {
             "detection_length": self.detection_length,
             "calibrators": [self.calibrators[signal].to_state() for signal in SIGNALS],
@@ -201,7 +203,7 @@ class Learning:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Learning:
-        """Raises: ValueError for what `to_state` cannot have written."""
+        """Restore a Learning. Raises: ValueError for a state that `to_state` cannot have written."""
         state = fields_of(state, STATE_FIELDS, "a learning")
         learning = cls(
             integer(state["detection_length"], "detection_length of a learning", WHOLE, MAX_DETECTION_LENGTH)
@@ -223,15 +225,17 @@ class Learning:
         return learning
 
     def _observe(self, observation: Observation) -> dict[Signal, float]:
-        """The usable scores of a candidate, which calibration sees."""
+        """Add the candidate's usable scores to the calibrators, and return them."""
         scores = scores_of(observation)
         for signal, score in scores.items():
             self.calibrators[signal].observe(score, version_of(signal, observation))
         return scores
 
     def _warm_signals(self, plan: PruningPlan) -> list[Signal]:
-        """What can be judged by, best first: the plan's signal, and confidence in place of a head that knows too
-        little. None of them: a cold start."""
+        """Signals with enough labels, best first: the plan's signal, and confidence as a fallback of the head.
+
+        Empty: a cold start.
+        """
         wanted: tuple[Signal, ...] = ("head", "confidence") if plan.signal == "head" else ("confidence",)
         return [signal for signal in wanted if self.calibrators[signal].is_warm(plan.min_labels)]
 
@@ -265,8 +269,10 @@ class Learning:
         return {index: rule.survival(q) for index, q in successes.items()}
 
     def _population(self, signal: Signal) -> Population:
-        """The newest rewarded candidates, which by their weights stand for all. What is judged in between changes
-        nothing: the same request gets the same verdicts until something is learned."""
+        """The newest rewarded candidates, weighted so that they represent all.
+
+        Scores without rewards do not change it, so that a repeated request gets the same verdicts until the next label.
+        """
         calibrator = self.calibrators[signal]
         table, population = self._populations.get(signal, (None, None))
         if population is None or table is not calibrator.table():
@@ -275,7 +281,7 @@ class Learning:
         return population
 
     def _solution(self, key: tuple[Signal, PruningPlan | str], solve: Callable[[list[Point]], Solution]) -> Solution:
-        """What `solve` makes of the signal's recent scores, kept until they or the labels change."""
+        """Result of `solve` on the signal's recent scores, cached until the scores or labels change."""
         calibrator = self.calibrators[key[0]]
         solution: Solution
         changes, solution = self._solved.get(key, (-1, None))
@@ -292,16 +298,16 @@ DEFAULT_MIN_LABELS = PruningPlan(1).min_labels
 STATE_FIELDS = ("detection_length", "calibrators", "outcomes", "verdicts", "audits")
 
 MAX_SOLVED = 64
-"""Plans whose solution is kept; a client that varies its plan endlessly must not fill memory."""
+"""Most cached solutions, so that a client that varies its plan cannot fill the memory."""
 
 
 def label_weight(survival_probability: float) -> float:
-    """How many scored candidates a survivor's label stands for; clipped at `MAX_LABEL_WEIGHT`."""
+    """Number of scored candidates that a survivor's label stands for, at most `MAX_LABEL_WEIGHT`."""
     return min(MAX_LABEL_WEIGHT, 1 / survival_probability)
 
 
 def scores_of(observation: Observation) -> dict[Signal, float]:
-    """The usable scores: the head's logit when there is one, and the confidence; never NaN or infinite."""
+    """The finite scores of an observation: the head's logit if there is one, and the confidence."""
     scores: dict[Signal, float] = {}
     if observation.logit is not None and isfinite(observation.logit):
         scores["head"] = observation.logit
@@ -311,12 +317,12 @@ def scores_of(observation: Observation) -> dict[Signal, float]:
 
 
 def version_of(signal: Signal, observation: Observation) -> int:
-    """The version of what gave the score: scores of one version are comparable as they are."""
+    """Version of the source of the score. Scores of one version are comparable without a scale."""
     return observation.head_version if signal == "head" else 0
 
 
 def _kept(observation: Observation, wanted: Signal, *, cold: bool, survival_probability: float = 1.0) -> Assessment:
-    """The assessment of a candidate whose success probability is not known: it is kept."""
+    """Assessment of a candidate whose success probability is unknown: it is kept."""
     scores = scores_of(observation)
     signal: Signal = wanted if wanted in scores else "confidence"
     return Assessment(

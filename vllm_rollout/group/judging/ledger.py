@@ -1,4 +1,4 @@
-"""Candidates whose reward may still come. Invariant: a reward counts once, and never vanishes in silence."""
+"""Candidates whose reward may still come. Invariant: a reward counts once, and every reward gets a status."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateId, CandidateState, HeadKey, Observation
 
 RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
-"""What became of a posted reward.
+"""Status of a posted reward.
 
-accepted    it teaches calibration and head
-duplicate   the same reward came before; nothing changes
+accepted    calibration and head learn from it
+duplicate   the same reward came before, and nothing changes
 conflict    another reward came before, and stays
 unknown     no such candidate, or one that has been forgotten
 unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
-unscored    the candidate ended before it was scored: there is nothing to learn from
+unscored    the candidate ended before it was scored, so that the reward has no use
 """
 
 
@@ -33,43 +33,44 @@ class Reward(NamedTuple):
     index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
     reward: float
     positive: bool
-    """The reward is above the threshold: the label that calibration and head learn."""
+    """True if the reward is above the threshold: the label for calibration and head."""
 
 
 NamedBy = Literal["rollout", "group", "request"]
-"""What the id in a candidate's name is of.
+"""Kind of the id in a candidate's name.
 
-rollout  a rollout's id; beside the index stands the prompt's id
-group    the id of one group of a rollout; with OWNER/ before it where the rollout's id has that
-request  the id of a request that was a group, or one candidate of one; the index is that of the choice in its answer
+rollout  a rollout's id, with the prompt's id beside the index
+group    the id of one group of a rollout, after OWNER/ if the rollout's id has an owner
+request  the id of a request that was a group, or one candidate of it, with the choice in its answer as index
 """
 
 
 class NamedReward(NamedTuple):
-    """A reward, and what its index counts in."""
+    """A reward, and the kind of id that names its candidate."""
 
     by: NamedBy
     id: str
     reward: Reward
-    """Its prompt id means something by a rollout only."""
+    """Its prompt id is used only if `by` is "rollout"."""
 
 
 EVERYBODY = "*"
-"""Whose a request is when nobody knows its client: any client may name it."""
+"""Client of a request whose client is unknown. Any client may name such a request."""
 
 
 def request_name(client: str, request_id: str, namespace: str = "") -> str:
-    """The name of a request among all clients'. Those with the same key are one client; `namespace`: as it says."""
+    """Name of a request, unique among all clients. Clients with the same key are one client. `namespace`: from the
+    request."""
     return dumps([client, namespace, request_id])  # ASCII, and no id can look like another client's
 
 
 def everybodys(name: str) -> str:
-    """The name of the same request where nobody knows its client, who comes first in `request_name`."""
+    """Name of the same request with an unknown client."""
     return f'["{EVERYBODY}", {name.partition(", ")[2]}'
 
 
 class AnswerName(NamedTuple):
-    """What a reward may call a candidate, or the first of several: the answer it is in, and the choice there."""
+    """Name of a candidate in a reward: an answer and a choice in it. Or the name of the first of several candidates."""
 
     name: str
     choice: int = 0
@@ -77,29 +78,31 @@ class AnswerName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a candidate is judged, and under which name its reward comes."""
+    """Data for scores of a candidate, and the names under which its reward may come."""
 
     rollout_id: str
     prompt_id: str
     seed: int
-    """Chance depends on (seed, prompt_id, index)."""
+    """Random draws depend on (seed, prompt_id, index)."""
     answer: AnswerName | None = None
-    """The name of a candidate that is a request of its own; None: it is named otherwise."""
+    """Name of a candidate that is a request of its own. None: it has another name."""
     parent: AnswerName | None = None
-    """Its name where that of its answer may have been made of the name of a request with several choices, of which it
-    is one; a request that has this name comes first."""
+    """Second name of a candidate that may be one of several choices of a request, by the name of that request.
+
+    A request that really has this name takes precedence.
+    """
     prompt_key: str = ""
-    """Under which its prompt's success is remembered over rollouts, the key of its lengths; empty: it is not."""
+    """Key of the prompt's success and lengths over rollouts. Empty: these are not recorded."""
     adapter: str = BASE_MODEL
-    """The LoRA adapter's name. The engine says it: what a client writes about itself teaches nobody else's adapter."""
+    """Name of the LoRA adapter, as the engine states it. So a client cannot send rewards to another adapter's head."""
     num_resumed: int = 0
-    """Tokens that it has from earlier rounds."""
+    """Tokens of the candidate from earlier rounds."""
     survival_before: float = 1.0
-    """The probability with which it was kept in them."""
+    """Probability that earlier rounds kept the candidate."""
 
 
 class EntryKey(NamedTuple):
-    """Where the ledger has a candidate."""
+    """Key of a candidate in the ledger."""
 
     rollout_id: str
     prompt_id: str
@@ -107,7 +110,7 @@ class EntryKey(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A score that decided nothing, and what would have been decided by it."""
+    """A score without a decision, with the decision that it would have caused."""
 
     observation: Observation
     assessment: Assessment
@@ -115,7 +118,7 @@ class Trial(NamedTuple):
 
 @dataclass(slots=True)
 class _RememberedGroup:
-    """Where a group's candidates are, as long as one of them is remembered."""
+    """Place of a group's candidates, while at least one of them is remembered."""
 
     rollout_id: str
     prompt_id: str
@@ -124,33 +127,33 @@ class _RememberedGroup:
 
 @dataclass(slots=True, eq=False)
 class LedgerEntry:
-    """One candidate that is scored. The ledger counts along with what is written into it."""
+    """One scored candidate. Changes of its fields update the counts of the ledger."""
 
     ledger: Ledger | None = field(init=False, default=None)
-    """The one that remembers it."""
+    """The ledger that contains it, or None after `forget`."""
     request_id: str
     prompt_id: str
-    """As `kept_name` has it."""
+    """Prompt id, as `kept_name` returns it."""
     prompt_key: str
-    """Under which its prompt's success is remembered; empty: it is not."""
+    """Key under which the prompt's success is stored. Empty: it is not."""
     adapter: str
     origin: LabelOrigin
-    """The kind of group that its label is of."""
+    """Kind of group that its label comes from."""
     group_id: str
     index: int
     plan: PruningPlan
     names: list[tuple[str, int]] = field(default_factory=list)
-    """Requests in whose answers it is, and as which choice."""
+    """(request name, choice) of each answer that contains it."""
     num_tokens: int = 0
     observation: Observation | None = None
     state: CandidateState = "running"
     assessment: Assessment | None = None
     trials: Mapping[int, Trial] = field(default_factory=dict)
-    """What was seen of it at other lengths of its plan, and at its end, by length."""
+    """Scores at other lengths of its plan and at its end, by length."""
     reward: float | None = None
     num_resumed: int = 0
     survival_before: float = 1.0
-    """As of `Scoring`, and so is the one above."""
+    """As in `Scoring`, as is `num_resumed`."""
     _counted: tuple[CandidateState, tuple[int, ...]] | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -163,16 +166,16 @@ class LedgerEntry:
 
     @property
     def is_scored(self) -> bool:
-        """Its reward teaches something."""
+        """True if its reward can be learned from."""
         return self.assessment is not None or bool(self.trials)
 
     def forget(self) -> None:
-        """Still to be written into, but no longer remembered."""
+        """Detach the entry from the ledger. It may still be written to."""
         self._count(remembered=False)
         self.ledger = None
 
     def _count(self, *, remembered: bool = True) -> None:
-        assert self.ledger is not None  # who is not remembered is not counted
+        assert self.ledger is not None  # a forgotten entry is not counted
         counted = None
         if remembered and self.is_scored and self.reward is None and self.state in ("running", "finished"):
             own = () if self.assessment is None else (self.plan.detection_length,)
@@ -183,31 +186,32 @@ class LedgerEntry:
 
 
 class Ledger:
-    """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout go first.
+    """All candidates that a reward could name, by rollout. The oldest candidates of the oldest rollout are forgotten
+    first.
 
-    A group that no rollout made is a rollout of its own. What clients name is remembered by `kept_name`.
+    A group without a rollout is a rollout of its own. Ids of clients are stored by `kept_name`.
     """
 
     def __init__(self, max_candidates: int = MAX_REMEMBERED_CANDIDATES) -> None:
         self._rollouts: OrderedDict[str, OrderedDict[tuple[str, int], LedgerEntry]] = OrderedDict()
         self._groups: dict[str, _RememberedGroup] = {}
         self._requests: dict[str, dict[int, LedgerEntry]] = {}
-        """By the name of a request: the candidates that are choices in its answer."""
+        """Candidates that are choices of a request's answer, by the name of the request."""
         self._max_candidates = max_candidates
         self._num_candidates = 0
         self._scored: dict[CandidateState, Counter[HeadKey]] = {"running": Counter(), "finished": Counter()}
-        """Scored candidates without a reward, by state and by what scored them; none is not counted."""
+        """Number of scored candidates without a reward, by state and head key, for numbers above 0."""
 
     def __len__(self) -> int:
         return self._num_candidates
 
     def detection_length(self, rollout_id: str) -> int | None:
-        """The one that the rollout's candidates share; None when it is not remembered."""
+        """Detection length of all candidates of the rollout. None if the rollout is unknown."""
         entries = self._rollouts.get(rollout_id)
         return None if entries is None else next(iter(entries.values())).plan.detection_length
 
     def adapter(self, rollout_id: str) -> str:
-        """The one of all of the rollout's candidates."""
+        """Adapter of all candidates of the rollout."""
         entries = self._rollouts.get(rollout_id)
         return BASE_MODEL if entries is None else next(iter(entries.values())).adapter
 
@@ -219,7 +223,7 @@ class Ledger:
         plan: PruningPlan,
         origin: LabelOrigin = "plain",
     ) -> LedgerEntry:
-        """A candidate was launched. What happens to it is written into the entry."""
+        """Add a candidate that was launched, and return its entry, to which later events are written."""
         prompt_id = kept_name(scoring.prompt_id)
         entry = LedgerEntry(request_id, prompt_id, scoring.prompt_key, scoring.adapter, origin, *candidate, plan)
         entry.num_resumed, entry.survival_before = scoring.num_resumed, scoring.survival_before
@@ -241,8 +245,11 @@ class Ledger:
         return entry
 
     def name(self, name: str, group_id: str, choices: Mapping[int, int], *, unless_taken: bool = False) -> None:
-        """A request's answer has these candidates of a group, by choice. Those that are not here are passed over: they
-        ended in another engine. `unless_taken`: a choice that the name has stays."""
+        """Name candidates of a group, by their choice in a request's answer.
+
+        Candidates that are unknown here are skipped: they ended in another engine. `unless_taken`: keep a choice that
+        the name already has.
+        """
         group = self._groups.get(group_id)
         if group is None:
             return
@@ -255,7 +262,7 @@ class Ledger:
             entry.names.append((name, choice))
 
     def find(self, named: NamedReward) -> EntryKey | None:
-        """The candidate that a reward names; None when it is not remembered."""
+        """Key of the candidate that a reward names. None if it is unknown."""
         id, index = named.id, named.reward.index
         if named.by == "rollout":
             return EntryKey(id, named.reward.prompt_id, index) if id in self._rollouts else None
@@ -271,7 +278,7 @@ class Ledger:
         return EntryKey(group.rollout_id, group.prompt_id, index)
 
     def take(self, rollout_id: str, prompt_id: str, index: int) -> LedgerEntry | None:
-        """Let go of a candidate that goes on in another engine; None when it has been forgotten."""
+        """Remove a candidate that goes on in another engine. None if it has been forgotten."""
         rollout = self._rollouts.get(rollout_id)
         entry = None if rollout is None else rollout.pop((kept_name(prompt_id), index), None)
         if rollout is None or entry is None:
@@ -284,7 +291,7 @@ class Ledger:
     def reward(
         self, rollout_id: str, prompt_id: str, index: int, reward: float
     ) -> tuple[RewardStatus, LedgerEntry | None]:
-        """Account for a posted reward; the entry comes with status `accepted` only."""
+        """Record a posted reward. The entry is returned with status `accepted` only."""
         rollout = self._rollouts.get(rollout_id)
         entry = None if rollout is None else rollout.get((kept_name(prompt_id), index))
         if entry is None:
@@ -299,16 +306,16 @@ class Ledger:
         return "accepted", entry
 
     def num_awaiting(self, adapter: str = BASE_MODEL) -> Counter[int]:
-        """Scored candidates of a served name that finished and have no reward yet, by detection length."""
+        """Finished scored candidates of a served name without a reward, by detection length."""
         finished = self._scored["finished"]
         return Counter({key.detection_length: num for key, num in finished.items() if key.adapter == adapter})
 
     def awaits(self, detection_length: int, adapter: str = BASE_MODEL) -> bool:
-        """A reward may come for a candidate of this served name that was scored at this length."""
+        """True if a reward may come for a candidate of this served name that was scored at this length."""
         return any(HeadKey(detection_length, adapter) in counts for counts in self._scored.values())
 
     def awaits_any(self, adapter: str) -> bool:
-        """A reward may come for a scored candidate of this served name."""
+        """True if a reward may come for any scored candidate of this served name."""
         return any(key.adapter == adapter for counts in self._scored.values() for key in counts)
 
     def recount(
@@ -317,7 +324,7 @@ class Ledger:
         before: tuple[CandidateState, tuple[int, ...]] | None,
         now: tuple[CandidateState, tuple[int, ...]] | None,
     ) -> None:
-        """An entry counts as another kind of candidate, scored at these lengths, or as none."""
+        """Move an entry between counts: (state, scored lengths) before and now. None: not counted."""
         for counted, difference in ((before, -1), (now, 1)):
             if counted is None:
                 continue
@@ -336,7 +343,7 @@ class Ledger:
             del self._rollouts[rollout_id]
 
     def _forget(self, entry: LedgerEntry) -> None:
-        """It has left its rollout."""
+        """Remove the references to an entry that has left its rollout."""
         entry.forget()
         self._num_candidates -= 1
         group = self._groups[entry.group_id]

@@ -1,15 +1,14 @@
-"""Which detection length is best: candidates that were scored at several, and what became of them (ARRoL Fig. 2d).
+"""Compares detection lengths by candidates that were scored at several of them, and recommends one (ARRoL Fig. 2d).
 
-A later score knows more and saves less. What pruning is worth at a length is taken to be
+A later score is more accurate and saves less. The value of pruning at a length is defined as
 
     value = saving * (2 AUC - 1)
 
-saving: share of all tokens that are not generated when 1 - keep_ratio of those that get there are stopped there;
-2 AUC - 1: how far the score's choice is from a throw of dice, 0, to one that never errs, 1. It is 0 where nothing is
-saved and where nothing is known, and asks for no guess of what a token or an error costs. The recommended length is the
-shortest whose value is within a standard error of the best. Siblings resemble each other, so errors are those of a
-sample of prompts; and since a trial is looked at again and again, the best length has to be better than chance by more
-than one look would ask for.
+saving: share of all tokens that is not generated if 1 - keep_ratio of the candidates that get there are stopped there.
+2 AUC - 1: quality of the score's choice, from 0 (random) to 1 (always right). The value is 0 if nothing is saved, or if
+the score predicts nothing, and needs no assumed price of a token or an error. The recommended length is the shortest
+whose value is within a standard error of the best. Siblings resemble each other, so standard errors are those of a
+sample of prompts. A trial is evaluated many times, so the best length has to exceed chance by more than in one test.
 
 Invariant: all lengths are compared by the same candidates, each score given before its reward was known.
 """
@@ -30,12 +29,12 @@ from vllm_rollout.group.plans.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.group.types import Signal
 
 TRIAL_WINDOW = 2048
-"""Newest rewarded candidates that a trial speaks about."""
+"""Newest rewarded candidates in a trial."""
 MIN_OF_EACH = 64
-"""Right and wrong answers that a signal has to have scored at every length before one is recommended: an AUC is then
+"""Right and wrong answers that a signal must have scored at every length before a recommendation. An AUC is then
 known to some 0.05."""
 MIN_ERRORS = 3.0
-"""Standard errors by which the best length's AUC has to differ from chance, at each of many looks."""
+"""Standard errors by which the best length's AUC must exceed chance, at each of many evaluations."""
 
 DEFAULT_KEEP_RATIO = PruningPlan(1).keep_ratio
 
@@ -44,9 +43,9 @@ class TriedCandidate(NamedTuple):
     """A rewarded candidate that was to be scored at several lengths."""
 
     lengths: tuple[int, ...]
-    """What was tried, ascending."""
+    """Detection lengths of its trial, ascending."""
     scores: tuple[Mapping[Signal, float], ...]
-    """Scores at each length; empty where it ended before. The head's are as its version's scale had them."""
+    """Scores at each length. Empty if it ended before. The head's are standardized by its version's scale."""
     positive: bool
     num_tokens: int
     group: str
@@ -54,40 +53,41 @@ class TriedCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TriedLength:
-    """What one length would be worth."""
+    """Value of one detection length."""
 
     detection_length: int
     num_positive: int
     num_negative: int
-    """Right and wrong answers among those that got there and were scored."""
+    """Right and wrong answers of candidates that reached the length and were scored."""
     auc: float | None
     auc_error: float | None
-    """Standard error, prompts being drawn and not answers (Obuchowski 1997)."""
+    """Standard error for a sample of prompts, not of answers (Obuchowski 1997)."""
     within_group_auc: float | None
     cost_ratio: float
-    """Share of all tokens that is generated before anybody can be stopped."""
+    """Share of all tokens that is generated before any candidate can be stopped."""
     saving_ratio: float
-    """Share of all tokens that is not generated when 1 - keep_ratio of those that get there are stopped."""
+    """Share of all tokens that is not generated if 1 - keep_ratio of the candidates that reach the length are
+    stopped."""
     value: float | None
-    """saving_ratio * (2 AUC - 1)."""
+    """saving_ratio * (2 AUC - 1). None without an AUC."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthTrialReport:
-    """A trial so far."""
+    """State of a length trial."""
 
     num_candidates: int
     signal: Signal
-    """What the scores are of: the quality head's once it has scored enough, before that trace confidence."""
+    """Signal of the scores: the quality head once it has scored enough candidates, before that trace confidence."""
     keep_ratio: float
     lengths: Sequence[TriedLength]
     recommended: int | None
     reason: str
-    """Why that one, or why none."""
+    """Reason for the recommendation, or for its absence."""
 
 
 def tried_from_state(values: Any) -> TriedCandidate:
-    """Raises: ValueError for what no tried candidate can have been."""
+    """Restore a tried candidate. Raises: ValueError for a state that no tried candidate can have."""
     lengths, scores, positive, num_tokens, group = listed(values, "a tried candidate", length=5)
     lengths = tuple(
         integer(length, "a tried length", 1, MAX_DETECTION_LENGTH)
@@ -110,7 +110,7 @@ def tried_from_state(values: Any) -> TriedCandidate:
 def length_trial_report(
     candidates: Sequence[TriedCandidate], keep_ratio: float = DEFAULT_KEEP_RATIO
 ) -> LengthTrialReport:
-    """What the lengths are worth that most of these tried, by pruning that keeps `keep_ratio`, in (0, 1]."""
+    """Values of the lengths that most of these candidates tried, for pruning that keeps `keep_ratio`, in (0, 1]."""
     if not candidates:
         reason = 'no trial so far: name several lengths, "detection_length": [16, 48, 128], and post rewards'
         return LengthTrialReport(0, "head", keep_ratio, (), None, reason)
@@ -127,8 +127,10 @@ def length_trial_report(
 
 
 def chosen(plan: PruningPlan, recommended: int | None) -> PruningPlan:
-    """What a plan with `auto` means now: the recommended length, or, while there is none, a trial. Audit groups go on
-    trying all of them, so that the choice can be another one later."""
+    """The plan that `auto` means now: the recommended length, or a trial while there is none.
+
+    Audit groups still try all lengths, so that the recommendation can change later.
+    """
     if recommended is None:
         return replace(plan, auto=False, mode="shadow")
     others = {plan.detection_length, *plan.trial_lengths} - {recommended}
@@ -189,10 +191,11 @@ def _recommended(tried: Sequence[TriedLength]) -> tuple[int | None, str]:
 
 
 def _auc(seen: Sequence[tuple[float, TriedCandidate]]) -> tuple[float | None, float | None]:
-    """AUC and its standard error; None without both kinds, or of one prompt.
+    """AUC and its standard error. None without both kinds of labels, or the error of a single prompt.
 
-    Each prompt moves the AUC by the sum of what its answers do, and prompts are independent.
-    Source: Obuchowski 1997, whose error is that of DeLong et al. 1988 where each prompt has one answer.
+    Each prompt moves the AUC by the sum of its answers' contributions, and prompts are independent.
+
+    Source: Obuchowski 1997. The error is that of DeLong et al. 1988 if each prompt has one answer.
     """
     rights = sorted(score for score, c in seen if c.positive)
     wrongs = sorted(score for score, c in seen if not c.positive)
@@ -209,5 +212,5 @@ def _auc(seen: Sequence[tuple[float, TriedCandidate]]) -> tuple[float | None, fl
 
 
 def _share_below(ordered: Sequence[float], score: float) -> float:
-    """Ties count half."""
+    """Share of `ordered` below the score. Ties count half."""
     return (bisect_left(ordered, score) + bisect_right(ordered, score)) / (2 * len(ordered))

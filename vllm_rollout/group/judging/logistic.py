@@ -1,6 +1,6 @@
 """Probabilities by their odds, and logistic regression of successes on one number.
 
-Invariant: what lies in (0, 1) stays there; the same counts give the same curve.
+Invariant: values in (0, 1) stay there. The same counts give the same curve.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from math import exp, log
 from typing import NamedTuple
 
 SLOPE_PRECISION = 0.25
-"""Precision of the slope's normal prior around 0: a standard deviation of 2. Without it labels that the number tells
-apart altogether would have no best curve."""
+"""Precision of the slope's normal prior around 0: a standard deviation of 2. Without it, labels that the number
+separates completely would have no best curve."""
 PRIOR_LABELS = 0.5
 """Labels of either kind, added at x = 0: without labels the probability is 1/2."""
 MAX_ITERATIONS = 32
 MAX_STEP = 2.0
-"""Largest step of intercept and slope in the first iterations; half of it after each that went too far."""
+"""Largest step of intercept and slope in the first iterations. It is halved after each step that went too far."""
 TOLERANCE = 1e-6
 LEAST_PROBABILITY = 1e-6
 
 
 class Counts(NamedTuple):
-    """Labels at one place."""
+    """Numbers of labels at one value of x."""
 
     x: float
     negative: float
@@ -39,10 +39,10 @@ class LogisticCurve(NamedTuple):
 
 
 def fit(points: Sequence[Counts]) -> LogisticCurve:
-    """p = 1 / (1 + exp(-intercept - slope x)), the most likely one; |x| < 8.
+    """Fit p = 1 / (1 + exp(-intercept - slope x)) by maximum likelihood, for |x| < 8.
 
-    Newton's method. Its steps are bounded, so that no exponent overflows and it does not swing to and fro; so is their
-    number, which leaves the curve of labels that are nearly told apart less steep than it would become.
+    Newton's method. Its steps are bounded, so that no exponent overflows and it does not oscillate. The number of steps
+    is bounded as well, so that the curve of labels that are almost separated is less steep than its limit.
     """
     negative = PRIOR_LABELS + sum(point.negative for point in points)
     positive = PRIOR_LABELS + sum(point.positive for point in points)

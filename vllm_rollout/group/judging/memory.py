@@ -1,21 +1,21 @@
-"""All that is learned, by served name: calibrations by detection length; lengths and success of prompts.
+"""Everything learned, by served name: calibrations by detection length, lengths and success of prompts.
 
-Two LoRA adapters are two policies, whose scores, lengths and successes say nothing of each other. An adapter that is
-loaded anew under its name goes on with what the name has learned, as the base model does with new weights.
+Two LoRA adapters are two policies, whose scores, lengths and successes are unrelated. An adapter that is loaded again
+under its name continues with the memory of the name, as the base model does with new weights.
 
-A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps. First come
-those of the base model, then of each adapter, the least recently used first, its name and its rows:
+A state is a sequence of rows, each of bounded size, so that a large one can be written between engine steps. The rows
+of the base model come first. Then each adapter follows, the least recently used first, with its name and its rows:
 
-["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
-["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
-["prompts", [[key, *average], ...]]                         `PROMPTS_PER_ROW` at a time
-["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time
-["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time
-["lengths", {dataset, log_lengths, shape}]                  once, last: a state that was cut off lacks it
-["adapter", name]                                           before the rows of an adapter
+    ["learning", {detection_length, calibrators, verdicts}]     one per detection length, the least recently used first
+    ["outcomes", detection_length, [outcome, ...]]              after their learning, `OUTCOMES_PER_ROW` at a time
+    ["prompts", [[key, *average], ...]]                         `PROMPTS_PER_ROW` at a time
+    ["successes", [[key, rewarded, successful], ...]]           `PROMPTS_PER_ROW` at a time
+    ["length_trial", [tried, ...]]                              `PROMPTS_PER_ROW` at a time
+    ["lengths", {dataset, log_lengths, shape}]                  once, last: a state that was cut off lacks it
+    ["adapter", name]                                           before the rows of an adapter
 
-Invariants: what is restored from its state decides and goes on as what was saved; whatever else is put is a ValueError.
-What one name teaches changes another's memory only where that one is given up for it; the base model's never is.
+Invariants: a restored memory decides and goes on as the saved one, and any other state raises a ValueError. Labels of
+one name change another name's memory only if that memory is given up for it. The base model's is never given up.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ LISTS = {
     "successes": ("prompts of a success history", MAX_HISTORY_PROMPTS),
     "length_trial": ("candidates of a trial of lengths", TRIAL_WINDOW),
 }
-"""Rows that come some at a time: what an error calls them, and how many they are at most in all."""
+"""Kinds of rows that come in parts: their name in errors, and their largest number of items in all."""
 
 Row = Sequence[Any]
 
 
 class Memory:
-    """What one engine has learned of one served name."""
+    """Memory of one engine for one served name."""
 
     def __init__(self) -> None:
         self.learnings: dict[int, Learning] = {}
-        """What was learned at each detection length, the least recently used first."""
+        """Learnings by detection length, the least recently used first."""
         self.lengths = LengthHistory()
         self.successes = SuccessHistory()
         self.tried: deque[TriedCandidate] = deque(maxlen=TRIAL_WINDOW)
-        """The newest rewarded candidates of all trials of lengths."""
+        """The newest rewarded candidates of all length trials."""
         self.forgotten: list[int] = []
-        """Detection lengths that were given up since somebody last took them out of here: their heads may go too."""
+        """Detection lengths that were given up and not yet taken from here. Their heads may be dropped too."""
         self.num_evicted: Counter[int] = Counter()
-        """Labels whose features were gone when their reward came, by detection length; not saved."""
+        """Labels whose features were gone when their reward came, by detection length. Not saved."""
 
     def learning(self, detection_length: int, awaited: Callable[[int], bool]) -> Learning | None:
-        """What was learned at this length, which counts as used.
+        """The learning of this length, which is created if necessary and now counts as used.
 
-        Beyond `MAX_DETECTION_LENGTHS` the least recently used one goes, of those that nobody awaits rewards for; None
-        when there is no such.
+        Beyond `MAX_DETECTION_LENGTHS`, the least recently used one without awaited rewards is given up. None if there
+        is none.
         """
         learning = self.learnings.pop(detection_length, None)
         if learning is None:
@@ -85,13 +85,13 @@ class Memory:
         return len(self.learnings) >= MAX_DETECTION_LENGTHS
 
     def spare(self, awaited: Callable[[int], bool]) -> int | None:
-        """The detection length to give up first; None when rewards are awaited for all."""
+        """The detection length to give up first. None when rewards are awaited for all."""
         return next((length for length in self.learnings if not awaited(length)), None)
 
     def to_state(self) -> Iterator[Row]:
-        """JSON-able rows, made as they are taken.
+        """JSON-able rows, made one by one.
 
-        The memory may go on in between: each learning is as it is when it is reached, and so is each prompt.
+        The memory may change in between: each learning, and each prompt, is as it is when its row is made.
         """
         for detection_length, learning in list(self.learnings.items()):
             state = learning.to_state()
@@ -110,7 +110,7 @@ class Memory:
 
     @classmethod
     def from_state(cls, rows: Iterable[Any]) -> Memory:
-        """Raises: ValueError for what no memory can have been."""
+        """Restore a memory. Raises: ValueError for a state that no memory can have."""
         learnings: dict[Any, dict[str, Any]] = {}
         lists: dict[str, list[Any]] = {kind: [] for kind in LISTS}
         totals: Mapping[str, Any] | None = None
@@ -146,29 +146,28 @@ class Memory:
 
 
 MAX_ADAPTER_CHARS = 2**16
-"""Longest name of an adapter in a state."""
+"""Longest name of an adapter in a state, in characters."""
 
 
 class Memories:
-    """What one engine has learned."""
+    """Memories of one engine, by served name."""
 
     def __init__(self) -> None:
         self.base = Memory()
-        """What was learned of the base model."""
+        """Memory of the base model."""
         self._adapters: dict[str, Memory] = {}
-        """The memory of each adapter by name, the least recently used first."""
+        """Memory of each adapter by name, the least recently used first."""
         self._forgotten: list[HeadKey] = []
         """Detection lengths of adapters that were given up."""
 
     def known(self, adapter: str) -> Memory | None:
-        """What is known of this name, without using it; None when that is nothing."""
+        """The memory of this name without any use of it. None if there is none."""
         return self.base if adapter == BASE_MODEL else self._adapters.get(adapter)
 
     def of(self, adapter: str, awaited: Callable[[str], bool]) -> Memory | None:
-        """The memory of this name, which counts as used.
+        """The memory of this name, which is created if necessary and now counts as used.
 
-        Beyond `MAX_ADAPTERS` the least recently used one goes, of those that nobody awaits rewards for; None when there
-        is no such.
+        Beyond `MAX_ADAPTERS`, the least recently used one without awaited rewards is given up. None if there is none.
         """
         if adapter == BASE_MODEL:
             return self.base
@@ -184,7 +183,7 @@ class Memories:
         return memory
 
     def has_place(self, adapter: str, awaited: Callable[[str], bool]) -> bool:
-        """Whether `of` would have a memory for this name."""
+        """True if `of` would return a memory for this name."""
         is_full = len(self._adapters) >= MAX_ADAPTERS
         return self.known(adapter) is not None or not is_full or self._spare(awaited) is not None
 
@@ -193,7 +192,7 @@ class Memories:
         return {BASE_MODEL: self.base, **self._adapters}
 
     def take_forgotten(self) -> list[HeadKey]:
-        """Detection lengths and adapters that were given up since the last call: their heads may go too."""
+        """Detection lengths and adapters that were given up since the last call. Their heads may be dropped too."""
         taken, self._forgotten = self._forgotten, []
         for adapter, memory in self.all().items():
             taken += [HeadKey(length, adapter) for length in memory.forgotten]
@@ -201,7 +200,7 @@ class Memories:
         return taken
 
     def to_state(self) -> Iterator[Row]:
-        """JSON-able rows, made as they are taken; meanwhile the memories may go on, as in `Memory.to_state`."""
+        """JSON-able rows, made one by one. The memories may change in between, as in `Memory.to_state`."""
         for adapter, memory in self.all().items():
             if adapter != BASE_MODEL:
                 yield ["adapter", adapter]
@@ -209,7 +208,7 @@ class Memories:
 
     @classmethod
     def from_state(cls, rows: Iterable[Any]) -> Memories:
-        """Raises: ValueError for what no memories can have been."""
+        """Restore memories. Raises: ValueError for a state that no memories can have."""
         parts: dict[str, list[Any]] = {BASE_MODEL: []}
         part = parts[BASE_MODEL]
         for row in rows:
@@ -230,7 +229,7 @@ class Memories:
         return memories
 
     def _spare(self, awaited: Callable[[str], bool]) -> str | None:
-        """The adapter to give up first; None when rewards are awaited for all."""
+        """The adapter to give up first. None when rewards are awaited for all."""
         return next((adapter for adapter in self._adapters if not awaited(adapter)), None)
 
     def _forget(self, adapter: str) -> None:

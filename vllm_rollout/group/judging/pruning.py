@@ -1,21 +1,22 @@
-"""Success probabilities -> survival probabilities (ARRoL 4.2, Eq. 2; ours where the paper is silent).
+"""Survival probabilities from success probabilities (ARRoL 4.2, Eq. 2, and our own rules).
 
-Eq. 2 as printed, p = clip(kappa + delta + lambda (rho - q)) with lambda > 0, falls with q: survivors are the unlikely
-ones whatever the success rate, so where success is rare (mean q < rho) it moves their mean *away* from rho. Lemma 4.1
-asks for the opposite: below rho removing a candidate with q under the mean helps, above rho one with q over the mean.
-The sign has to follow the side of rho on which the population is. `"paper"` is Eq. 2 as printed.
+Eq. 2 as printed, p = clip(kappa + delta + lambda (rho - q)) with lambda > 0, falls with q: unlikely candidates survive
+at any success rate. If success is rare (mean q < rho), this moves their mean *away* from rho. Lemma 4.1 asks for the
+opposite: below rho the removal of a candidate with q under the mean helps, above rho one with q over the mean. So the
+sign has to follow the side of rho on which the population is. `"paper"` is Eq. 2 as printed.
 
 `"balance"` solves for both aims. Among all rules with p in [min, max] it takes the one that disturbs least,
 
     minimise E[(p - kappa)^2]   subject to   E[p] = kappa,   E[p (q - rho)] = 0   (which is E[p q] / E[p] = rho),
 
-because the inverse-probability weights of the trainer vary least near a uniform p. Its stationarity condition,
-p - kappa = a + b q clipped to the bounds (the bounds' multipliers act only where p touches them), is Eq. 2's form with
-a strength of either sign: p = clip(kappa + bias + strength (q - rho), min, max). For a fixed strength E[p] rises with
-the bias, and along the curve E[p] = kappa, E[p q] rises with the strength (mass moves to higher q), so both are found
-by one-dimensional root search. If the bounds make rho unreachable the strength ends at its limit on the right side.
+because the inverse-probability weights of the trainer vary least near a uniform p. Its stationarity condition is p -
+kappa = a + b q, clipped to the bounds (the bounds' multipliers act only where p touches them). That is Eq. 2's form
+with a strength of either sign: p = clip(kappa + bias + strength (q - rho), min, max). For a fixed strength E[p] rises
+with the bias. Along the curve E[p] = kappa, E[p q] rises with the strength, because mass moves to higher q. So both are
+found by one-dimensional root search. If the bounds make rho unreachable, the strength ends at its limit on the right
+side.
 
-`"gradient"` stands in gradient.py, whoever is kept is drawn in survivors.py.
+`"gradient"` is in gradient.py. The survivors are drawn in survivors.py.
 
 Invariant: every survival probability lies within the plan's bounds.
 """
@@ -29,16 +30,18 @@ from math import fsum
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 
 Point = tuple[float, float]
-"""Success probability and weight."""
+"""(success probability, weight)."""
 
 MAX_SOLVED_STRENGTH = 8.0
-"""Largest size of the strength that the balance rule solves for: a difference of 1/8 in success probability then
-decides between the bounds of survival, which is as fine as calibration knows it."""
+"""Largest size of the strength in the balance rule. A difference of 1/8 in success probability, the precision of
+calibration, then decides between the bounds of survival."""
 MIN_BALANCED = 4.0
-"""Candidates whose survival is balanced together; a smaller batch of siblings is filled up from the population.
-Measured at 1, 4 and 16 siblings per batch (docs/development/log.md): more weakens the group's own balance."""
+"""Candidates whose survival is balanced together. A smaller batch of siblings is filled up from the population.
+
+Measured at 1, 4 and 16 siblings per batch (docs/development/log.md): more weakens the group's own balance.
+"""
 NUM_QUANTILES = 8
-"""Points that stand for the population there."""
+"""Points that represent the population."""
 MASS_TOLERANCE = 1e-9
 """Accuracy of the mean survival probability."""
 RATIO_TOLERANCE = 1e-6
@@ -48,7 +51,10 @@ MAX_ITERATIONS = 60
 
 @dataclass(frozen=True, slots=True)
 class SurvivalRule:
-    """q -> survival probability. Positive strength keeps the likely ones; Eq. 2 is strength = -lambda."""
+    """Function from success probability q to survival probability. A positive strength keeps likely candidates.
+
+    Eq. 2 is strength = -lambda.
+    """
 
     bias: float
     strength: float
@@ -58,7 +64,8 @@ class SurvivalRule:
     max_survival: float
 
     def survival(self, q: float) -> float:
-        """Never falls with q when the strength is positive, never rises when it is negative."""
+        """Survival probability of q. Does not fall with q if the strength is positive, does not rise if it is
+        negative."""
         p = self.keep_ratio + self.bias + self.strength * (q - self.target_positive_ratio)
         return min(self.max_survival, max(self.min_survival, p))
 
@@ -78,9 +85,9 @@ def group_rule(
 ) -> SurvivalRule:
     """The balance rule inside one group: Lemma 4.1 with the group's own mean.
 
-    batch: q of the siblings to decide on now. earlier: (q, kept) of those decided before; what they took or left of
-    the group's shares of survivors and of positives is made up for now. population: `compress`ed; fills a batch up to
-    `min_balanced` candidates, as a stand-in for siblings still to come, since a batch of one cannot be balanced.
+    batch: q of the siblings to decide on now. earlier: (q, kept) of those decided before. Their deviation from the
+    group's shares of survivors and of positives is compensated now. population: as `compress` returns it. It fills a
+    batch up to `min_balanced` candidates in place of siblings still to come, since a batch of one cannot be balanced.
     """
     others = list(earlier)
     points, mass = group_share(batch, others, population, plan, min_balanced)
@@ -96,8 +103,10 @@ def group_share(
     plan: PruningPlan,
     min_balanced: float = MIN_BALANCED,
 ) -> tuple[list[Point], float]:
-    """What is solved for one group (`group_rule`): the points, and how many of them are to be kept, so that the group
-    keeps `keep_ratio` of its candidates, as nearly as the bounds allow."""
+    """Points of one group's problem (`group_rule`), and the sum of their survival probabilities.
+
+    With that sum the group keeps `keep_ratio` of its candidates, as nearly as the bounds allow.
+    """
     own = [(q, 1.0) for q in batch]
     missing = max(0.0, min_balanced - len(own))
     points = own + [(q, missing * share) for q, share in population if missing]
@@ -108,12 +117,12 @@ def group_share(
 
 
 def rule_of(strength: float, points: Sequence[Point], plan: PruningPlan, mass: float) -> SurvivalRule:
-    """The rule of that strength that keeps `mass` of the points."""
+    """The rule of this strength that keeps `mass` of the points."""
     return _Problem(points, plan, mass, 0.0).rule(strength)
 
 
 def compress(points: Iterable[Point], num_points: int = NUM_QUANTILES) -> list[Point]:
-    """A distribution as the means of its quantiles, of weight 1 in all. Keeps the mean."""
+    """A distribution as the means of its quantiles, with weights that sum to 1. Keeps the mean."""
     ordered = sorted(points)
     total = fsum(w for _, w in ordered)
     parts = [0.0] * num_points
@@ -127,7 +136,7 @@ def compress(points: Iterable[Point], num_points: int = NUM_QUANTILES) -> list[P
 
 
 def _bounds(plan: PruningPlan) -> tuple[float, float]:
-    """Survival bounds, between which the keep ratio lies: with `keep_ratio` 1 nothing is pruned."""
+    """Bounds of survival, with the keep ratio between them. With a `keep_ratio` of 1 no candidate is pruned."""
     return plan.min_survival, 1.0 if plan.keep_ratio == 1 else plan.max_survival
 
 
@@ -142,7 +151,7 @@ class _Problem:
         self._low, self._high = _bounds(plan)
         self._weight = fsum(w for _, w in self._points)
         self._level = plan.keep_ratio
-        """The level of the last strength tried: the next one starts near it."""
+        """The level of the last strength tried, near which the next search starts."""
 
     def solve(self) -> SurvivalRule:
         """The strength of least size that reaches `positives`, or comes nearest."""
@@ -158,7 +167,7 @@ class _Problem:
             return self.rule(far)
         strength = near
         for _ in range(MAX_ITERATIONS):
-            # regula falsi; halving the value of an end that stays (Illinois) keeps it from crawling
+            # regula falsi, with the value of an end that stays halved (Illinois) for faster convergence
             strength = (near * far_excess - far * near_excess) / (far_excess - near_excess)
             excess = self._excess(strength)
             if abs(excess) <= tolerance:
@@ -179,15 +188,15 @@ class _Problem:
     def _excess(self, strength: float) -> float:
         """Positives beyond the wanted ones, at the level that keeps `mass`.
 
-        Mass is a non-decreasing, piecewise linear function of the level: Newton steps, bisection where they leave the
-        bracket.
+        Mass is a non-decreasing, piecewise linear function of the level. Newton steps find it, or bisection if a step
+        leaves the bracket.
         """
         points, low, high = self._points, self._low, self._high
         if not points:
             self._level = self._plan.keep_ratio - strength * self._plan.target_positive_ratio  # bias 0
             return 0.0
         reach = [strength * q for q, _ in points]
-        bottom, top = low - max(reach), high - min(reach)  # all p are `low`; all p are `high`
+        bottom, top = low - max(reach), high - min(reach)  # all p are `low`, or all are `high`
         level = min(top, max(bottom, self._level))
         tolerance = MASS_TOLERANCE * self._weight
         positives = 0.0

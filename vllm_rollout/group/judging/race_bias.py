@@ -1,23 +1,22 @@
-"""How much better the labels of races look than those of audit groups, and what takes that back.
+"""Bias of labels from races against labels from audit groups, and its correction.
 
-Rewards come for those that finish first. If what is wrong is longer, wrong answers lack among the labels, by a factor
-that the race does not tell. Audit groups tell it (`group/judging/audit.py`): their labels are a plain sample. The
-factor is one of odds: let a right answer be labelled with probability a and a wrong one with b. Then among labels the
-odds of success are a / b times what they are among all answers, and
+Rewards come for candidates that finish first. If wrong answers are longer, they are missing among the labels, by a
+factor that races do not show. Audit groups show it (`group/judging/audit.py`): their labels are a plain sample. The
+factor is one of odds. Let a right answer get a label with probability a, and a wrong one with b. Then the odds of
+success among labels are a / b times the odds among all answers:
 
     logit P(success) = logit P(success | labelled) + intercept.
 
-So labels of races teach what a score is worth, and audits, few as they are, one number: the intercept by which what
-races have taught foretells the labels of audits best (maximum likelihood). Each of these is foretold by what was known
-when it came, so that a policy that gets better is not taken for a bias. The intercept of a score that knows more is
-larger than that of the success rate, which is one as well: an average of odds is not the odds of an average. That
-success and length say all that the race goes by is an assumption: where a score tells of lengths beyond success, the
-intercept is right on average.
+So labels of races calibrate scores. The few audits fit one number: the intercept with which the table of the races
+predicts the labels of audits best (maximum likelihood). Each of these labels is predicted from earlier ones only, so
+that an improving policy is not mistaken for a bias. An informative score has a larger intercept than the success rate,
+because an average of odds is not the odds of an average. The method assumes that the race depends on scores only
+through success. If a score also predicts lengths, the intercept is right on average.
 
-Where a group has no spare candidates nobody races, and its labels are a plain sample as they are. Of labels of both
-kinds the intercept is needed in the share that is raced.
+Groups without spare candidates do not race, and their labels are a plain sample. For labels of both kinds the intercept
+is multiplied by the share of raced ones.
 
-Invariant: what is said depends on the labels and their order only; without audits, or without races, it is 0.
+Invariant: results depend only on the labels and their order. Without audits, or without races, the correction is 0.
 """
 
 from __future__ import annotations
@@ -31,23 +30,25 @@ from vllm_rollout.group.checks import listed, number
 from vllm_rollout.group.judging.logistic import logit
 
 LabelOrigin = Literal["race", "audit", "plain", "plain_audit"]
-"""The kind of group that a label is of.
+"""Kind of group that a label comes from.
 
-race         it has spare candidates: others lose their places to those that are faster
-audit        it would have raced, and does not (`group/judging/audit.py`)
-plain        nobody would race: all who survive are returned
-plain_audit  nobody would race, and nobody is pruned either
+race         a group with spare candidates, in which slow candidates lose their places
+audit        a group that would have raced, but was audited (`group/judging/audit.py`)
+plain        a group without a race: all survivors of pruning are returned
+plain_audit  a group without a race and, by an audit, without pruning
 """
 ORIGINS: tuple[LabelOrigin, ...] = get_args(LabelOrigin)
 AUDITS: tuple[LabelOrigin, ...] = ("audit", "plain_audit")
 
 HALF_LIFE = 2048
-"""Labels of audits after which one counts half: a race favours the same kind of answer for longer than a success rate
-lasts, and 256 prompts of 8 answers tell a rate of 0.3 to 0.02."""
+"""Labels of audits after which the weight of a label has halved.
+
+The bias of a race changes more slowly than a success rate. 256 prompts of 8 answers determine a rate of 0.3 to 0.02.
+"""
 PRIOR_PRECISION = 2.0
-"""Precision of an intercept before there are audits: about what ten of their labels tell."""
+"""Precision of an intercept before any audit: about that of ten labels of audits."""
 MAX_INTERCEPT = 3.0
-"""Odds that differ by more than a factor of 20 come from a handful of labels."""
+"""Largest size of an intercept. Odds that differ by more than a factor of 20 come from very few labels."""
 MAX_PRECISION = 1e6
 
 _DECAY = 0.5 ** (1 / HALF_LIFE)
@@ -55,7 +56,7 @@ _DECAY = 0.5 ** (1 / HALF_LIFE)
 
 @dataclass(slots=True)
 class Intercept:
-    """The most likely one, found label by label: each moves it by a step of Newton's."""
+    """The most likely intercept, updated by one Newton step for each label."""
 
     value: float = 0.0
     precision: float = PRIOR_PRECISION
@@ -65,7 +66,8 @@ class Intercept:
         return self.precision > PRIOR_PRECISION
 
     def learn(self, foretold: float, share: float, positive: bool) -> None:
-        """A label of an audit. `foretold`: its probability of success by a table of which `share` is raced."""
+        """Add a label of an audit. `foretold`: its predicted success probability. `share`: share of raced labels
+        behind it."""
         p = 1 / (1 + exp(-logit(foretold) - self.value * share))
         self.precision = max(PRIOR_PRECISION, self.precision * _DECAY) + share * share * p * (1 - p)
         step = share * (positive - p) / self.precision
@@ -76,7 +78,7 @@ class Intercept:
 
     @classmethod
     def from_state(cls, state: Any) -> Intercept:
-        """Raises: ValueError."""
+        """Restore an intercept. Raises: ValueError for a state that no intercept can have."""
         value, precision = listed(state, "an intercept", length=2)
         return cls(
             number(value, "an intercept", -MAX_INTERCEPT, MAX_INTERCEPT),
@@ -85,7 +87,7 @@ class Intercept:
 
 
 TALLY_HALF_LIFE = 8192
-"""Labels, of all kinds, after which one counts half in a report."""
+"""Labels, of all kinds, after which the weight of a label in a report has halved."""
 MAX_SUM = 1e12
 
 _TALLY_DECAY = 0.5 ** (1 / TALLY_HALF_LIFE)
@@ -93,26 +95,26 @@ _TALLY_DECAY = 0.5 ** (1 / TALLY_HALF_LIFE)
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What audit groups say of the others."""
+    """Statistics of audit groups against other groups."""
 
     num_labels: float = 0.0
-    """Labels of audit groups; older ones count less."""
+    """Labels of audit groups, weighted. Older ones count less."""
     positive_ratio: float | None = None
     """Success rate in audit groups: that of the policy. None without a label of them."""
     raced_positive_ratio: float | None = None
-    """Success rate of other labels, weighted by 1 / survival probability: as it would be believed without audits."""
+    """Success rate of other labels, weighted by 1 / survival probability: the estimate without audits."""
     offset: float = 0.0
-    """The correction of the logit of a success probability."""
+    """Correction of the logit of a success probability."""
     raced_success_weight: float = 1.0
-    """Answers that a success of a race stands for in a success rate, beside what its survival says."""
+    """Factor on the weight of a positive label of a race, beside its 1 / survival probability."""
 
 
 class AuditTally:
-    """Decaying sums over labels, of audits and of the others."""
+    """Decaying sums over labels of audits, and over other labels."""
 
     def __init__(self) -> None:
         self._sums = [[0.0, 0.0], [0.0, 0.0]]
-        """Weights of negatives and positives: others', audits'."""
+        """Weights of (negatives, positives): of other labels, then of audits."""
 
     def add(self, positive: bool, weight: float, origin: LabelOrigin) -> None:
         self._sums = [[total * _TALLY_DECAY for total in sums] for sums in self._sums]
@@ -127,7 +129,7 @@ class AuditTally:
 
     @classmethod
     def from_state(cls, state: Any) -> AuditTally:
-        """Raises: ValueError."""
+        """Restore a tally. Raises: ValueError for a state that no tally can have."""
         rows = [listed(row, "a tally of audits", length=2) for row in listed(state, "a tally of audits", length=2)]
         tally = cls()
         tally._sums = [[number(total, "a sum of a tally of audits", 0.0, MAX_SUM) for total in row] for row in rows]

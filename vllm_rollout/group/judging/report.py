@@ -1,8 +1,7 @@
-"""What rewarded candidates say of signals and of pruning: how well scores foretold rewards, and what was saved.
+"""Report on signals and pruning from rewarded candidates: accuracy of the scores, and savings.
 
-Invariants: every score was given before its reward was known. A report depends on the candidates, the numbers of
-verdicts and what audits say that it is given, and on nothing else; so candidates of several ranks are reported together
-as one rank's are.
+Invariants: every score was given before its reward was known. A report depends only on the candidates, the numbers of
+verdicts and the audit report in its arguments. So candidates of several ranks are reported together like those of one.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from vllm_rollout.group.types import BASE_MODEL, HeadKey, Signal
 NUM_RELIABILITY_BINS = 10
 
 LEAST_SURVIVAL = 1e-9
-"""Survival probabilities below are taken as this in the report, whose sums stay finite."""
+"""Smallest survival probability in the report, so that sums stay finite."""
 
 MAX_GROUP_CHARS = 2**16
-"""Longest name of a group in a state."""
+"""Longest name of a group in a state, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A score whose reward is known now."""
+    """A score with its reward."""
 
     score: float
     success_probability: float | None
-    """None: calibration knew too little when the candidate was scored."""
+    """None: calibration had too few labels when the candidate was scored."""
     positive: bool
     weight: float
-    """1 / survival probability."""
+    """1 / survival probability of the candidate."""
     group: str
-    """The prompt; what groups candidates for the AUC within groups."""
+    """The prompt, by which candidates are grouped for the AUC within groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +56,43 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, slots=True)
 class SignalReport:
-    """How well one signal foretold the rewards, each score given before its reward was known."""
+    """Accuracy of one signal's predictions, each made before its reward was known."""
 
     num_positive: int
     num_negative: int
     auc: float | None
-    """Area under the ROC curve, weighted by 1 / survival probability; None without labels of both kinds."""
+    """Area under the ROC curve, weighted by 1 / survival probability. None without labels of both kinds."""
     within_group_auc: float | None
     """The mean over prompts that have labels of both kinds."""
     brier: float | None
-    """Mean squared error of the success probability, weighted as the AUC; None without calibrated scores."""
+    """Mean squared error of the success probability, weighted as the AUC. None without calibrated scores."""
     bins: Sequence[ReliabilityBin]
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowReport:
-    """What pruning did (active), or would have done (shadow), to recently rewarded candidates; cold starts left out."""
+    """Effect of pruning on recently rewarded candidates: real (active) or hypothetical (shadow). Without cold
+    starts."""
 
     num_scored: int
     """Active: candidates judged. Shadow: candidates judged and rewarded."""
     num_pruned: int
-    """Pruned, or in shadow mode marked."""
+    """Candidates pruned, or in shadow mode marked."""
     tokens_saved: int
-    """Shadow: tokens that marked candidates generated after `detection_length`. Active, where nobody knows: pruned
-    candidates times the mean of what survivors generated after it, each weighted by its odds of having been pruned."""
+    """Shadow: tokens that marked candidates generated after `detection_length`.
+
+    Active, as an estimate: pruned candidates times the mean of the tokens that survivors generated after it. Each
+    survivor is weighted by its odds of having been pruned.
+    """
     positive_ratio: float | None
-    """Success rate of all candidates: in active mode of the survivors, weighted by 1 / survival probability."""
+    """Success rate of all candidates. In active mode that of the survivors, weighted by 1 / survival probability."""
     survivors_positive_ratio: float | None
-    """Success rate of those that were, or would have been, kept."""
+    """Success rate of the candidates that were, or would have been, kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RulesReport:
-    """What the rules of one detection length are worth so far."""
+    """Report on the rules of one detection length."""
 
     signals: Mapping[Signal, SignalReport]
     active: ShadowReport
@@ -99,17 +102,17 @@ class RulesReport:
 
 @dataclass(frozen=True, slots=True)
 class HeadInfo:
-    """What a quality head is for."""
+    """Identity and training state of a quality head."""
 
     detection_length: int
     hidden_size: int
     version: int
     num_steps: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps."""
     num_labels: int
-    """Labels trained on."""
+    """Number of labels used in training."""
     adapter: str = BASE_MODEL
-    """The LoRA adapter whose candidates it scores; `BASE_MODEL`: none."""
+    """The LoRA adapter whose candidates it scores. `BASE_MODEL`: none."""
 
     @property
     def key(self) -> HeadKey:
@@ -117,7 +120,6 @@ class HeadInfo:
 
 
 def signal_report(predictions: Sequence[Prediction]) -> SignalReport:
-    """All measures of one signal."""
     num_positive = sum(prediction.positive for prediction in predictions)
     return SignalReport(
         num_positive=num_positive,
@@ -130,7 +132,7 @@ def signal_report(predictions: Sequence[Prediction]) -> SignalReport:
 
 
 def auc(predictions: Iterable[Prediction]) -> float | None:
-    """Weighted probability that a positive scores above a negative, ties counting half; None without both labels."""
+    """Weighted probability that a positive scores above a negative, where ties count half. None without both labels."""
     below = concordant = positives = 0.0
     for _, tied in groupby(sorted(predictions, key=attrgetter("score")), key=attrgetter("score")):
         here = list(tied)
@@ -143,7 +145,7 @@ def auc(predictions: Iterable[Prediction]) -> float | None:
 
 
 def within_group_auc(predictions: Iterable[Prediction]) -> float | None:
-    """The mean AUC over groups with both labels, each group counting once; None when there is no such group."""
+    """The mean AUC over groups with both labels, each group with the same weight. None when there is no such group."""
     ordered = sorted(predictions, key=attrgetter("group"))
     values = [value for _, group in groupby(ordered, key=attrgetter("group")) if (value := auc(group)) is not None]
     return fsum(values) / len(values) if values else None
@@ -156,7 +158,7 @@ def brier(predictions: Iterable[Prediction]) -> float | None:
 
 
 def reliability_bins(predictions: Iterable[Prediction]) -> list[ReliabilityBin]:
-    """Predicted against observed success, by predicted success; the last bin includes 1."""
+    """Predicted against observed success, by predicted success. The last bin includes 1."""
     num_bins = NUM_RELIABILITY_BINS
     members: list[list[tuple[Prediction, float]]] = [[] for _ in range(num_bins)]
     for prediction, q in _calibrated(predictions):
@@ -174,14 +176,14 @@ def reliability_bins(predictions: Iterable[Prediction]) -> list[ReliabilityBin]:
 
 
 def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """The mean of (weight, value) pairs; None without weight."""
+    """The mean of (weight, value) pairs. None without weight."""
     pairs = list(pairs)
     total = fsum(weight for weight, _ in pairs)
     return fsum(weight * value for weight, value in pairs) / total if total else None
 
 
 def _calibrated(predictions: Iterable[Prediction]) -> list[tuple[Prediction, float]]:
-    """Those that have a success probability, with it."""
+    """Predictions with a success probability, and this probability."""
     return [(p, p.success_probability) for p in predictions if p.success_probability is not None]
 
 
@@ -189,12 +191,12 @@ class RewardedCandidate(NamedTuple):
     """A rewarded candidate, as the report needs it."""
 
     scores: Mapping[Signal, float]
-    """The head's as its version's scale had it, so that those of several versions can be compared."""
+    """Scores by signal. The head's are standardized by its version's scale, so that those of all versions compare."""
     success_probabilities: Mapping[Signal, float]
-    """What was foretold before the reward was known; only of signals whose calibration knew enough."""
+    """Predictions made before the reward, by signal. Only of signals with enough labels then."""
     positive: bool
     weight: float
-    """1 / survival probability, clipped; 1 in shadow mode."""
+    """1 / survival probability, clipped. 1 in shadow mode."""
     group: str
     active: bool
     keep: bool
@@ -203,11 +205,11 @@ class RewardedCandidate(NamedTuple):
     tokens_after: int
     """Tokens generated after `detection_length`."""
     is_sample: bool = False
-    """Nobody raced in its group."""
+    """True if its group did not race."""
 
     @classmethod
     def from_state(cls, values: Any) -> RewardedCandidate:
-        """Raises: ValueError."""
+        """Restore a candidate. Raises: ValueError for a state that no candidate can have."""
         outcome = cls(*listed(values, "an outcome", length=len(cls._fields)))
         return cls(
             scores=by_signal(outcome.scores, "a score of an outcome", -MAX_SCORE, MAX_SCORE),
@@ -225,7 +227,7 @@ class RewardedCandidate(NamedTuple):
 
 
 def by_signal(values: Any, where: str, least: float, most: float) -> dict[Signal, float]:
-    """Numbers by signal, as a state has them. Raises: ValueError."""
+    """Numbers by signal, from a state. Raises: ValueError for another signal, or a number outside [`least`, `most`]."""
     if not isinstance(values, Mapping) or not set(values) <= set(SIGNALS):
         raise ValueError(f"{where}: expected numbers by signal ({', '.join(SIGNALS)}), got {shown(values)}")
     return {signal: number(value, where, least, most) for signal, value in values.items()}
@@ -234,9 +236,9 @@ def by_signal(values: Any, where: str, least: float, most: float) -> dict[Signal
 def rules_report(
     outcomes: Iterable[RewardedCandidate], num_judged: int, num_pruned: int, audit: AuditReport
 ) -> RulesReport:
-    """Over the newest rewarded candidates, and the newest verdicts of active pruning.
+    """Report on the newest rewarded candidates, and the newest verdicts of active pruning.
 
-    Positive labels of races count less, or more, as audits say (`group/judging/race_bias.py`).
+    The weights of positive labels of races are corrected by audits (`group/judging/race_bias.py`).
     """
     weight = audit.raced_success_weight
     outcomes = [

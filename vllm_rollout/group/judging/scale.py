@@ -1,16 +1,16 @@
-"""The scale of the scores of one version of a head: where they lie, and how wide.
+"""The scale of the scores of one version of a head: their center and width.
 
-Logits of two versions of a head are not comparable: training sharpens them, and a head that is put may have any unit.
-What is comparable is where a score lies among those of the same version, for the candidates are alike. So a score is
-standardized by center and width of the scores of its own version, and brought to [0, 1] by the sigmoid.
+Logits of two versions of a head are not comparable: training sharpens them, and a new head may have any unit. The
+position of a score among those of its version is comparable, because the candidates are alike. So a score is
+standardized by center and width of the scores of its own version, and mapped to [0, 1] by the sigmoid.
 
-A new version has no scores yet. It begins with its predecessor's scale, which is right when training has changed the
-head a little and wrong when another head was put. How far to go from there to what its own scores say, these tell: the
-predecessor counts as many scores as would have a mean so far away by chance (shrinkage after James and Stein). Within
-its noise the predecessor stays, far beyond it hardly counts.
+A new version has no scores yet, and begins with its predecessor's scale. That scale is right if training has changed
+the head a little, and wrong if another head was loaded. The new scores decide how fast it is left. The predecessor's
+weight, in scores, is the number whose mean would lie as far away by chance (shrinkage after James and Stein). A
+predecessor within the noise keeps its weight. One far beyond the noise hardly counts.
 
-Invariant: an increasing linear change of all scores of a head changes no standardized score, but for what is left of a
-predecessor or of the guess that a first version begins with.
+Invariant: an increasing linear change of all scores of a head changes no standardized score. Exceptions come only from
+the remaining weight of a predecessor, or of the guess for a first version.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ from typing import Any, NamedTuple
 from vllm_rollout.group.checks import MAX_COUNT, MAX_SCORE, integer, listed, number
 
 MAX_STRENGTH = 256.0
-"""Scores that an estimate counts as, at most, for the next version."""
+"""Largest weight of an estimate for the next version, in scores."""
 SCORE_VARIANCE = 1.5
-"""Variance of the mean of n standardized scores, times n: siblings, which come together, resemble each other."""
+"""Variance of the mean of n standardized scores, times n. Siblings arrive together and resemble each other."""
 SURPRISE = 5.0
-"""Squared differences of center and width from the version before, in variances of chance: more of them chance makes
-once in twelve times."""
+"""Squared differences of center and width from the version before, in variances of chance. Chance exceeds this once
+in twelve times."""
 MIN_SCORES = 4
-"""Scores that tell a width."""
+"""Number of scores from which a width is estimated."""
 CLIPPED_DEVIATIONS = 4.0
-"""Scores further out than this, in standard deviations by the quartiles, count as if they were there."""
+"""Standard deviations, from the quartiles, to which scores further out are moved."""
 QUARTILE_RANGE = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
 LEAST_WIDTH = 2.0**-40
-"""Least width of a scale, over the size of its center and of its predecessor's width: float32 tells apart nothing
-closer."""
+"""Smallest width of a scale, relative to its center and to its predecessor's width. float32 resolves no less."""
 TOLERANCE = 0.5
-"""Standard errors of a scale by which it may be off before it is replaced: scores keep their place for a while."""
+"""Error of a scale, in its standard errors, from which it is replaced. Until then scores keep their bins."""
 SETTLED_TOLERANCE = 0.25
-"""Widths by which it may be off once it has had as many scores as are remembered: a policy drifts, and all that has a
-place would get another one."""
+"""Error of a scale, in its widths, from which it is replaced once it has had as many scores as are remembered. A
+policy drifts, and each replacement moves all scores and labels to new bins."""
 REMEMBERED_VERSIONS = 64
-"""Newest versions whose scale is kept although nothing in a calibrator's windows needs it."""
+"""Newest versions whose scale is kept even if no window of a calibrator needs it."""
 MOST_STANDARDIZED = 700.0
-"""Scores further out, in widths, are all as far: their sigmoid is 0 or 1 long before."""
+"""Largest standardized score, in widths. Its sigmoid is 0 or 1 long before."""
 UNKNOWN = -1
 """Version of the scale before any version has scored."""
 
@@ -55,25 +54,25 @@ class Estimate(NamedTuple):
     center: float
     width: float
     strength: float
-    """Scores that it stands on; 0: a guess."""
+    """Weight of the estimate, in scores. 0: a guess."""
 
 
 GUESS = Estimate(0.0, 1.0, 0.0)
-"""A first version's logits are taken as they are."""
+"""Scale of a first version, whose logits are used unchanged."""
 
 
 @dataclass(slots=True, eq=False)
 class Scale:
-    """The scale of one version, as long as it scores; a version that comes back has a new one."""
+    """The scale of one version, as long as it scores. A version that comes back has a new one."""
 
     version: int
     base: Estimate
-    """Its predecessor's."""
+    """Estimate of the predecessor."""
     now: Estimate
     num_scores: int = 0
-    """Seen of this version."""
+    """Number of scores of this version."""
     num_new: int = 0
-    """Those of them that came since `now` was made."""
+    """Number of scores since `now` was computed."""
     num_labels: int = 0
     """Labels of this version in the window."""
 
@@ -85,8 +84,7 @@ class Scale:
         return min(MOST_STANDARDIZED, max(-MOST_STANDARDIZED, (score - self.now.center) / self.now.width))
 
     def normalize(self, score: float) -> float:
-        """s' in [0, 1], by the sigmoid of the standardized score. Any monotone map would do within a version:
-        calibration undoes it."""
+        """s' in [0, 1], by the sigmoid of the standardized score. Calibration would undo any other monotone map."""
         x = self.standardize(score)
         if x >= 0:
             return 1 / (1 + exp(-x))
@@ -94,11 +92,11 @@ class Scale:
         return e / (1 + e)
 
     def is_due(self, num_recent: int) -> bool:
-        """Has it seen enough since `now` was made? A third more scores, and later on half of those remembered."""
+        """True if there are enough scores since `now` was computed: a third more, or half of those remembered."""
         return self.num_new * 4 >= self.num_scores or self.num_new * 2 >= num_recent
 
     def follow(self, scores: Sequence[float]) -> bool:
-        """Make it anew from the newest scores of its version; returns whether it has changed."""
+        """Recompute the scale from the newest scores of its version. Returns True if it has changed."""
         self.num_new = 0
         new, old = estimate(scores, self.base), self.now
         is_settled = self.num_scores > len(scores)
@@ -114,7 +112,7 @@ class Scale:
 
     @classmethod
     def from_state(cls, values: Any) -> Scale:
-        """Raises: ValueError."""
+        """Restore a scale. Raises: ValueError for a state that no scale can have."""
         version, *numbers, num_scores, num_new = listed(values, "a scale of a calibrator", length=9)
         return cls(
             integer(version, "version of a scale", UNKNOWN),
@@ -126,8 +124,7 @@ class Scale:
 
 
 class Scales:
-    """The scales of one head's versions, or of what replaces it; each is kept for labels that come late, up to a
-    number."""
+    """The scales of one head's versions, or of the heads that replace it. A limited number is kept for late labels."""
 
     def __init__(self) -> None:
         self.present = Scale.after(UNKNOWN, GUESS)
@@ -143,7 +140,7 @@ class Scales:
 
     @classmethod
     def restored(cls, scales: Sequence[Scale], present: Scale) -> Scales:
-        """Raises: ValueError."""
+        """Restore scales. Raises: ValueError if two of them have the same version."""
         restored = cls()
         restored.present, restored._newest = present, {scale.version: scale for scale in scales}
         if len(restored) < len(scales):
@@ -151,15 +148,15 @@ class Scales:
         return restored
 
     def of(self, version: int | None) -> Scale:
-        """The present one where the version is not known."""
+        """The scale of a version. The present one if the version is unknown."""
         return self.present if version is None else self._newest.get(version, self.present)
 
     def begin(self, version: int) -> None:
-        """From now on this version scores; also when it is another head with the number of one before."""
+        """Start a version. Call it also for another head with an earlier version number."""
         self.present = self._after_present(version)
 
     def for_score(self, version: int) -> Scale:
-        """This version has scored."""
+        """The scale for a new score of this version, which is now the present one."""
         if version != self.present.version:
             announced = self._newest.get(version)
             if announced is None or announced.num_scores:
@@ -169,7 +166,7 @@ class Scales:
         return self.present
 
     def for_label(self, version: int) -> Scale:
-        """A label of a version that has not scored here is another engine's, or comes very late."""
+        """The scale for a label. A version without scores here is another engine's, or its label comes very late."""
         return self._newest.get(version) or self._after_present(version)
 
     def _after_present(self, version: int) -> Scale:
@@ -189,7 +186,7 @@ class Scales:
 def estimate(scores: Sequence[float], base: Estimate) -> Estimate:
     """The scale of these scores, given that of the version before.
 
-    Center and width tell together whether the version is another head: one of them may be the same by chance.
+    Center and width decide together whether the version is another head: one of them may be equal by chance.
     """
     count = len(scores)
     if not count:
@@ -217,7 +214,7 @@ def estimate(scores: Sequence[float], base: Estimate) -> Estimate:
 
 
 def _moments(scores: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation, what lies far out brought in."""
+    """Mean and standard deviation, with scores far out moved inwards."""
     ordered = sorted(scores)
     count = len(ordered)
     middle, distance = ordered[count // 2], ordered[3 * count // 4] - ordered[count // 4]

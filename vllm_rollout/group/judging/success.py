@@ -1,10 +1,10 @@
-"""Rewards -> how often each prompt succeeds, over groups and epochs.
+"""Success rates of prompts from rewards, over groups and epochs.
 
-Per prompt two decaying sums, over candidates that were rewarded: how many, and how many of them succeeded. A survivor
-that was kept with probability p stands for 1 / p candidates, so that pruning does not move the rate.
+Each prompt has two decaying sums over rewarded candidates: their number, and the number of successes. A survivor that
+was kept with probability p counts as 1 / p candidates, so that pruning does not change the rate.
 
-Invariant: what a history says depends on the rewards it saw and their order only; sums are finite, and no prompt has
-succeeded more often than it was rewarded; a restored history goes on as the saved one.
+Invariant: a history depends only on its rewards and their order. Sums are finite, and no prompt has more successes than
+rewards. A restored history goes on as the saved one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from vllm_rollout.group.checks import listed, number, text
 from vllm_rollout.group.lengths.history import MAX_HISTORY_PROMPTS, rows_in_parts
 
 SUCCESS_HALF_LIFE = 32.0
-"""Candidates after which a reward counts half: two groups of 16, since a prompt comes back with another policy."""
+"""Candidates after which the weight of a reward has halved: two groups of 16, since a prompt comes back with another
+policy."""
 MAX_SUM = 2 * SUCCESS_HALF_LIFE + MAX_LABEL_WEIGHT
-"""No decaying sum of weights comes near it: their limit is half_life / ln 2 and the newest weight."""
+"""Largest sum in a state. Decaying sums stay below half_life / ln 2 plus the newest weight."""
 
 
 class PromptSuccess(NamedTuple):
-    """Rewards of one prompt, of which the older count less."""
+    """Rewards of one prompt. Older ones count less."""
 
     num_rewarded: float
-    """Candidates, those that survivors stand for included."""
+    """Number of rewarded candidates, with those that survivors represent."""
     num_successful: float
 
     @property
@@ -44,13 +45,13 @@ class SuccessHistory:
         assert max_prompts >= 1, "the prompt just rewarded is always remembered"
         self._max_prompts = max_prompts
         self._prompts: dict[str, tuple[float, float]] = {}
-        """The last rewarded comes last. Plain tuples, as in LengthHistory."""
+        """Sums by prompt, the last rewarded one last. Plain tuples, as in LengthHistory."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def observe(self, key: str, positive: bool, weight: float = 1.0) -> None:
-        """One reward. `weight`: how many candidates it stands for, 1 / survival probability."""
+        """Add one reward. `weight`: number of candidates that it represents, 1 / survival probability."""
         num_rewarded, num_successful = self._prompts.pop(key, NO_REWARDS)
         decay = 0.5 ** (weight / SUCCESS_HALF_LIFE)
         self._prompts[key] = (decay * num_rewarded + weight, decay * num_successful + weight * positive)
@@ -61,12 +62,12 @@ class SuccessHistory:
         return PromptSuccess(*self._prompts.get(key, NO_REWARDS))
 
     def prompts(self, size: int) -> Iterator[list[list[Any]]]:
-        """The state: rows of prompts, the one rewarded longest ago first; the history may go on in between."""
+        """The state: rows of prompts, the one rewarded longest ago first. The history may change in between."""
         return rows_in_parts(self._prompts, size)
 
     @classmethod
     def from_state(cls, rows: Iterable[Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> SuccessHistory:
-        """Raises: ValueError for what no history can have been."""
+        """Restore a history. Raises: ValueError for a state that no history can have."""
         history = cls(max_prompts)
         for row in rows:
             key, rewarded, successful = listed(row, "a prompt of a success history", length=3)

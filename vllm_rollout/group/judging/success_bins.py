@@ -1,15 +1,15 @@
-"""Counts of labels per bin of the normalized score -> success probability per bin.
+"""Success probability per bin of the normalized score, from counts of labels per bin.
 
-`paper_table` is ARRoL A.4: counts of both labels, smoothed after Laplace, are the likelihoods; Bayes' rule with the
-prior of the same counts gives q. A bin without labels there tends to 1/2, or to whatever the two sums make of it.
+`paper_table` is ARRoL A.4. Counts of both labels, smoothed after Laplace, are the likelihoods. Bayes' rule with the
+prior of the same counts gives q. A bin without labels there tends to 1/2, or to another value set by the two sums.
 
-`combined_table`, ours, is a logistic curve through all labels that bins correct where they know better. A bin's labels
-are joined by `trust` made-up ones of which the curve's share succeeds, so a bin without labels says what the curve
-says, and one with many says what they say. Where the curve is right the labels of a bin only add noise, where it is
-wrong they alone are right: `trust` is that of TRUSTS by which each label is best foretold from all the others. In both
+`combined_table`, ours, is a logistic curve through all labels, corrected by bins with enough labels. The labels of a
+bin are joined by `trust` pseudo-labels, of which the curve's share succeeds. So a bin without labels has the curve's
+value, and a bin with many has theirs. If the curve is right, the labels of a bin only add noise. If it is wrong, only
+they are right. `trust` is the value of TRUSTS with which each label is predicted best from all the others. In both
 tables a label counts fully in its own bin and less and less in the next `spread` bins on either side, a triangle.
 
-Invariant: a table depends on the counts only; every probability lies in (0, 1).
+Invariant: a table depends only on the counts, and every probability lies in (0, 1).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import NamedTuple
 from vllm_rollout.group.judging.logistic import Counts, LogisticCurve, fit
 
 NUM_JOINED = 32
-"""Places that bins are joined to for what is asked of all labels: as good as all bins, and four times as fast."""
+"""Number of joined bins in fits over all labels. As good as all bins, and four times as fast."""
 REACH = 1.0
-"""Standardized score by which the curve goes on beyond all labels; from there on it is level."""
+"""Standardized score by which the curve goes on beyond all labels. Beyond that it is level."""
 TRUSTS = (1024.0, 256.0, 64.0, 16.0, 4.0, 1.0)
-"""Made-up labels in a bin, from which the best is taken."""
+"""Numbers of pseudo-labels in a bin, of which the best is taken."""
 TRUST_LOSS = 0.2
-"""Squared errors by which less trust in the curve must be better: chance makes a difference too."""
+"""Squared errors by which less trust in the curve must be better, since chance makes a difference too."""
 
 
 def paper_table(
@@ -51,7 +51,7 @@ def paper_table(
 
 
 def combined_table(negatives: Sequence[float], positives: Sequence[float], spread: int) -> tuple[float, ...]:
-    """`negatives` and `positives` in labels: what a sum of weights is worth."""
+    """The table of `negatives` and `positives` [num_bins], in effective labels."""
     joined = _joined_bins(len(negatives))
     sums = [Counts(part.x, sum(negatives[part.bins]), sum(positives[part.bins])) for part in joined]
     known = [each for each in sums if each.negative or each.positive]
@@ -68,7 +68,7 @@ def combined_table(negatives: Sequence[float], positives: Sequence[float], sprea
 def _best_trust(
     curve: LogisticCurve, joined: Sequence[Counts], near_all: Sequence[float], near_positives: Sequence[float]
 ) -> float:
-    """The trust with the least squared error, each label foretold from those near it without itself."""
+    """The trust with the least squared error, each label predicted from those near it without itself."""
     known = [
         (part.negative, part.positive, curve.at(part.x), max(1.0, n) - 1, y)
         for part, n, y in zip(joined, near_all, near_positives, strict=True)
@@ -89,7 +89,7 @@ def _best_trust(
 
 
 def spread_out(counts: Sequence[float], spread: int) -> list[float]:
-    """Each bin's count and those of the next `spread` bins on either side, less and less of them.
+    """Each bin's count and those of the next `spread` bins on either side, with weights that fall linearly.
 
     A triangle is a box on a box, and sums over a box are differences of sums.
     """

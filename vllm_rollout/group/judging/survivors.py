@@ -1,10 +1,10 @@
-"""Survival probabilities -> survivors, by chance.
+"""Draws survivors by their survival probabilities.
 
-The number kept varies as little as it can. Pairs are *not* kept with p_i p_j: of two siblings at 1/2 one is kept, never
-both. A sum over survivors weighted by 1 / p_i is unbiased; whatever multiplies two siblings (a leave-one-out baseline,
-an unbiased variance) is not.
+The number of survivors varies as little as possible. Pairs are *not* kept with p_i p_j: of two siblings at 1/2 one is
+kept, never both. A sum over survivors weighted by 1 / p_i is unbiased. A product of two siblings (a leave-one-out
+baseline, an unbiased variance) is not.
 
-Invariant: every probability given out is the one the candidate was in fact kept with, and the floor `at_least` holds.
+Invariant: every reported probability is the one with which the candidate was kept, and the floor `at_least` holds.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from math import fsum
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """What became of one batch of siblings."""
+    """Survivors of one batch of siblings."""
 
     kept: frozenset[int]
     probabilities: dict[int, float]
-    """Inclusion probabilities in force: those asked for, raised where the floor demanded it."""
+    """Inclusion probabilities in force: the requested ones, raised if the floor demands it."""
 
 
 def chance(seed: int, group: str, index: int) -> float:
-    """A uniform number in [0, 1) that depends on nothing but its arguments.
+    """A uniform number in [0, 1) that depends only on its arguments.
 
-    A multiple of 2**-32: adding a small integer to it is exact.
+    It is a multiple of 2**-32, so that the addition of a small integer is exact.
     """
     digest = blake2b(f"{seed}:{index}:{group}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") * 2.0**-32
 
 
 def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: str, at_least: int = 0) -> Survivors:
-    """Decide on siblings that are due in the same step; `at_least` of them are kept.
+    """Decide on siblings that are due in the same step. At least `at_least` of them are kept.
 
-    The probabilities are first raised until they sum to `at_least`; those are reported, and the ones in force.
+    The probabilities are first raised until they sum to `at_least`. The raised ones are in force, and are reported.
 
-    Siblings in an order of chance lie side by side on a line, each as long as its probability, and a comb with teeth
-    one apart falls on it; whoever is hit is kept. Each is hit with exactly its probability, and the number kept is the
-    sum rounded down or up, so the floor cannot break. A sibling alone is kept with one draw below p.
+    Siblings lie in random order on a line, each as long as its probability. A comb with a tooth at every unit falls on
+    the line, and a sibling that a tooth hits is kept. Each is hit with exactly its probability. The number kept is the
+    sum rounded down or up, so that the floor holds. A sibling alone is kept with one draw below p.
     """
     raised = _raise(probabilities, at_least)
     kept = _comb(raised, seed, group) if raised else ()
@@ -50,7 +50,7 @@ def choose_survivors(probabilities: Mapping[int, float], *, seed: int, group: st
 def _comb(lengths: Mapping[int, float], seed: int, group: str) -> list[int]:
     """A systematic sample: each index with exactly its length as probability."""
     order = sorted(lengths, key=lambda index: (chance(seed, group, index), index))
-    tooth = chance(seed, group, -1 - min(lengths))  # a draw of its own: the order must not tell where the comb falls
+    tooth = chance(seed, group, -1 - min(lengths))  # a separate draw: the order must not determine it
     hit = []
     end = 0.0
     for index in order:
@@ -62,7 +62,7 @@ def _comb(lengths: Mapping[int, float], seed: int, group: str) -> list[int]:
 
 
 def _raise(probabilities: Mapping[int, float], at_least: int) -> dict[int, float]:
-    """The same shift for all, clipped at 1, so that the sum is `at_least` or more."""
+    """Raise all probabilities by the same shift, clipped at 1, so that their sum is at least `at_least`."""
     if at_least >= len(probabilities):
         return dict.fromkeys(probabilities, 1.0)
     rest = fsum(probabilities.values())

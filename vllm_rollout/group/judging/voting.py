@@ -1,9 +1,9 @@
-"""Answers of several candidates -> the answer of the group, and its accuracy at k.
+"""Votes on the answer of a group from the answers of its candidates, and computes accuracy at k.
 
-Invariant: every candidate either votes or is counted as abstained; the order of candidates only breaks ties.
+Invariant: every candidate either votes or is counted as abstained. The order of candidates only breaks ties.
 
-Source: ARRoL 4.4 (scores -> ranks rescaled to [0, 1]; ours leaves the lowest a weight above 0, so that a tie of many
-for the last place is not worth nothing); DeepConf as its baseline (trace confidence as weight).
+Source: ARRoL 4.4 (scores -> ranks rescaled to [0, 1]). Ours leaves the lowest a weight above 0, so that many candidates
+that tie for the last place still count. The baseline is DeepConf (trace confidence as weight).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ VotingMethod = Literal["majority", "confidence", "quality"]
 VOTING_METHODS: tuple[VotingMethod, ...] = ("majority", "confidence", "quality")
 
 MAX_CONFIDENCE = 1e12
-"""Largest weight of a confidence vote, in nats; the sum over any number of candidates stays finite."""
+"""Largest weight of a confidence vote, in nats. The sum over any number of candidates stays finite."""
 
 _NUMBER = re.compile(r"([+-]?)([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]*))?|([+-]?)\.([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """What a group answered."""
+    """Result of a group's vote."""
 
     winner: str | None
-    """Normalised; None when nobody voted."""
+    """Normalised answer. None if no candidate voted."""
     share: float
-    """The winner's part of all weight; 0 without a winner."""
+    """The winner's share of all weight. 0 without a winner."""
     tally: Mapping[str, float]
-    """Normalised answer -> weight, heaviest first, ties by first appearance."""
+    """Weight by normalised answer, heaviest first, ties by first appearance."""
     num_votes: int
     num_abstained: int
     """Candidates without an answer or without a weight."""
     num_without_weight: int
-    """The part of `num_abstained` that had an answer; 0 in a majority vote, which needs no weights."""
+    """The part of `num_abstained` that had an answer. 0 in a majority vote, which needs no weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredGroup:
-    """A prompt's candidates and the answer that is right."""
+    """Answers of a prompt's candidates, and the correct answer."""
 
     prompt_id: str
     answers: Sequence[str | None]
@@ -55,23 +55,23 @@ class AnsweredGroup:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyAtK:
-    """maj@k: how often the vote of k candidates is right."""
+    """maj@k: the share of votes of k candidates that are right."""
 
     k: int
     accuracy: float
     """The mean over groups of the share of subsets whose winner is correct."""
     standard_error: float | None
-    """Standard error of that mean, over groups; None for a single one."""
+    """Standard error of that mean, over groups. None for a single group."""
     num_groups: int
     num_exact: int
-    """Groups of which every subset of size k was counted; the others were sampled."""
+    """Groups of which every subset of size k was counted. The others were sampled."""
 
 
 def normalise_answer(answer: str | None) -> str | None:
-    """The form in which answers are compared; None for a blank one. Normalising twice changes nothing.
+    """The form in which answers are compared. None for a blank one. A second normalisation changes nothing.
 
     White space is stripped and collapsed. A decimal number loses thousands separators, `+`, leading zeros and a
-    fraction's trailing zeros: `1,000`, `+1000` and `01000.0` are `1000`; `-0` is `0`. Everything else (case, units,
+    fraction's trailing zeros: `1,000`, `+1000` and `01000.0` are `1000`, and `-0` is `0`. All other text (case, units,
     `%`, `1e3`, `1/2`) stays as written.
     """
     if answer is None:
@@ -91,14 +91,17 @@ def vote(
     method: VotingMethod,
     weights: Sequence[float | None] | None = None,
 ) -> VoteResult:
-    """Add up the weights of equal answers; `answers[i]` and `weights[i]` belong to one candidate.
+    """Add up the weights of equal answers. `answers[i]` and `weights[i]` belong to one candidate.
 
-    majority: everyone weighs 1, `weights` are not read. confidence: weights as given, in [0, MAX_CONFIDENCE]; where
-    all are 0, everyone who has one weighs 1. quality: ranks of the weights (any finite scores) among those who vote,
-    1 for the lowest, ties sharing their mean rank, rescaled so that the best weigh 1. So the lowest weigh little and
-    still count: several of them, or a tie, can outvote one that is a little better.
-    A candidate without an answer abstains, and so does one without a weight where weights count: no score is invented
-    for it.
+    majority: every answer has weight 1, and `weights` are not read.
+
+    confidence: weights as given, in [0, MAX_CONFIDENCE]. If all are 0, every candidate with a weight counts as 1.
+
+    quality: ranks of the weights (any finite scores) among the voters, from 1 for the lowest. Ties share their mean
+    rank. Ranks are rescaled so that the best have weight 1. So the lowest have small weights and still count: several
+    of them, or a tie, can outvote one that is a little better.
+
+    A candidate without an answer abstains, and so does one without a weight if weights count: it gets no default score.
 
     Raises: ValueError for a weight out of range or a wrong number of them.
     """
@@ -134,8 +137,8 @@ def accuracy_at_k(
 ) -> AccuracyAtK:
     """maj@k from more than k candidates per prompt: the expected accuracy over subsets of size k.
 
-    All subsets are counted where there are at most `num_draws` of them; otherwise that many are drawn, keyed by (seed,
-    prompt_id, draw), so that methods are compared on the same subsets. No answer is a wrong answer.
+    All subsets are counted if there are at most `num_draws`. Otherwise `num_draws` subsets are drawn, keyed by (seed,
+    prompt_id, draw), so that methods are compared on the same subsets. No answer counts as a wrong answer.
 
     Raises: ValueError without groups, or when a group has fewer than k candidates.
     """
@@ -203,7 +206,7 @@ def _check_weights(
 
 
 def _units(weights: Sequence[float], method: VotingMethod) -> tuple[list[float], float]:
-    """Weights in units whose sums are exact where they can be, and the size of 1 in those units."""
+    """Weights in units whose sums are exact if possible, and the size of 1 in those units."""
     if method == "quality" and weights:
         ranks = _doubled_ranks(weights)
         return [float(rank) for rank in ranks], float(max(ranks))
@@ -211,7 +214,7 @@ def _units(weights: Sequence[float], method: VotingMethod) -> tuple[list[float],
 
 
 def _doubled_ranks(scores: Sequence[float]) -> list[int]:
-    """Twice the rank of each score from 1 on; ties share their mean rank, so that twice of it is whole."""
+    """Twice the rank of each score, from 1 on. Ties share their mean rank, so that its double is an integer."""
     ranked = sorted(scores)
     first = {score: rank for rank, score in reversed(list(enumerate(ranked, start=1)))}
     last = {score: rank for rank, score in enumerate(ranked, start=1)}

@@ -1,1 +1,1 @@
-"""Lengths of answers, and what they cost in seconds. Runs in the API process and the engine core."""
+"""Lengths of answers, and their cost in seconds. Runs in the API process and the engine core."""

@@ -1,20 +1,20 @@
-"""Lengths of one group, some of them censored -> mean and variance.
+"""Mean and variance of the lengths of one group, some of them censored.
 
-Candidates that were stopped (surplus, pruned, cut at `max_tokens`) are right-censored: the real length is larger. Taken
-as lengths they would hide the tail that is looked for: with 8 of 16 stopped when the 8th has finished, the standard
-deviation comes out at a third to a tenth of the real one. So the group is fitted by a log-normal distribution, and a
-censored length counts with its mean and its variance given that it is longer than its stop. A group without censored
-lengths gives exactly its sample moments.
+Candidates that were stopped (surplus, pruned, cut at `max_tokens`) are right-censored: the real length is larger. If
+stops counted as lengths, the tail would be hidden. With 8 of 16 stopped when the 8th has finished, the standard
+deviation would be a third to a tenth of the real one. So a log-normal distribution is fitted to the group. A censored
+length counts with its mean and its variance, given that it is longer than its stop. A group without censored lengths
+gives exactly its sample moments.
 
-Right for log-normal lengths only, so it is not the last word: the data set's form (`group/lengths/shape.py`) says how
-long the cut ones became, this how far one group spreads more than others.
+The fit is exact for log-normal lengths only. Therefore the expected lengths of cut candidates come from the form of the
+data set (`group/lengths/shape.py`). The fit supplies how much more one group varies than others.
 
-What this cannot mend: the fewer finished, the more the standard deviation errs, rather upwards where a cap cut them. Of
-a group in which none finished nobody knows more than a bound. Pruning stops by score, not by chance; what scores tell
-about lengths goes unseen.
+Limits: the fewer candidates finished, the larger is the error of the standard deviation. It tends to be too large if a
+cap cut them. If none finished, only a lower bound is known. Pruning stops by score, not by chance, and a relation
+between scores and lengths is ignored.
 
-Invariant: moments are finite and not negative, and no censored length counts for less than its stop (of very many, than
-that of a neighbour).
+Invariant: moments are finite and not negative, and no censored length counts for less than its stop. If stops are very
+many, that is the stop of a neighbour.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
 MIN_LOG_STD = 0.01
 """Lower bound of a fitted log standard deviation: lengths that differ by 1 %."""
 MAX_LOG_STD = 1.5
-"""Upper bound of a fitted log standard deviation: std is 2.9 times the mean. The moments of what was cut grow with the
-exponential of its square."""
+"""Upper bound of a fitted log standard deviation, where std is 2.9 times the mean. Moments of cut lengths grow with
+the exponential of its square."""
 
 EM_TOLERANCE = 1e-4
-"""Change of location and standard deviation of log lengths at which a fit ends; a group knows them to some 0.1."""
+"""Largest change of location and std of log lengths at which a fit ends. A group determines both to some 0.1."""
 MAX_EM_STEPS = 200
 MAX_STOPS = 128
-"""Different stops that a fit looks at one by one, which bounds its time; of more the middle one
-of neighbours stands for them. The largest in its place makes the mean 3 % too long."""
+"""Most different stops in a fit, which bounds its time. If there are more, each part of the sorted stops counts as
+its middle one. With the largest one instead, the mean would be 3 % too long."""
 FAR = 20.0
-"""Standard deviations beyond which the normal tail is taken as its asymptote."""
+"""Standard deviations from which on the normal tail is replaced by its asymptote."""
 MAX_LOG_TOKENS = 700.0
-"""No length is longer: its exponential is finite."""
+"""Upper bound of log lengths, so that their exponential is finite."""
 NORMAL = NormalDist()
 
 
 class GroupMoments(NamedTuple):
-    """What one group tells, in tokens."""
+    """Statistics of one group's lengths, in tokens."""
 
     mean: float
     variance: float | None
-    """Sample variance; None with fewer than two lengths."""
+    """Sample variance. None with fewer than two lengths."""
     spread: float
-    """Mean squared distance to the mean: what the group adds to the data set's variance."""
+    """Mean squared distance to the mean: the group's share in the data set's variance."""
     log_squares: float
-    """Squared distances of log lengths to their location, summed; 0 when fewer than two finished."""
+    """Sum of squared distances of log lengths to their location. 0 when fewer than two finished."""
     log_freedom: int
-    """Degrees of freedom of that sum."""
+    """Degrees of freedom of `log_squares`."""
 
 
 class LogLengthFit(NamedTuple):
@@ -71,10 +71,10 @@ class LogLengthFit(NamedTuple):
 
 
 def group_moments(finished: Sequence[int], stops: Sequence[int], prior_std: float) -> GroupMoments:
-    """Moments of one group's lengths; with stops they are expectations, the fit taken for true.
+    """Moments of one group's lengths. With stops they are expectations under the fit.
 
-    finished: lengths of those that ended by themselves. stops: tokens at which the others were cut. prior_std: standard
-    deviation of log lengths within groups, over the data set.
+    finished: lengths of candidates that ended by themselves. stops: tokens at which the others were cut. prior_std:
+    standard deviation of log lengths within groups, over the data set.
     """
     num = len(finished) + len(stops)
     if stops:
@@ -99,11 +99,11 @@ def group_moments(finished: Sequence[int], stops: Sequence[int], prior_std: floa
 
 
 def fit_log_lengths(finished: Sequence[int], stops: Sequence[int], prior_std: float) -> LogLengthFit:
-    """Maximum likelihood of a normal distribution of log lengths by expectation maximisation.
+    """Fit a normal distribution to log lengths: maximum likelihood by expectation maximisation.
 
     The variance is that of the log lengths and of `LOG_STD_PRIOR_WEIGHT` more with the prior's, within [`MIN_LOG_STD`,
-    `MAX_LOG_STD`]. If none finished, likelihood has no maximum: the prior's std is kept, and the location is the one at
-    which it was an even chance that all ran past their stops.
+    `MAX_LOG_STD`]. If none finished, the likelihood has no maximum. The prior's std is then kept, and the location is
+    the one with an even chance that all lengths exceed their stops.
     """
     cut = [(log_length(stop), count) for stop, count in counted_stops(stops)]
     std = bounded_log_std(prior_std)
@@ -128,7 +128,7 @@ def fit_log_lengths(finished: Sequence[int], stops: Sequence[int], prior_std: fl
 
 
 def length_beyond(fit: LogLengthFit, num_tokens: int, share: float) -> float:
-    """The length that, of all above `num_tokens`, a share of `share`, in (0, 1), exceeds."""
+    """The length that a share of `share`, in (0, 1), of all lengths above `num_tokens` exceeds."""
     if num_tokens <= 0:
         z = -NORMAL.inv_cdf(share)
     else:
@@ -141,7 +141,7 @@ def length_beyond(fit: LogLengthFit, num_tokens: int, share: float) -> float:
 
 
 def counted_stops(stops: Sequence[int]) -> list[tuple[int, int]]:
-    """Stops with how many there are of each; of many different ones `MAX_STOPS`, evenly spaced in their order."""
+    """Stops with their counts. If they are many, `MAX_STOPS` of them, evenly spaced in their order."""
     counts = Counter(stops)
     if len(counts) <= MAX_STOPS:
         return list(counts.items())
@@ -175,12 +175,12 @@ def log_survival(x: float) -> float:
     """Log of the probability that a standard normal variable is larger than x."""
     if x < 35:
         return math.log(0.5 * math.erfc(x / math.sqrt(2)))
-    # erfc underflows soon; the asymptotic series is exact to 1e-8 from here on
+    # erfc soon underflows, and the asymptotic series is exact to 1e-8 from here on
     return -(x**2) / 2 - math.log(x * math.sqrt(2 * math.pi)) + math.log1p(-1 / x**2 + 3 / x**4)
 
 
 def _even_chance(cut: Sequence[tuple[float, int]], std: float) -> float:
-    """Location at which the probability that all are longer than their stops is 1/2. Takes (log of a stop, count)."""
+    """Location with probability 1/2 that all lengths exceed their stops. `cut`: (log of a stop, count)."""
     low = min(stop for stop, _ in cut)
     high = max(stop for stop, _ in cut) + 10 * std
     for _ in range(50):
@@ -193,11 +193,11 @@ def _even_chance(cut: Sequence[tuple[float, int]], std: float) -> float:
 
 
 def log_length(num_tokens: int) -> float:
-    """Log of a length; one of 0 tokens counts as half a token."""
+    """Log of a length. A length of 0 tokens counts as half a token."""
     return math.log(max(num_tokens, 0.5))
 
 
 def _squares(values: Sequence[float]) -> float:
-    """Squared distances to the mean, summed."""
+    """Sum of squared distances to the mean."""
     center = fmean(values)
     return math.fsum((value - center) ** 2 for value in values)

@@ -21,17 +21,17 @@ from typing import NamedTuple
 from vllm_rollout.config import MIN_STEP_S
 
 MAX_SIMULATED_CANDIDATES = 4096
-"""Candidates per rank up to which a budget's cost is followed one by one; beyond, the quantiles stand for more."""
+"""Most candidates per rank whose cost is simulated one by one. Beyond, the result is extrapolated from these."""
 
 
 class StepTime(NamedTuple):
-    """One engine step."""
+    """Measurement of one engine step."""
 
     batch_size: int
     num_tokens: int
-    """Computed in the step; more than `batch_size` when it prefills."""
+    """Tokens computed in the step. More than `batch_size` when it prefills."""
     context_tokens: float
-    """Prompt and output so far, mean over the requests that are still running."""
+    """Prompt and output tokens so far, mean over the requests that are still running."""
     seconds: float
 
 
@@ -43,7 +43,7 @@ class PTLCurve:
     """
 
     batch_sizes: tuple[float, ...]
-    """Knots, ascending."""
+    """Knots of the curve, ascending."""
     seconds: tuple[float, ...]
     """Time of one decode step, at the knots."""
 
@@ -62,7 +62,7 @@ class PTLCurve:
             raise ValueError(f"batch sizes of a PTL curve must ascend, got {self.batch_sizes}")
 
     def __call__(self, batch_size: float) -> float:
-        """Seconds of one decode step with this many candidates; never below `MIN_STEP_S`."""
+        """Seconds of one decode step with this many candidates, at least `MIN_STEP_S`."""
         sizes, seconds = self.batch_sizes, self.seconds
         if len(sizes) == 1:
             return max(seconds[0], MIN_STEP_S)
@@ -75,16 +75,16 @@ class PTLCurve:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What steps cost at one tensor-parallel size."""
+    """Times of engine steps at one tensor-parallel size."""
 
     curves: tuple[tuple[float, PTLCurve], ...]
     """(context in tokens, curve), ascending by context."""
     prefill_s_per_token: float = 0.0
-    """What a prompt token adds to the step that computes it."""
+    """Extra seconds of a step per prompt token that it computes."""
     step_prefill_s: float = 0.0
-    """What a step that prefills takes beyond its prompt tokens and a decode step."""
+    """Extra seconds of a step that prefills, beyond its prompt tokens and a decode step."""
     max_num_seqs: int | None = None
-    """Candidates that run at once; the others wait. None: no limit."""
+    """Candidates that run at once. The others wait. None: no limit."""
 
     def __post_init__(self) -> None:
         contexts = [context for context, _ in self.curves]
@@ -99,15 +99,15 @@ class CostModel:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
 
     def ptl(self, batch_size: float, context_tokens: float) -> float:
-        """Seconds of one decode step; `context_tokens` is the mean of prompt and output so far over the candidates.
+        """Seconds of one decode step. `context_tokens`: mean of prompt and output tokens so far over the candidates.
 
-        Linear between contexts. Beyond them it goes on with the end's slope, which is never taken as falling: longer
-        contexts do not make a step quicker.
+        Linear between contexts. Beyond them the line goes on with the end's slope, but never falls: longer contexts do
+        not make a step faster.
         """
         return _ContextLine.of(self, batch_size).sum(context_tokens, 1)
 
     def decode_time(self, batch_size: float, context_tokens: float, num_steps: int) -> float:
-        """Seconds of `num_steps` decode steps of the same candidates; the mean context grows by one in each."""
+        """Seconds of `num_steps` decode steps of the same candidates. The mean context grows by one in each."""
         return _ContextLine.of(self, batch_size).sum(context_tokens, num_steps)
 
 
@@ -115,9 +115,9 @@ class BudgetSlope(NamedTuple):
     """A line through the cost of two budgets (Eq. 6)."""
 
     seconds_per_candidate: float
-    """k."""
+    """k of Eq. 6."""
     base_s: float
-    """Cost of the lower budget."""
+    """Cost of the lower budget, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class _ContextLine:
     contexts: tuple[float, ...]
     seconds: tuple[float, ...]
     slopes: tuple[float, ...]
-    """Right of each knot."""
+    """Slopes to the right of each knot."""
 
     @classmethod
     def of(cls, cost: CostModel, batch_size: float) -> _ContextLine:
@@ -147,7 +147,7 @@ class _ContextLine:
         return cls(tuple(contexts), tuple(seconds), tuple(slopes))
 
     def sum(self, context: float, num_steps: int) -> float:
-        """Seconds of steps at contexts context, context + 1, …"""
+        """Seconds of `num_steps` steps at contexts `context`, `context` + 1, …"""
         total = 0.0
         piece = max(bisect_right(self.contexts, context) - 1, 0)
         while num_steps > 0:
@@ -168,12 +168,12 @@ def rollout_time(
     prompt_tokens: Sequence[int] | int = 0,
     prefill_tokens: int | None = None,
 ) -> float:
-    """Seconds until the last candidate has ended; all are there from the start, in this order, on one engine.
+    """Seconds until the last candidate has ended. All arrive at the start, in this order, on one engine.
 
     Args:
         lengths: output tokens of each candidate, known or assumed.
-        prompt_tokens: of each candidate, or the same for all.
-        prefill_tokens: prompt tokens that are computed, when the prefix cache spares some of them
+        prompt_tokens: of each candidate, or one number for all.
+        prefill_tokens: prompt tokens that are computed, if the prefix cache saves some of them
             (`computed_prompt_tokens`). Default: all.
 
     Source: DARTS Eq. 4, with contexts, prefill and a queue in front of `max_num_seqs` slots.
@@ -185,7 +185,7 @@ def rollout_time(
     slots = cost.max_num_seqs or max(1, len(lengths))
     lines: dict[int, _ContextLine] = {}
     running: list[tuple[int, int]] = []
-    """Step after which it ends, and its prompt less the step at which it started: the context is that plus the step."""
+    """(last step of a candidate, its prompt tokens less its first step). The context is the second plus the step."""
     offsets = step = num_prefill_steps = 0
     seconds = 0.0
     while True:
@@ -230,7 +230,7 @@ def budget_slope(
     """k and T(lower) of Eq. 6: the secant of Eq. 4 between budgets of `lower` and `upper` candidates in all.
 
     The lengths of a budget are quantiles of the log-normal distribution with this mean and standard deviation, cut at
-    `max_tokens`, spread evenly over the ranks. With `upper == lower` it is the cost of one candidate more.
+    `max_tokens`, spread evenly over the ranks. With `upper == lower` k is the cost of one candidate more.
     """
     upper = max(upper, lower + 1)
     lengths = partial(log_normal_lengths, mean_tokens, std_tokens, max_tokens=max_tokens)
@@ -239,9 +239,9 @@ def budget_slope(
 
 
 def log_normal_lengths(mean_tokens: float, std_tokens: float, count: int, max_tokens: int | None = None) -> list[int]:
-    """`count` quantiles of lengths that are distributed log-normally, cut at `max_tokens`; 1 or more each.
+    """`count` quantiles of a log-normal distribution of lengths, cut at `max_tokens`. Each is at least 1.
 
-    A stride of the golden ratio keeps long ones apart: they arrive mixed, not sorted.
+    Their order has a stride of the golden ratio, so that long ones arrive mixed, not sorted.
     """
     variance = math.log1p((std_tokens / mean_tokens) ** 2)
     normal = NormalDist(math.log(mean_tokens) - variance / 2, math.sqrt(variance)) if variance else None
@@ -260,7 +260,7 @@ def log_normal_lengths(mean_tokens: float, std_tokens: float, count: int, max_to
 def _time_of_budget(
     num_candidates: float, lengths: Callable[[int], list[int]], cost: CostModel, prompt_tokens: int
 ) -> float:
-    """Eq. 4 of a rank with this many candidates; linear between whole numbers of them."""
+    """Eq. 4 of a rank with this many candidates, linear between whole numbers of them."""
 
     def time_of(count: int, cost: CostModel = cost) -> float:
         return rollout_time(lengths(count), cost, prompt_tokens) if count else 0.0
@@ -273,13 +273,13 @@ def _time_of_budget(
     if cost.max_num_seqs is None:
         # All run at once: each length of a sample stands for several candidates.
         return time_of(most, _several_at_once(cost, num_candidates / most))
-    # The engine is full: what waits adds its share of the time.
+    # The engine is full: each waiting candidate adds its share of the time.
     per_candidate = (time_of(most) - time_of(most // 2)) / (most - most // 2)
     return time_of(most) + (num_candidates - most) * per_candidate
 
 
 def _several_at_once(cost: CostModel, weight: float) -> CostModel:
-    """The same costs with batch sizes counted in units of `weight` candidates."""
+    """A cost model with these times, and with batch sizes counted in units of `weight` candidates."""
     curves = tuple(
         (context, PTLCurve(tuple(size / weight for size in curve.batch_sizes), curve.seconds))
         for context, curve in cost.curves

@@ -1,12 +1,12 @@
-"""Lengths of groups that are over -> moving averages of mean and variance, per prompt and of the whole data set.
+"""Moving averages of the mean and variance of lengths, per prompt and over the whole data set.
 
-A prompt has the moments within its groups: they say how much redundancy it deserves. The data set has the moments of
-all lengths, within and between prompts. Censored lengths count as `group/lengths/shape.py` expects them.
+A prompt's moments are those within its groups: they say how much redundancy it deserves. The data set's moments are
+those of all lengths, within and between prompts. Censored lengths count as `group/lengths/shape.py` expects them.
 
 Averages are exponential. The newest of n groups weighs more while n is small, so that weights always sum to 1.
 
-Invariant: what a history says depends on the observed groups and their order only, and is always finite; a restored
-history goes on as the saved one, but for its trust, which begins anew.
+Invariant: a history depends only on the observed groups and their order, and is always finite. A restored history goes
+on as the saved one, except that its trust starts again.
 
 Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
 """
@@ -28,19 +28,23 @@ from vllm_rollout.group.lengths.trust import HistoryTrust
 from vllm_rollout.group.types import Ending
 
 MAX_HISTORY_PROMPTS = 131_072
-"""Prompts whose lengths are remembered, the newest seen: more than the usual training sets have, in about 30 MB."""
+"""Most prompts in a history, about 30 MB. The prompts seen last are kept. Usual training sets have fewer."""
 HISTORY_PROMPT_WEIGHT = 0.5
-"""Weight of the newest group in a prompt's moving averages. A prompt comes back once per epoch: one group of 8 knows
-its standard deviation to about 40 %, three (what 0.5 averages over) to 25 %, and older epochs had another policy."""
+"""Weight of the newest group in a prompt's moving averages.
+
+A prompt comes back once per epoch. One group of 8 determines its standard deviation to about 40 %, three groups, the
+span of this average, to 25 %. Older epochs had another policy.
+"""
 HISTORY_DATASET_HALF_LIFE = 512
-"""Groups after which a group counts half in the data set's averages: a few training steps, and some 6,000 lengths."""
+"""Groups after which the weight of a group in the data set's averages has halved: a few training steps, and some
+6,000 lengths."""
 DATASET_DECAY = 0.5 ** (1 / HISTORY_DATASET_HALF_LIFE)
 MAX_MEAN = 1e15
 """Largest mean of a state, in tokens. No fit of lengths up to 2**31 comes near it."""
 MAX_VARIANCE = 1e36
-"""Large enough that no average of what is accepted leaves it."""
+"""Largest variance of a state. No average of accepted values exceeds it."""
 TOTALS = ("dataset", "log_lengths", "shape")
-"""Fields that a state has beside the prompts."""
+"""Fields of a state beside the prompts."""
 
 
 class ObservedLength(NamedTuple):
@@ -48,13 +52,13 @@ class ObservedLength(NamedTuple):
 
     num_tokens: int
     censored: bool
-    """It was cut or stopped: its real length is larger."""
+    """True if the candidate was cut or stopped, so that its real length is larger."""
 
 
 def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
-    """What a group that is over tells: what was cut or stopped would have been longer, what failed tells nothing.
+    """Lengths of a group that is over. Cut and stopped candidates are censored, failed ones are left out.
 
-    A surplus candidate that ended by itself, too late to count, is as long as it would ever have been.
+    A surplus candidate that ended by itself, too late to count, has its real length.
     """
     return [
         ObservedLength(ending.num_tokens, censored=not (ending.valid or ending.ended_by_itself))
@@ -64,8 +68,10 @@ def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
 
 
 def rows_in_parts(prompts: Mapping[str, tuple[Any, ...]], size: int) -> Iterator[list[list[Any]]]:
-    """[key, *fields] of each prompt, up to `size` at a time, as it is when it is reached; prompts that are forgotten or
-    first seen in between are left out."""
+    """Rows [key, *fields] of the prompts, up to `size` at a time, each as it is when its part is read.
+
+    Prompts that are forgotten, or first seen, in the meantime are left out.
+    """
     keys = iter(list(prompts))
     while some := list(islice(keys, size)):
         found = [(key, prompts.get(key)) for key in some]
@@ -79,15 +85,14 @@ class LengthHistory:
         assert max_prompts >= 1, "the prompt just seen is always remembered"
         self._max_prompts = max_prompts
         self._prompts: dict[str, tuple[Any, ...]] = {}
-        """Fields of each one's average; the last seen comes last. Plain tuples of numbers, which the garbage collector
-        need not look at: a hundred thousand other objects would make its passes long."""
+        """Average of each prompt, the last seen last. Plain tuples of numbers keep the garbage collector fast."""
         self._dataset: _Average | None = None
         self._shape = LengthShape(DATASET_DECAY)
         self._trust = HistoryTrust()
-        """How far it is right, by what came of it; in no state."""
+        """Measured reliability of the history. It is not part of a state."""
         self._log_squares = 0.0
         self._log_freedom = 0.0
-        """Decaying sums over groups: their ratio is the data set's log variance within groups."""
+        """Decaying sums over groups. Their ratio is the data set's log variance within groups."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -96,7 +101,7 @@ class LengthHistory:
         return key in self._prompts
 
     def observe(self, key: str, lengths: Sequence[ObservedLength]) -> None:
-        """One group that is over: the lengths of its candidates but for the failed ones. None at all tell nothing.
+        """Add one group that is over: the lengths of its candidates without the failed ones. Ignored if there are none.
 
         Raises: ValueError for a key that is empty or too long.
         """
@@ -130,17 +135,17 @@ class LengthHistory:
 
     @property
     def mean(self) -> float | None:
-        """The mean of all lengths; None before any was seen."""
+        """The mean of all lengths. None before any was seen."""
         return None if self._dataset is None else self._dataset.mean
 
     def statistics(self, keys: Iterable[str]) -> LengthStatistics:
-        """What is known of these prompts' lengths, and of all."""
+        """Length statistics of these prompts, and of the data set."""
         return LengthStatistics(self.dataset(), [self.of(key) for key in keys], self._trust.slope)
 
     def dataset(self) -> LengthMoments | None:
         """Mean and total variance of lengths, within and between prompts, so that std / mean is rho of DARTS Eq. 7.
 
-        With their distribution, unless most of the groups were seen by a version that did not keep it.
+        Includes the distribution, unless most of the groups come from a version that did not keep it.
         """
         if self._dataset is None:
             return None
@@ -149,20 +154,21 @@ class LengthHistory:
         return LengthMoments(mean, variance, num_groups, self._shape.shares() if whole else ())
 
     def log_std(self) -> float:
-        """Standard deviation of log lengths within groups, over the data set: what fits and the form lean on."""
+        """Standard deviation of log lengths within groups, over the data set. It is the prior of fits and of the
+        form."""
         squares = LOG_STD_PRIOR_WEIGHT * PRIOR_LOG_STD**2 + self._log_squares
         return bounded_log_std(math.sqrt(squares / (LOG_STD_PRIOR_WEIGHT + self._log_freedom)))
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able; prompts from the one seen longest ago to the last seen."""
+        """JSON-able state. Prompts are ordered from the one seen longest ago to the last seen."""
         return {"prompts": [row for rows in self.prompts(len(self) or 1) for row in rows], **self.totals()}
 
     def prompts(self, size: int) -> Iterator[list[list[Any]]]:
-        """The state's prompts (`rows_in_parts`). With `totals` taken afterwards it is one that `from_state` accepts."""
+        """The state's prompts (`rows_in_parts`). With `totals` taken afterwards they form a state for `from_state`."""
         return rows_in_parts(self._prompts, size)
 
     def totals(self) -> dict[str, Any]:
-        """The state's fields but for the prompts."""
+        """The state's fields without the prompts."""
         return {
             "dataset": None if (seen := self._dataset) is None else [seen.num_groups, seen.mean, seen.variance],
             "log_lengths": [self._log_squares, self._log_freedom],
@@ -171,7 +177,7 @@ class LengthHistory:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
-        """Raises: ValueError for what no history can have been."""
+        """Restore a history. Raises: ValueError for a state that no history can have."""
         fields_of(state, ("prompts", *TOTALS), "a length history")
         history = cls(max_prompts)
         history._shape = LengthShape.from_state(state["shape"], DATASET_DECAY)
@@ -191,7 +197,7 @@ class LengthHistory:
             history._dataset = _Average.from_state([num_groups, mean, num_groups, variance], where)
         known = history._dataset.num_groups if history._dataset else 0
         needed = sum(num_groups for num_groups, *_ in history._prompts.values())
-        if needed > known != MAX_COUNT:  # beyond, nobody counts any more
+        if needed > known != MAX_COUNT:  # counts end at MAX_COUNT
             raise ValueError(f"the prompts of a length history have seen {needed} groups, but the data set {known}")
         where = "log_lengths of a length history"
         squares, freedom = (number(x, where, 0, MAX_VARIANCE) for x in listed(state["log_lengths"], where, length=2))
@@ -202,7 +208,7 @@ class LengthHistory:
 
 
 class _Average(NamedTuple):
-    """Exponential averages; a group of one length has a mean and no variance."""
+    """Exponential averages. A group of one length has a mean and no variance."""
 
     num_groups: int
     mean: float
@@ -237,7 +243,7 @@ def _within(old: tuple[Any, ...], group: GroupMoments) -> _Average:
 
 
 def _total(old: _Average | None, group: GroupMoments) -> _Average:
-    """Averages of first and second moments, kept as mean and variance: no difference of large numbers."""
+    """Averages of first and second moments, kept as mean and variance to avoid differences of large numbers."""
     num_groups, mean, _, variance = old or UNSEEN
     share = _weight(1 - DATASET_DECAY, num_groups + 1)
     step = group.mean - mean
@@ -247,7 +253,7 @@ def _total(old: _Average | None, group: GroupMoments) -> _Average:
 
 
 def _weight(newest: float, num: int) -> float:
-    """Weight of the newest of `num`, so that the weights of these `num` sum to 1."""
+    """Weight of the newest of `num` values, so that the weights of all of them sum to 1."""
     return 1.0 if num == 1 else newest / -math.expm1(num * math.log1p(-newest))
 
 

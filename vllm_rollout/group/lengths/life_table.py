@@ -1,11 +1,11 @@
-"""How many candidates ended, and how many were at risk, by normalized length -> the curve of those that still run.
+"""Survival curve of candidates over normalized length, from counts of ends and of candidates at risk.
 
-Ends over risks is the rate at which candidates end in a bin, and what is left after all bins so far is the estimate of
-Kaplan and Meier, for lengths that are known to a bin. A censored length is at risk up to its stop and ends nowhere.
+Ends over risks is the rate at which candidates end in a bin. The share that survives all bins so far is the estimate of
+Kaplan and Meier, for lengths that are known to a bin. A censored length is at risk up to its stop and has no end.
 
-Beyond the last bin in which enough were at risk the curve goes on as a log-normal one: with the slope that it had in
-the upper half of what was seen, but never flatter than a log-normal fitted to all that was seen would be, with a
-standard deviation of at most `MAX_TAIL_STD`, and no further than the last bin.
+Beyond the last bin with enough candidates at risk, the curve goes on as a log-normal one. Its slope is that of the
+upper half of the known curve, but never flatter than a log-normal fitted to the whole known curve. Its standard
+deviation is at most `MAX_TAIL_STD`, and it ends with the last bin.
 
 Invariant: rates are finite and positive, whatever the table.
 """
@@ -21,25 +21,29 @@ from typing import NamedTuple
 from vllm_rollout.group.lengths.censoring import log_survival
 
 STEP = 0.125
-"""Width of a bin of log lengths: they differ by 13 %."""
+"""Width of a bin of log lengths: lengths of adjacent bins differ by 13 %."""
 LEFT, RIGHT = -48, 48
-"""First bin, and the one behind the last: from 1/400 to 400 times a usual length of the prompt."""
+"""First bin, and the bin after the last: from 1/400 to 400 times a usual length of the prompt."""
 NUM_BINS = RIGHT - LEFT
 
 PRIOR_LOG_STD = 0.7
-"""Standard deviation of log lengths within a prompt, before any is known: std is 0.8 times the mean. A wider one that
-was learned takes its place, a narrower one does not: where few were seen, a guess that is too wide is put right by
-those who end, and one that is too narrow ends those of whom nobody knows."""
+"""Prior standard deviation of log lengths within a prompt, where std is 0.8 times the mean. A larger measured value
+replaces it.
+
+A smaller one does not: if few candidates were seen, later endings correct a curve that is too wide. A curve that is too
+narrow would end unknown candidates too early.
+"""
 PRIOR_RISK = 1.0
-"""Candidates at risk that the log-normal curve counts for in each bin: four outweigh those few who reach a far hump."""
+"""Weight of the log-normal curve in each bin, in candidates at risk. With four, it would outweigh the few candidates
+that reach a far second mode."""
 MIN_RISK = 4.0
-"""Candidates at risk that make a bin one that was seen."""
+"""Fewest candidates at risk with which a bin counts as seen."""
 MIN_ENDS = 4.0
-"""Ends that a slope is taken from."""
+"""Fewest ends from which a slope is computed."""
 MIN_TAIL_STD, MAX_TAIL_STD = 0.05, 1.5
-"""Bounds of the log standard deviation beyond what was seen; at 1.5 std is 2.9 times the mean."""
+"""Bounds of the log standard deviation beyond the bins that were seen. At 1.5, std is 2.9 times the mean."""
 MIN_RATE, MAX_RATE = 1e-6, 5.0
-"""Bounds of the rate at which candidates end within a bin; beyond 5 no more than 1 % reach the next bin, however few
+"""Bounds of the rate at which candidates end within a bin. Beyond 5, less than 1 % reach the next bin, even if few
 were seen."""
 
 NORMAL = NormalDist()
@@ -50,20 +54,20 @@ class BinnedGroup(NamedTuple):
     """One group by bins of log length."""
 
     first: int
-    """Bin of the first number."""
+    """Bin of the first item of `ends` and `risks`."""
     ends: list[float]
-    """Candidates that ended by themselves in each bin."""
+    """Candidates that ended by themselves, by bin."""
     risks: list[float]
-    """Candidates that ran in each bin, as parts of its width."""
+    """Candidates that ran, by bin, as shares of its width."""
     num: int
-    """Candidates."""
+    """Number of candidates."""
     num_ends: int
 
 
 def binned(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, int]]) -> BinnedGroup:
-    """Takes log lengths with how many have each; at least one.
+    """Bin a group of at least one candidate. Takes (log length, number of candidates).
 
-    A group that spans more bins than a table has keeps the long ones in their bins; the others move up.
+    If a group spans more bins than a table has, the long lengths keep their bins, and the others move up.
     """
     cells = [(x / STEP, count, count) for x, count in finished] + [(x / STEP, count, 0) for x, count in stops]
     last = math.floor(max(x for x, *_ in cells))
@@ -83,16 +87,16 @@ def binned(finished: Iterable[tuple[float, int]], stops: Iterable[tuple[float, i
 
 
 class SurvivalCurve:
-    """Rates at which candidates end, by bin, and what they come to."""
+    """Rates at which candidates end, by bin, and the survival that follows."""
 
     def __init__(self, ends: Sequence[float], risks: Sequence[float], log_std: float = PRIOR_LOG_STD) -> None:
-        """log_std: of lengths within prompts, as far as it is known."""
+        """log_std: measured standard deviation of log lengths within prompts."""
         prior_std = max(log_std, PRIOR_LOG_STD)
         rates = _blended(ends, risks, _normal_rates(0.0, prior_std))
         self.edge = max((i + 1 for i, risk in enumerate(risks) if risk >= MIN_RISK), default=0)
-        """Bins up to the last one that was seen."""
+        """Number of bins up to the last one that was seen."""
         self.tail_std = prior_std
-        """Standard deviation of log lengths beyond."""
+        """Standard deviation of log lengths beyond `edge`."""
         points = _quantiles(rates[: self.edge], ends)
         upper = [point for point in points if point.below >= points[-1].below / 2]
         slopes = [std for std in (_std(upper), _std(points)) if std is not None]
@@ -107,8 +111,10 @@ class SurvivalCurve:
     def near_log_normal(
         cls, ends: Sequence[float], risks: Sequence[float], log_std: float, prior_risk: float
     ) -> SurvivalCurve:
-        """A log-normal curve of this standard deviation, which counts for so many candidates at risk in each bin: of
-        few groups, all cut alike, that is steadier than a slope of their own."""
+        """A log-normal curve of this standard deviation, with a weight of `prior_risk` candidates at risk in each bin.
+
+        For few groups, all cut at similar lengths, it is steadier than a slope fitted to them.
+        """
         curve = cls.__new__(cls)
         curve.edge, curve.tail_std = 0, log_std
         curve._follow(_blended(ends, risks, _normal_rates(0.0, log_std), prior_risk))
@@ -119,11 +125,12 @@ class SurvivalCurve:
         self.logs = [math.log(rate) for rate in self.rates]
         self.hazards = list(accumulate(self.rates, initial=0.0))
         self.survival = [math.exp(-hazard) for hazard in self.hazards[:-1]] + [0.0]
-        """Share that reaches each bin; what reaches the last one ends there."""
+        """Share that reaches each bin. Candidates that reach the last bin end there."""
         self._beyond = self._moments_from_each_bin()
 
     def reach(self, position: float) -> tuple[int, float, float]:
-        """The bin of a position, in bins from the first; how far it lies in it; and the share that gets there."""
+        """The bin of a position (in bins from the first), the part of the bin before it, and the share that reaches
+        it."""
         bin_ = min(max(math.floor(position), 0), NUM_BINS - 1)
         part = min(max(position - bin_, 0.0), 1.0)
         return bin_, part, self.survival[bin_] * math.exp(-self.rates[bin_] * part)
@@ -137,7 +144,7 @@ class SurvivalCurve:
         return here * scale + first / reach, here * scale**2 + second / reach
 
     def _moments_from_each_bin(self) -> list[tuple[float, float]]:
-        """First and second moment of all that ends in a bin or later, not divided by its share."""
+        """First and second moment over all candidates that end in a bin or later, not divided by their share."""
         first = second = 0.0
         moments = [(0.0, 0.0)]
         for bin_ in reversed(range(NUM_BINS)):
@@ -166,8 +173,8 @@ def _quantiles(rates: Sequence[float], ends: Sequence[float]) -> list[_Quantile]
 
 
 def _std(points: Sequence[_Quantile]) -> float | None:
-    """Standard deviation of the normal distribution whose quantiles these are, by weighted least squares; None of too
-    few."""
+    """Standard deviation of the normal distribution with these quantiles, by weighted least squares. None if they
+    are too few."""
     total = math.fsum(point.weight for point in points)
     if len(points) < 2 or total < MIN_ENDS:
         return None

@@ -1,14 +1,14 @@
-"""Mean and variance of lengths, as they would run and cut at `max_tokens`; and how long a candidate will go on.
+"""Mean and variance of lengths, cut at `max_tokens`, and the expected remaining length of a candidate.
 
-With a history a candidate goes on for the mean of a log-normal length given that it is longer than what there is (mean
-residual life). Without one it goes on for as long again as it has lived. That is the mean residual life of a Pareto
-tail with exponent 2: under heavy tails, such as those of lengths, who is old still has long to live.
+With a history, lengths are log-normal. A candidate's expected length is the mean of lengths that are longer than its
+present tokens (mean residual life). Without a history, the remaining length equals the present length. That is the mean
+residual life of a Pareto tail with exponent 2: under heavy tails, old candidates still have long to go.
 
-An average of many ends is no bound on the last of them, and whoever shares its steps with others waits for each of them
-to end. So `late_remaining` says what one candidate of twenty exceeds, by the same two distributions.
+The mean over many ends does not bound the last of them, and candidates that share steps wait for each other. So
+`late_remaining` is the remaining length that one candidate of twenty exceeds, by the same two distributions.
 
-Invariants: what was cut is never longer, and spreads by half of `max_tokens` at most. What remains is at least one
-token, and never goes beyond `max_tokens`.
+Invariants: cut lengths are never longer than before, and their std is at most half of `max_tokens`. The remaining
+length is at least one token, and never goes beyond `max_tokens`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import NormalDist
 from vllm_rollout.group.lengths.censoring import LogLengthFit, bounded_log_std, length_beyond, moments_beyond
 
 MAX_VARIATION = 1e100
-"""std / mean that is believed: its square is finite."""
+"""Largest std / mean in a computation, so that its square is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class LengthMoments:
     mean: float
     variance: float
     num_groups: int
-    """Groups that have been averaged."""
+    """Number of groups in the averages."""
     shares: tuple[tuple[float, float], ...] = ()
-    """The distribution, where it is known: lengths with their shares. Else it counts as log-normal."""
+    """The distribution, if known: lengths with their shares. Empty: log-normal."""
 
     @property
     def std(self) -> float:
@@ -46,7 +46,7 @@ class LengthMoments:
         return LogLengthFit(math.log(mean) - std**2 / 2, std, 0.0)
 
     def cut(self, max_tokens: int | None) -> LengthMoments:
-        """The moments of the same lengths cut at `max_tokens`; None: not cut."""
+        """The moments of the same lengths cut at `max_tokens`. None: not cut."""
         if max_tokens is None or self.mean <= 0:
             return self
         first, second = self._cut_squares(max_tokens)
@@ -76,24 +76,24 @@ class LengthMoments:
 
 @dataclass(frozen=True, slots=True)
 class LengthStatistics:
-    """What was seen of lengths, in tokens."""
+    """Statistics of observed lengths, in tokens."""
 
     dataset: LengthMoments | None
-    """Lengths of all candidates; None before there were any."""
+    """Lengths of all candidates. None before any was observed."""
     prompts: Sequence[LengthMoments | None]
-    """Lengths of each prompt asked for; None for one never seen."""
+    """Lengths of each requested prompt. None for a prompt without observations."""
     trust: float = 1.0
-    """How far prompts' lengths say what their next ones will be (`group/lengths/trust.py`)."""
+    """Share of a prompt's past deviation from the data set that its next lengths keep (`group/lengths/trust.py`)."""
 
 
 LATE_SHARE = 0.05
-"""Share of candidates that go on for longer than is called late."""
+"""Share of candidates that exceed `late_remaining`."""
 
 
 def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
-    """Output tokens still to come of a candidate that has `num_tokens` and runs.
+    """Output tokens still expected of a running candidate that has `num_tokens`.
 
-    lengths: of its prompt; else of the data set; None before anything was seen.
+    lengths: moments of its prompt, or else of the data set. None: nothing was observed.
     """
     if lengths is None:
         remaining = float(num_tokens)
@@ -103,7 +103,7 @@ def expected_remaining(num_tokens: int, lengths: LengthMoments | None = None, ma
 
 
 def late_remaining(num_tokens: int, lengths: LengthMoments | None = None, max_tokens: int | None = None) -> float:
-    """What `LATE_SHARE` of such candidates exceed."""
+    """Remaining output tokens that `LATE_SHARE` of such candidates exceed."""
     if lengths is None:
         remaining = num_tokens * (LATE_SHARE**-0.5 - 1)
     else:

@@ -1,4 +1,4 @@
-"""What the steps of a rollout took, from when its candidates ended and with how many tokens.
+"""Estimates step times of a rollout from the end times and tokens of its candidates.
 
 Invariant: the order of groups and of their candidates has no effect.
 """
@@ -12,34 +12,34 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 SEEN_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of a group's longest candidate, at which it is looked at what its steps took."""
+"""Shares of the tokens of a group's longest candidate between which its step times are measured."""
 LATE_GROUPS = 1 / 3
-"""Share of the groups, the last ones to be over, that say what a step of the tail takes."""
+"""Share of the groups, those that end last, from which the step time of the tail is computed."""
 
 
 class RanCandidates(NamedTuple):
-    """The candidates of one group. Seconds are those since its rollout began."""
+    """The candidates of one group. Seconds count from the beginning of its rollout."""
 
     started_s: float
     ended_s: Sequence[float]
     tokens: Sequence[int]
-    """That each generated."""
+    """Output tokens that each candidate generated in the rollout."""
 
     @property
     def ends(self) -> list[tuple[float, int]]:
-        """When a candidate ended and with how many tokens, of those that had any."""
+        """(end time in seconds, tokens) of candidates with tokens, ascending."""
         return sorted((at, num) for at, num in zip(self.ended_s, self.tokens, strict=True) if num)
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step: those of its own, and more for each candidate in it."""
+    """Seconds of a step: a fixed part, and a part for each candidate in it."""
 
     own_s: float
     candidate_s: float
 
 
 class Running:
-    """How many ran, over time."""
+    """Number of running candidates over time."""
 
     def __init__(self, groups: Sequence[RanCandidates]) -> None:
         changes = sorted(
@@ -56,7 +56,7 @@ class Running:
 
     @property
     def ran_s(self) -> float:
-        """Candidates times seconds, in all."""
+        """Sum of candidates times seconds."""
         return self._ran_s[-1]
 
     def mean(self, from_s: float, to_s: float) -> float:
@@ -68,15 +68,16 @@ class Running:
 
 
 def bubble(groups: Sequence[RanCandidates], seconds: float) -> float:
-    """Share of places x time that stood empty, with a place for each candidate that ever ran at once."""
+    """Share of places x time that stood empty. There is a place for each candidate of the largest number that ran at
+    once."""
     running = Running(groups)
     places = running.most
     return min(max(1 - running.ran_s / (places * seconds), 0.0), 1.0) if places else 0.0
 
 
 def tail_step_s(groups: Sequence[RanCandidates]) -> float | None:
-    """Seconds per token of a candidate, in the second half of the groups that were over last; None where no two
-    candidates of them differ."""
+    """Seconds per token over the second half of the longest candidate's tokens, in the groups that ended last. None
+    if no group has candidates of different lengths."""
     slopes: list[tuple[float, float, int]] = []
     for group in groups:
         if not (ends := group.ends):
@@ -92,7 +93,7 @@ def tail_step_s(groups: Sequence[RanCandidates]) -> float | None:
 
 
 class _Seen(NamedTuple):
-    """A while in which a candidate went on."""
+    """A period in which a candidate went on."""
 
     num_tokens: int
     step_s: float
@@ -100,8 +101,10 @@ class _Seen(NamedTuple):
 
 
 def step_cost(groups: Sequence[RanCandidates], tail_s: float) -> StepCost:
-    """A line through what steps took while so many ran, as far as the rollout has seen. Where that does not say that
-    more candidates take longer, each step is one of its tail."""
+    """Fit a line to step times over the number of running candidates.
+
+    If more candidates do not lengthen steps in this rollout, each step takes the time of a tail step.
+    """
     running = Running(groups)
     seen = []
     for ends in filter(None, (group.ends for group in groups)):

@@ -1,14 +1,14 @@
-"""What a rollout spent, and what stopping candidates saved against waiting for all of them.
+"""Cost of a rollout, and savings by stopped candidates against a rollout that waits for all of them.
 
-Tokens and seconds that passed are counted. What stopped candidates would still have generated nobody has seen: it is
-predicted from the lengths of this rollout, in which a stopped candidate counts as longer than its stop. Where the
-remainder did run, the same prediction is made as if it had not, and its error is told.
+Tokens and elapsed seconds are counted. The tokens that stopped candidates would still have generated are predicted from
+the lengths of this rollout. A stopped candidate counts there as longer than its stop. If candidates ran on to their
+ends, the prediction is also made as if they had been stopped, and its error is reported.
 
-Each prompt has its own location of log lengths; their form within a prompt is one for all, a life table
-(`group/lengths/life_table.py`) that leans on a log-normal curve. How wrong it is: docs/guides/watching.md.
+Each prompt has its own location of log lengths. Their form within a prompt is shared: a life table
+(`group/lengths/life_table.py`) with a log-normal prior. Measured errors: docs/guides/watching.md.
 
-Invariants: generated + resumed = returned + wasted tokens. Nothing stopped: nothing saved. What cannot be known is None
-and, in a sum, claims nothing. The order of groups and of their candidates has no effect.
+Invariants: generated + resumed = returned + wasted tokens. If no candidate was stopped, nothing was saved. Unknown
+values are None, and count as nothing in a sum. The order of groups and of their candidates has no effect.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from vllm_rollout.group.lengths.ran_steps import RanCandidates, bubble, step_cos
 from vllm_rollout.group.types import STOP_STATES, EndReason, StopState
 
 PRIOR_RISK = 8.0
-"""Candidates at risk that the log-normal curve counts for in each bin."""
+"""Weight of the log-normal curve in each bin, in candidates at risk."""
 PRIOR_ENDS = 1.0
-"""Ends that `PRIOR_LOG_STD` counts for."""
+"""Weight of `PRIOR_LOG_STD`, in ends."""
 NUM_POINTS = 24
-"""At which the distribution of the end of waiting is looked at: twice as many change its mean by less than 1 %."""
+"""Points at which the distribution of the end of waiting is computed. Twice as many change its mean by less than 1
+%."""
 NEGLIGIBLE = 1e-6
-"""Chance that counts as none."""
+"""Probability that is treated as 0."""
 
 
 class RanGroup(NamedTuple):
-    """What became of the candidates of one prompt. Sequences have one entry per candidate; seconds are those since the
-    rollout began."""
+    """Endings of the candidates of one prompt. Sequences have one entry per candidate. Seconds count from the
+    beginning of the rollout."""
 
     tokens: Sequence[int]
     ends: Sequence[EndReason | StopState]
-    """`stop`: its length is known, whether it counted or not."""
+    """`stop`: the candidate ended by itself, so that its length is known, even if it did not count."""
     selected: Sequence[int]
     """Indices of returned trajectories."""
     group_size: int
     max_tokens: int | None = None
-    """None: as long as it was not cut, there is no cap."""
+    """None: no cap, or unknown and never reached."""
     resumed: Sequence[int] = ()
-    """Those of its tokens that each candidate had from an earlier round; empty: none."""
+    """Tokens of each candidate that come from an earlier round. Empty: none."""
     started_s: float | None = None
     ended_s: Sequence[float] = ()
-    """Empty: not known, nor is anything that has to do with time."""
+    """End times in seconds. Empty: unknown, as is everything else that needs times."""
     waited: bool = False
-    """Nobody could be stopped, so that its lengths are no selection: what is predicted of it can be checked."""
+    """True if no candidate could be stopped. Then lengths are unbiased, and predictions can be checked."""
     known: LengthMoments | None = None
-    """What was known of the prompt's lengths before."""
+    """Earlier length statistics of the prompt."""
 
     @property
     def generated(self) -> list[int]:
@@ -66,12 +67,14 @@ class RanGroup(NamedTuple):
 
     @property
     def has_length(self) -> bool:
-        """Somebody ended by itself."""
+        """True if any candidate ended by itself."""
         return any(num and end == "stop" for num, end in zip(self.tokens, self.ends, strict=True))
 
     def raced(self) -> RanGroup | None:
-        """The group as a race would have left it, stopped when `group_size` had ended, or half of them where there are
-        no more; None where nobody would have been stopped."""
+        """The group as a race would have left it, or None if a race would not have stopped any candidate.
+
+        The race ends when `group_size` candidates have ended, or half of them if there are no more than that.
+        """
         ended = sorted(num for num, end in zip(self.tokens, self.ends, strict=True) if end == "stop")
         wanted = self.group_size if len(self.tokens) > self.group_size else (len(self.tokens) + 1) // 2
         if not self.waited or len(ended) < wanted or any(end in STOP_STATES for end in self.ends):
@@ -87,7 +90,7 @@ class RanGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a rollout cost and saved, or the sum of several; tokens are output tokens. None: nobody can tell."""
+    """Cost and savings of a rollout, or the sum of several. Tokens are output tokens. None: unknown."""
 
     seconds: float | None = None
     generated_tokens: int = 0
@@ -96,29 +99,34 @@ class Receipt:
     resumed_tokens: int = 0
     num_stopped: int = 0
     stopped_tokens: int = 0
-    """Those that stopped candidates had."""
+    """Tokens that stopped candidates had generated."""
     saved_tokens: int | None = None
-    """Predicted: those that stopped candidates would still have generated."""
+    """Predicted: tokens that stopped candidates would still have generated."""
     postponed_tokens: int | None = None
-    """Those of them that are of deferred candidates: a later round generates them, or the prompt anew."""
+    """Part of `saved_tokens` that deferred candidates account for: a later round generates these, or the prompt
+    again."""
     num_checked: int = 0
-    """Candidates of which the prediction could be compared with the truth."""
+    """Number of candidates whose prediction could be compared with the truth."""
     checked_tokens: int = 0
-    """What these generated after they would have been stopped."""
+    """Tokens that the checked candidates generated after the point of a stop."""
     saved_tokens_error: float | None = None
-    """How far the prediction for all of these is off, relative to `checked_tokens`; 0.1: a tenth too many."""
+    """Error of the prediction for all checked candidates, relative to `checked_tokens`. 0.1: a tenth too many."""
     waiting_seconds: float | None = None
-    """Predicted: what waiting for all would have taken. From below where launched candidates had to wait for others."""
+    """Predicted seconds of a rollout that waits for all. A lower bound if candidates had to wait for places."""
     saved_seconds: float | None = None
     bubble: float | None = None
-    """Share of places x time that stood empty: a place for each candidate that ever ran at once, until the end."""
+    """Share of places x time that stood empty, with a place for each candidate of the largest number that ran at
+    once."""
     queue_seconds: float | None = None
-    """Until the last group was sent to the engine: so long some waited for places."""
+    """Seconds until the last group was sent to the engine. Until then groups waited for places."""
 
     @property
     def repaying(self) -> Receipt:
-        """This one of a long round, in the sum of its run: waiting for all in the short rounds before it would have
-        left it nothing to do, so that whatever it took is taken off what they saved."""
+        """The receipt of a long round, as it counts in the sum of its run.
+
+        If the short rounds had waited for all candidates, a long round would have had no work. So its cost is
+        subtracted from their savings.
+        """
         generated = self.generated_tokens - (self.saved_tokens or 0)
         seconds = None if self.seconds is None else -self.seconds
         waiting_s = None if seconds is None else 0.0
@@ -127,7 +135,7 @@ class Receipt:
         )
 
     def __add__(self, other: Receipt) -> Receipt:
-        """What is None in one of both claims nothing."""
+        """The sum of two receipts. A value that is None in one of them counts as 0."""
 
         def added(name: str) -> Any:
             values = [value for value in (getattr(self, name), getattr(other, name)) if value is not None]
@@ -160,10 +168,10 @@ def _mean(*weighted: tuple[float | None, float | None]) -> float | None:
 
 
 class Lengths:
-    """How long candidates of these groups become: a location for each, and one curve around it."""
+    """Length distribution of the candidates of these groups: a location for each group, and one curve around it."""
 
     def __init__(self, groups: Sequence[RanGroup]) -> None:
-        """At least one candidate ended by itself."""
+        """At least one candidate must have ended by itself."""
         logs = [
             sorted(
                 (log_length(num), end != "stop")
@@ -190,7 +198,7 @@ class Lengths:
         self.curve = self._curve(logs)
 
     def remaining(self, group: int, num_tokens: int, max_tokens: int | None) -> float:
-        """Tokens that a candidate which has so many is expected to generate yet."""
+        """Expected remaining tokens of a candidate that has `num_tokens`."""
         most = math.inf if max_tokens is None else float(max_tokens - num_tokens)
         if most <= 0:
             return 0.0
@@ -201,7 +209,7 @@ class Lengths:
         return min(max(first - num_tokens, 1.0), most)
 
     def survival(self, group: int, num_tokens: float) -> float:
-        """Share of candidates that become longer."""
+        """Share of candidates that become longer than `num_tokens`."""
         return self.curve.reach((math.log(max(num_tokens, 0.5)) - self.locations[group]) / STEP - LEFT)[2]
 
     def _beyond(self, group: int, num_tokens: int) -> tuple[float, float]:
@@ -210,8 +218,11 @@ class Lengths:
         return max(self.curve.beyond(position)[0] * scale, float(num_tokens)), self.curve.reach(position)[2]
 
     def _unseen(self, group: RanGroup) -> float:
-        """The location of a group in which nobody ended by itself: its prompt's usual one, or the others', unless the
-        chance that all of it outlives its stops were less than an even one there."""
+        """The location of a group in which no candidate ended by itself: its prompt's usual one, or else the others'
+        mean.
+
+        It is at least the location with an even chance that all candidates exceed their stops.
+        """
         center, known = self.center, group.known
         if known is not None and known.mean > 0:
             center = math.log(known.mean) - math.log1p(known.variance / known.mean**2) / 2
@@ -237,13 +248,14 @@ class Lengths:
 class _Point(NamedTuple):
     log: float
     z: float
-    """The quantile of a standard normal variable at the share that is shorter."""
+    """The quantile of a standard normal variable at the share of shorter lengths."""
 
 
 def _points(logs: Sequence[tuple[float, bool]]) -> list[_Point]:
-    """Those that ended, with the shares that Kaplan and Meier give them; ascending.
+    """Ended candidates with quantiles of their Kaplan-Meier shares, ascending.
 
-    Where nobody was cut the i-th of n has (i - 3/8) / (n + 1/4), whose quantiles are close to the expected ones.
+    If no candidate was cut, the i-th of n has the share (i - 3/8) / (n + 1/4). Its quantile is close to the expected
+    one.
 
     Source: Blom, Statistical Estimates and Transformed Beta-Variables, 1958.
     """
@@ -264,7 +276,7 @@ def _quantile(share: float) -> float:
 
 
 class _Stopped(NamedTuple):
-    """Candidates of a group that were stopped alike."""
+    """Candidates of a group that were stopped at the same length in the same state."""
 
     group: int
     num_tokens: int
@@ -273,20 +285,20 @@ class _Stopped(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Stopped candidates, had they gone on."""
+    """Stopped candidates, as if they had gone on."""
 
     group: int
     num: int
     now: float
-    """Tokens that they would have when the rollout was over."""
+    """Tokens that they would have at the end of the rollout."""
     most: float
-    """Tokens from there to the longest that is looked at."""
+    """Tokens from there to the longest length considered."""
     reach: float
-    """Share of candidates that come as far as their stop."""
+    """Share of candidates that reach the length of their stop."""
 
 
 def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Receipt:
-    """seconds: that the rollout took; None: not known."""
+    """The receipt of a rollout. seconds: its duration. None: unknown."""
     stopped = [
         _Stopped(number, *alike, count)
         for number, group in enumerate(groups)
@@ -330,7 +342,7 @@ def receipt_of(groups: Sequence[RanGroup], seconds: float | None = None) -> Rece
 
 
 def _checked(groups: Sequence[RanGroup]) -> dict[str, Any]:
-    """The prediction as it would have been had groups of which all ran to their ends been raced."""
+    """Check the prediction: groups that ran to their ends are treated as if they had raced."""
     raced = [(group, group.raced()) for group in groups]
     left = [cut or group for group, cut in raced]
     if all(cut is None for _, cut in raced) or not any(group.has_length for group in left):
@@ -350,9 +362,10 @@ def _checked(groups: Sequence[RanGroup]) -> dict[str, Any]:
 
 
 def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengths: Lengths, step_s: float) -> float:
-    """The expected steps from the last ending on until the last of the stopped candidates would have ended too.
+    """Expected steps from the last ending until the last of the stopped candidates would have ended too.
 
-    They go on from their stops, a token per step; until t all of them are over with the product of their chances.
+    Candidates go on from their stops, one token per step. The probability that all are over at step t is the product of
+    their probabilities.
     """
     over_s = max(max(group.ended_s) for group in groups)
     running = []
@@ -366,7 +379,7 @@ def _longer_steps(groups: Sequence[RanGroup], stopped: Sequence[_Stopped], lengt
             running.append(_Running(its.group, its.num, now, most - now, lengths.survival(its.group, its.num_tokens)))
     furthest = max((its.most for its in running), default=0.0)
     steps = [furthest * (i / NUM_POINTS) ** 3 for i in range(NUM_POINTS + 1)]
-    late = [0.0]  # the chance that somebody runs yet; going back from the end, where all are at their caps
+    late = [0.0]  # probability that a candidate still runs, from the end backwards: there all are at their caps
     for step in reversed(steps):
         over = 1.0
         for each in running if late[-1] < 1 - NEGLIGIBLE else ():

@@ -1,15 +1,15 @@
-"""The form that lengths have within a prompt, whatever their distribution, pooled over the data set.
+"""The form of length distributions within a prompt, pooled over the data set.
 
-A length is e ** (location + w): the location, the log of its scale, is its prompt's; w has one distribution for all,
-the curve of a life table (`group/lengths/life_table.py`). Early stop does not bend that curve; what stopped groups
-leave open is told by the few that run to their ends.
+A length is e ** (location + w). The location, the log of its scale, is specific to the prompt. w has one distribution
+for all prompts, the curve of a life table (`group/lengths/life_table.py`). Early stop does not bias that curve. The
+tail that stopped groups leave open comes from the few groups that run to their ends.
 
-Nobody knows a group's location. All are considered, each with the weight that the group's lengths, and where prompts
-usually are, give it; with these weights the group enters the table, and what was cut of it is expected. That is
-expectation maximisation, one step per group.
+A group's location is unknown. All locations are considered, weighted by the group's lengths and by the usual locations
+of prompts. With these weights the group enters the table, and its cut lengths get expected values. That is expectation
+maximisation, one step per group.
 
-Invariant: sums are finite, not negative, and decay; what a group comes to depends on them and the group only, so that a
-restored shape goes on as the saved one.
+Invariant: sums are finite, not negative, and decay. The result for a group depends only on the sums and the group, so
+that a restored shape goes on as the saved one.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from vllm_rollout.group.lengths.life_table import (
 )
 
 MIN_LOCATION_STD = 0.05
-"""Least standard deviation of the prompts' locations: closer together they are not believed to be."""
+"""Smallest standard deviation of the prompts' locations."""
 MIN_GROUPS = 8.0
-"""Groups from which on it is known where prompts usually are."""
+"""Number of groups from which on the usual location of prompts is estimated."""
 NEGLIGIBLE = 1e-4
-"""Weight of a place that is left out."""
+"""Weight below which a location is left out."""
 
 FIRST_BIN, LAST_BIN = -6, 240
-"""Bins of the data set's lengths: from half a token to what no candidate reaches."""
+"""Bins of the data set's lengths: from half a token to a length that no candidate reaches."""
 MAX_LENGTH = 1e12
-"""Longest length that is expected, in tokens."""
+"""Longest expected length, in tokens."""
 MAX_LOG_ERROR = 10.0
-"""Largest error of a log-normal fit's variance that is believed, as a log."""
+"""Largest error of a log-normal fit's variance, as a log. Larger ones are cut."""
 MAX_SUM = 1e12
-"""Largest sum of a state; real ones stay below some 740 groups times their candidates."""
+"""Largest sum of a state. Real sums stay below some 740 groups times their candidates."""
 
 
 class PossibleLocation(NamedTuple):
@@ -55,11 +55,11 @@ class PossibleLocation(NamedTuple):
 
     weight: float
     shift: int
-    """Bins from the table's to the group's."""
+    """Bins from the table's location to the group's."""
 
 
 class ShapedMoments(NamedTuple):
-    """What one group comes to, in tokens; fields as in `GroupMoments`."""
+    """Moments of one group, in tokens. Fields as in `GroupMoments`."""
 
     mean: float
     variance: float | None
@@ -72,13 +72,15 @@ class LengthShape:
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self.num_groups = 0
-        """Observed, however long ago."""
+        """Number of groups observed, without decay."""
         self._ends = [0.0] * NUM_BINS
         self._risks = [0.0] * NUM_BINS
         self._locations = [0.0] * 4
-        """Groups; sums of their location, its square, and what is not known of it, as a variance."""
+        """Number of groups, then sums of their location, of its square, and of its unknown part as a variance.
+        Decaying."""
         self._fits = [0.0] * 2
-        """Groups with stops; sum of the logs of their variance over that of a log-normal fit."""
+        """Number of groups with stops, then the sum of the logs of their variance over that of a log-normal fit.
+        Decaying."""
         self._lengths = [0.0] * (LAST_BIN - FIRST_BIN)
         """Shares of groups by bin of length."""
         self._sums = {
@@ -88,17 +90,17 @@ class LengthShape:
             "fits": self._fits,
             "lengths": self._lengths,
         }
-        """All of these, as a state has them."""
+        """All sums above, by their name in a state."""
         self.curve = SurvivalCurve(self._ends, self._risks)
-        """The curve as it was when the newest group came."""
+        """The curve before the newest group."""
 
     def observe(
         self, finished: Sequence[int], stops: Sequence[int], log_std: float = PRIOR_LOG_STD
     ) -> ShapedMoments | None:
-        """One group, of at least one length; says what it comes to when some were cut, else None.
+        """Add one group of at least one length. Returns its moments if some lengths were cut, else None.
 
-        log_std: of lengths within prompts, as fits of the groups before have it. They learn how far lengths spread from
-        the first groups on; a table that these entered too narrow would take hundreds to widen.
+        log_std: standard deviation of log lengths within prompts, from the fits of earlier groups. Fits learn this
+        spread from the first groups on. A table that is too narrow at the start would need hundreds of groups to widen.
         """
         self.curve = SurvivalCurve(self._ends, self._risks, log_std)
         ended = [(log_length(length), count) for length, count in Counter(finished).items()]
@@ -114,11 +116,11 @@ class LengthShape:
         return moments
 
     def variance_of_prompt(self, shaped: float, fitted: float) -> float:
-        """Variance of a group with stops, from the form that all groups have in common and a log-normal fit of its own.
+        """Variance of a group with stops, from the common form of all groups and a log-normal fit of the group.
 
-        The common form knows nothing of prompts that spread more than others of their length, a fit of 8 lengths knows
-        little of anything, and where lengths are not log-normal it errs for all groups alike. So it is the geometric
-        mean of both, less what fits usually err.
+        The common form ignores prompts that vary more than others of their length. A fit of 8 lengths is imprecise, and
+        errs for all groups alike if lengths are not log-normal. The result is the geometric mean of both, after
+        correction for the usual error of fits.
         """
         if not shaped or not fitted:
             return shaped
@@ -130,7 +132,7 @@ class LengthShape:
         return shaped * math.exp((usual - error) / 2)
 
     def shares(self) -> tuple[tuple[float, float], ...]:
-        """The data set's lengths, in tokens, and their shares; those of groups with stops as they are expected."""
+        """The data set's lengths, in tokens, with their shares. Cut lengths count as they are expected."""
         total = math.fsum(self._lengths)
         if not total:
             return ()
@@ -143,7 +145,8 @@ class LengthShape:
     def _possible_locations(
         self, group: BinnedGroup, cut: Sequence[tuple[float, int]]
     ) -> tuple[list[PossibleLocation], tuple[float, float] | None]:
-        """Where the group may be, with location and variance by the group alone, in bins, if any finished."""
+        """Possible locations of a group, and location and variance by the group alone, in bins. None if none
+        finished."""
         shifts = range(group.first + len(group.ends) - RIGHT, group.first - LEFT + 1)
         likely = [self._log_likelihood(group, shift) for shift in shifts]
         alone = _mean_and_variance(_normalized(likely), shifts) if group.num_ends else None
@@ -162,9 +165,10 @@ class LengthShape:
         return of_ends - of_risks - group.num * curve.hazards[start]
 
     def _usual_location(self, only_cut: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
-        """Mean and variance of prompts' locations, in bins; None where any location is as likely.
+        """Mean and variance of prompts' locations, in bins. None if all locations are equally likely.
 
-        A group in which none finished, while little else is known, is where it was an even chance that all were cut.
+        While few groups are known, a group in which none finished has the location with an even chance that all were
+        cut.
         """
         groups, total, squares, unknown = self._locations
         if groups >= MIN_GROUPS:
@@ -178,8 +182,10 @@ class LengthShape:
     def _moments(
         self, finished: Sequence[int], cut: Sequence[tuple[float, int]], possible: Sequence[PossibleLocation]
     ) -> ShapedMoments:
-        """Expectations over all locations. The mean moves with the unknown lengths, which takes 1 / num of their
-        variance out of the sample's."""
+        """Expectations over all locations.
+
+        The mean moves with the unknown lengths, which removes 1 / num of their variance from the sample variance.
+        """
         num = len(finished) + sum(count for _, count in cut)
         mean = second = variance = 0.0
         own, own_squares = math.fsum(finished), math.fsum(length**2 for length in finished)
@@ -222,7 +228,7 @@ class LengthShape:
                 self._risks[i] += weight * risk
 
     def _add_rest(self, cut: Sequence[tuple[float, int]], shift: int, weight: float) -> None:
-        """What was cut goes where it is expected to end."""
+        """Add cut lengths to the bins where they are expected to end."""
         survival, entering = self.curve.survival, [0.0] * (NUM_BINS + 1)
         for log, count in cut:
             bin_, part, reach = self.curve.reach(log / STEP - shift - LEFT)
@@ -236,12 +242,12 @@ class LengthShape:
                 self._lengths[_bin(bin_ + LEFT + shift)] += alive * (survival[bin_] - survival[bin_ + 1])
 
     def to_state(self) -> dict[str, Any]:
-        """JSON-able, of bounded size."""
+        """JSON-able state of bounded size."""
         return {"num_groups": self.num_groups, **{name: list(sums) for name, sums in self._sums.items()}}
 
     @classmethod
     def from_state(cls, state: Any, decay: float) -> LengthShape:
-        """Raises: ValueError for what no shape can have been."""
+        """Restore a shape. Raises: ValueError for a state that no shape can have."""
         where = "the shape of a length history"
         fields_of(state, ("num_groups", "ends", "risks", "locations", "fits", "lengths"), where)
         shape = cls(decay)

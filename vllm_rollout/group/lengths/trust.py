@@ -1,10 +1,10 @@
-"""How far a prompt's lengths say what its next ones will be.
+"""Measures how far a prompt's past lengths predict its next ones.
 
-Where a prompt's answers were twice as long as others, its next ones are twice as long, or 1.4 times, or no longer. The
-slope of the new deviation over the old one, in logarithms, says which: 1 where histories hold, 0 where they tell
-nothing, as after an update that changed what the policy says. All lengths may change together without any effect on it.
+If a prompt's answers were twice as long as others, its next ones may be twice as long, 1.4 times, or no longer. The
+slope of the new deviation over the old one, in logarithms, measures this. It is 1 if histories hold. It is 0 if they
+predict nothing, as after an update that changed the policy's answers. A common change of all lengths has no effect.
 
-Invariant: between 0 and 1, and 1 before anything was seen.
+Invariant: between 0 and 1, and 1 before any observation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
 
 DECAY = 0.5 ** (1 / 64)
-"""A group counts half after 64 others: one training step, or two."""
+"""Factor by which the weight of a group falls with each later one: half after 64, one or two training steps."""
 PRIOR_GROUPS = 4.0
-"""Groups as long as predicted, that differ by e to the power of 0.5, are what was seen before anything was."""
+"""Weight of the prior, in groups whose history was right and whose log lengths differ by 0.5."""
 PRIOR_SQUARES = PRIOR_GROUPS * 0.25
 
 
@@ -32,7 +32,7 @@ class HistoryTrust:
     xy: float = 0.0
 
     def observe(self, predicted: float, mean: float) -> None:
-        """A group has this mean; its prompt's history said another. Both above 0."""
+        """Add a group with this mean, whose prompt's history predicted another. Both are above 0."""
         x, y = math.log(predicted), math.log(mean)
         self.weight, self.x, self.y = DECAY * self.weight + 1, DECAY * self.x + x, DECAY * self.y + y
         self.xx, self.xy = DECAY * self.xx + x * x, DECAY * self.xy + x * y
@@ -47,7 +47,7 @@ class HistoryTrust:
 
 
 def trusted(history: LengthStatistics) -> list[LengthMoments | None]:
-    """What each prompt's next lengths are expected to be: its own, drawn towards those of the data set."""
+    """Expected next lengths of each prompt: its own, drawn towards those of the data set by the missing trust."""
     dataset = history.dataset
     if dataset is None:
         return list(history.prompts)
@@ -55,7 +55,7 @@ def trusted(history: LengthStatistics) -> list[LengthMoments | None]:
 
 
 def _drawn(lengths: LengthMoments, dataset: LengthMoments, trust: float) -> LengthMoments:
-    """They vary, by their mean, as before."""
+    """Move the mean, and keep the ratio of std to mean."""
     if trust == 1.0 or not lengths.mean or not dataset.mean:
         return lengths
     factor = (dataset.mean / lengths.mean) ** (1 - trust)

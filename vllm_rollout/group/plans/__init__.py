@@ -1,1 +1,4 @@
-"""Request fields -> plans, and when a group may start. Runs in the API process; plans travel to the engine core."""
+"""Checks request fields, makes plans of them, and decides when a group may start.
+
+Runs in the API process. Plans travel to the engine core.
+"""

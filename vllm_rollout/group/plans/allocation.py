@@ -1,11 +1,12 @@
-"""How many candidates each prompt of a batch deserves: first a budget for all, then its shares.
+"""Chooses the number of candidates of each prompt of a batch: first a budget for the batch, then each prompt's share.
 
-Prompts whose lengths spread most get most of the spare candidates. Those that spread most of all have extreme tails,
-too long to wait for. DARTS takes a share that reached its bound as the sign of that; a generous budget would make every
-prompt extreme, so here the sign is the prompt's place among the others, whatever the budget.
+Prompts whose lengths vary most get most of the spare candidates. The most extreme prompts have tails that are too long
+to wait for. DARTS calls a prompt extreme if its share reached its bound. With a generous budget every share reaches its
+bound. Here a prompt is therefore extreme by its rank among the other prompts, at any budget.
 
-Invariant: shares sum to the budget and keep their bounds, a larger weight never gets fewer candidates, at most
-`EXTREME_SHARE` of many prompts are extreme, and the same input gives the same shares.
+Invariant: shares sum to the budget and keep their bounds. A prompt with a larger weight never gets fewer candidates.
+Among at least 1 / `EXTREME_SHARE` prompts with a history, at most `EXTREME_SHARE` of them are extreme. The same input
+gives the same shares.
 
 Source: DARTS 4.2.2, 4.3.1, Appendix B (Eq. 6-9) and C (Eq. 5 and 10, Algorithm 1).
 """
@@ -28,55 +29,56 @@ from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.played_budget import played_budget
 
 DEFAULT_BUDGET_RATIO = 1.5
-"""Candidates per wanted trajectory while no profile or no history says better: the paper's average (Appendix B)."""
+"""Candidates per wanted trajectory if there is no profile or no history: the paper's average (Appendix B)."""
 MAX_BUDGET_RATIO = 2
 """Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
 EXTREME_SHARE = 0.05
 """Prompts of a batch with an extreme tail: the paper's "~5 % of the most expensive prompts" (DARTS 4.3.1)."""
 EXTREME_STD = 1.6
-"""Among fewer prompts than have one in that share a tail is extreme from this std over that of the data set on. One
-prompt in twenty has it where log lengths spread by 0.8 within prompts and 0.5 between them."""
+"""Threshold for a batch of fewer than 1 / `EXTREME_SHARE` prompts: a prompt's std over the std of the data set. If log
+lengths spread by 0.8 within prompts and by 0.5 between prompts, one prompt in twenty exceeds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Candidates of a whole batch, and why so many."""
+    """Candidates of a whole batch, with the numbers behind the choice."""
 
     total: int
-    """M_total: the optimum, within the bounds."""
+    """M_total: `optimum`, rounded down and moved into [`lower`, `upper`], or a budget that `source` names."""
     lower: int
-    """Candidates without redundancy."""
+    """Candidates of the batch without redundancy."""
     upper: int
-    """Candidates with every prompt at its upper bound."""
+    """Candidates of the batch if every prompt is at its upper bound."""
     optimum: float | None
-    """M* of Eq. 8. None: unknown, or without bound because more candidates cost no time."""
+    """M* of Eq. 8. None: unknown, or infinite because more candidates cost no time."""
     rho: float | None
-    """std / mean of lengths over the data set, of what fits into `max_tokens`. None without a history of lengths."""
+    """std / mean of lengths over the data set, cut at `max_tokens`. None without a history of lengths."""
     seconds_per_candidate: float | None
     """k of Eq. 6. None without a profile or a history."""
     base_s: float | None
     """Time of the rollout without redundancy, T(lower)."""
     tradeoff: float
-    """lambda."""
+    """Weight of time, lambda of Eq. 8, with time counted in rollouts without redundancy."""
     source: Literal["profile", "default", "places"]
-    """`default`: without a profile or a history it is the paper's average, 1.5 times the lower bound. `places`: not
-    all candidates run at once, and this budget was fastest when some were played."""
+    """Origin of `total`. `profile`: Eq. 8. `default`: there is no profile or no history, and `total` is the paper's
+    average, 1.5 times `lower`. `places`: not all candidates run at once, and this budget was fastest in simulated
+    launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptAllocation:
-    """One prompt's share, and why."""
+    """The share of one prompt, with the numbers behind it."""
 
     num_candidates: int
-    """M'."""
+    """Candidates of the prompt, M' of DARTS."""
     weight: float
-    """Where the prompt's length std lies between the least (0) and the greatest (1) of the batch."""
+    """Position of the prompt's length std between the smallest (0) and the largest (1) of the batch."""
     std_tokens: float | None
-    """Standard deviation of its lengths, cut at its `max_tokens`; None when it was never seen."""
+    """Standard deviation of the prompt's lengths, cut at its `max_tokens`. None without a history of the prompt."""
     at_upper_bound: bool
-    """It has all that a prompt can have, and that is more than `group_size`."""
+    """True if the prompt has the most candidates that a prompt can have, and these are more than `group_size`."""
     extreme: bool = False
-    """Its tail is too long to wait for."""
+    """True if the prompt's tail is too long to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +88,26 @@ class BatchAllocation:
     """Shares in the order of the batch."""
 
     def plans(self, plan: GroupPlan, early_stop: EarlyStop = None) -> list[GroupPlan]:
-        """The plan of each prompt, from that of a prompt with all it may have. Source: DARTS Algorithm 2."""
+        """The plan of each prompt, made from `plan`, the plan of a prompt at its upper bound. Source: DARTS Algorithm
+        2."""
         stops = early_stop is not False
         return [plan.allocated(its.num_candidates, its.extreme, early_stop=stops) for its in self.prompts]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """A prompt that wants candidates."""
+    """A prompt of the batch, as input of the allocation."""
 
     lengths: LengthMoments | None = None
-    """What is known of its lengths; None for one that was never seen."""
+    """Moments of the prompt's earlier lengths. None without a history of the prompt."""
     num_tokens: int = 0
-    """Tokens of the prompt itself."""
+    """Length of the prompt itself, in tokens."""
     max_tokens: int | None = None
-    """Output tokens at which its candidates are cut; None: not known."""
+    """Output tokens at which the prompt's candidates are cut. None: not known."""
 
 
 def upper_bound(group_size: int, max_candidates: int) -> int:
-    """Most candidates of one prompt: M_up of DARTS Eq. 5, as far as the engine runs as many at once."""
+    """Most candidates of one prompt: M_up of DARTS Eq. 5, but at most `max_candidates`."""
     return min(MAX_BUDGET_RATIO * group_size, max_candidates)
 
 
@@ -120,12 +123,12 @@ def allocate_batch(
     race: GroupPlan | None = None,
     num_places: int | None = None,
 ) -> BatchAllocation:
-    """Budget and shares of one batch; every prompt gets from `group_size` to twice that.
+    """Choose the budget and the shares of one batch. Every prompt gets from `group_size` to twice that.
 
     Args:
-        max_candidates: of one prompt (the engine's `max_num_seqs`), no fewer than `group_size`: `make_plan` sees to it.
-        race: the plan of a prompt with all it may have, where its budget may be played (`played_budget.py`).
-        num_places: candidates that run at once; None: all do.
+        max_candidates: most candidates of a prompt (the engine's `max_num_seqs`), at least `group_size`.
+        race: the plan of a prompt at its upper bound. None: the budget is not simulated (`played_budget.py`).
+        num_places: candidates that run at once. None: all of them.
     """
     assert prompts, "nothing to allocate candidates to"
     upper = upper_bound(group_size, max_candidates)
@@ -174,14 +177,14 @@ def optimal_budget(
 ) -> Budget:
     """Candidates of the whole batch that maximise gain less time, from `lower` to `upper`.
 
-    The paper's U(M) = rho ln M - lambda T(M) leaves lambda and its unit open, and seconds mean other things to other
-    models. Time is therefore counted in rollouts without redundancy, U(M) = rho ln M - tradeoff T(M) / T(lower), with
+    The paper's U(M) = rho ln M - lambda T(M) leaves lambda and its unit open. A second is not worth the same for every
+    model. Time is therefore counted in rollouts without redundancy: U(M) = rho ln M - tradeoff T(M) / T(lower), with
     T(M) = T(lower) + k (M - lower). So M* = rho T(lower) / (tradeoff k). With a tradeoff of 1, a gain of 1 in rho ln M
-    is worth the time of one rollout without redundancy. Where time grows in proportion to candidates, M* is then rho
-    times `lower`; where a step costs the same for any batch, only longer tails take time, and M* soon is `upper`.
+    is worth the time of one rollout without redundancy. If time grows in proportion to candidates, M* is rho times
+    `lower`. If a step costs the same for any batch, only longer tails take time, and M* soon reaches `upper`.
 
-    rho is of the lengths as they run, cut at `max_tokens`. Without the cut, what a history expects beyond `max_tokens`
-    would count as a gain, but never as time.
+    rho is computed from lengths cut at `max_tokens`. Without the cut, lengths expected beyond `max_tokens` would count
+    as a gain, but never as time.
 
     Raises: ValueError when the tradeoff is not positive.
 
@@ -211,7 +214,8 @@ def optimal_budget(
 def normalized_weights(stds: Sequence[float | None]) -> list[float]:
     """Standard deviations of lengths -> weights in [0, 1]: min-max over the batch (DARTS Eq. 5).
 
-    A prompt that was never seen counts as the median of those that were. All alike, or all new: all 1.
+    A prompt without a history gets the median of the prompts with one. If all known values are equal, or none is known,
+    every weight is 1.
     """
     known = [std for std in stds if std is not None]
     if not known or min(known) == max(known):
@@ -221,14 +225,14 @@ def normalized_weights(stds: Sequence[float | None]) -> list[float]:
 
 
 def extreme_tails(stds: Sequence[float | None], usual: float | None) -> list[bool]:
-    """Which prompts spread so much that their tails are too long to wait for.
+    """One flag for each prompt: True if its lengths vary so much that its tail is too long to wait for.
 
-    Of the prompts that were seen before, those above the 1 - `EXTREME_SHARE` quantile. Of prompts that spread alike
-    either all are above it or none is, so that a tie at the quantile leaves fewer, and of a batch of equals nobody is
-    extreme. Fewer than 1 / `EXTREME_SHARE` prompts have no such quantile, and in a batch of one the prompt is always
-    the first: there a prompt is extreme that spreads `EXTREME_STD` times as much as the data set, `usual`.
+    Only prompts with a history can be extreme. In a large batch, prompts above the 1 - `EXTREME_SHARE` quantile are
+    extreme. Prompts that tie with the quantile are not, so no prompt of a batch of equal prompts is extreme. Fewer than
+    1 / `EXTREME_SHARE` prompts have no such quantile. There a prompt is extreme if its std is more than `EXTREME_STD`
+    times `usual`, the std of the data set.
 
-    Source: DARTS 4.3.1; Algorithm 2 asks for a saturated share instead.
+    Source: DARTS 4.3.1. Algorithm 2 asks for a share at its upper bound instead.
     """
     known = sorted((std for std in stds if std is not None), reverse=True)
     most = math.floor(EXTREME_SHARE * len(known) + 1e-9)
@@ -244,9 +248,9 @@ def extreme_tails(stds: Sequence[float | None], usual: float | None) -> list[boo
 def allocate(weights: Sequence[float], total: int, lower: int, upper: int) -> list[int]:
     """Give every prompt `lower` candidates, then each next one to the prompt that gains most, w (1/M' - 1/(M' + 1)).
 
-    Each step from M' to M' + 1 visits prompts by falling weight, so that steps are merged, not prompts: that is why
-    100,000 prompts are quick. Ties go to the prompt with fewer candidates, then to the larger weight, then
-    to the lower index; prompts of weight 0 thus share evenly what nobody gains from.
+    Each step from M' to M' + 1 visits prompts by falling weight. The steps are merged instead of the prompts, so that
+    100,000 prompts stay fast. Ties go to the prompt with fewer candidates, then to the larger weight, then to the lower
+    index. Prompts of weight 0 therefore share evenly the candidates from which no prompt gains.
 
     The result minimises Eq. 5, whose terms are convex.
 

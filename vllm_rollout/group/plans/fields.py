@@ -1,10 +1,10 @@
-"""The table of fields: what a request may say of its groups, their selection and their pruning.
+"""The table of request fields of groups, their selection and their pruning.
 
-A row has a field's name, type, default, what it takes, what it means, and the doors by which it comes in. From these
-follow the bodies of our endpoints (`server/body.py::of_table`), `vllm_xargs` (`group/plans/xargs.py`), settings of the
-simulator, the words of the clients and the tables of the reference (docs/reference/http.md).
+A row has a field's name, type, default, allowed values, help text, and the ways by which it may arrive (`Door`). These
+rows define the bodies of our endpoints (`server/body.py::of_table`) and `vllm_xargs` (`group/plans/xargs.py`). They
+also define settings of the simulator, help texts of the clients and the reference of the HTTP interface.
 
-Invariant: all of it is stated here, and nowhere else.
+Invariant: each of these facts is stated here, and nowhere else.
 """
 
 # ruff: noqa: RUF009  # `row` makes a field of a dataclass
@@ -38,7 +38,7 @@ SESSION: tuple[Door, ...] = ("body", "session")
 
 SelectionRule = Literal["first", "shortest", "dual_end"]
 EarlyStop = bool | Literal["auto"] | None
-"""None and "auto": wherever the selection allows it."""
+"""None and "auto": stop early if the selection allows it."""
 Migration = Literal["off", "spread", "consolidate", "auto"]
 OnEngineFailure = Literal["fail", "retry"]
 Until = Literal["complete", "variance"]
@@ -51,7 +51,7 @@ PruningMode = Literal["active", "shadow"]
 AUTO = "auto"
 
 MAX_MIN_LABELS = config.CALIBRATION_WINDOW // 2
-"""The most labels of either kind: calibration remembers no more than twice that."""
+"""Largest `min_labels`: calibration remembers at most twice as many labels."""
 MAX_STRENGTH = 1000.0
 """Largest `strength` of the paper's rule that a request may name."""
 MAX_NAME_CHARS = 256
@@ -63,7 +63,10 @@ _SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_S
 
 @dataclass(frozen=True)
 class PruningFields:
-    """How candidates are scored at `detection_length`, and which of them are stopped there (ARRoL 4.2 and A.4)."""
+    """Fields that set how candidates are scored at `detection_length`, and which are stopped there.
+
+    Source: ARRoL 4.2 and A.4.
+    """
 
     detection_length: int | list[int] | Literal["auto"] = row(
         Either((_LENGTH, Several(_LENGTH, config.MAX_TRIAL_LENGTHS), Names((AUTO,)))),
@@ -154,7 +157,7 @@ class DualEndSelectionFields:
 
 @dataclass(kw_only=True)
 class AutoFields:
-    """How the server shares out spare candidates."""
+    """Fields of `redundancy` "auto": how the server distributes spare candidates."""
 
     tradeoff: float = row(
         Number(0, config.MAX_TRADEOFF, above=True),
@@ -171,7 +174,7 @@ class AutoRedundancyFields:
 
 @dataclass(kw_only=True)
 class RaceFields:
-    """What a rollout says of its groups, a run for all its rounds, and a round for itself."""
+    """Fields of groups that a rollout, a run for all its rounds, or a single round may set."""
 
     redundancy: int | Literal["auto"] | AutoRedundancyFields = row(
         Either((_SPARE, Names((AUTO,)), Object(AutoRedundancyFields, '{"auto": {"tradeoff": 1.0}}'))),
@@ -241,7 +244,7 @@ class RaceFields:
 
 @dataclass(kw_only=True)
 class GroupFields(RaceFields):
-    """What a rollout says of its groups."""
+    """Fields of the groups of a rollout."""
 
     group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", *JOIN)
     order: LaunchRule = row(
@@ -277,7 +280,7 @@ class GroupFields(RaceFields):
 
 @dataclass(kw_only=True)
 class JoinFields:
-    """What a request that joins a group says of it, beside fields that others have too."""
+    """Fields of a request that joins a group, beside those of other tables."""
 
     group_id: str | None = row(
         Text(MAX_NAME_CHARS), "The group's name. Default: whichever group of the prompt is open.", *JOIN, default=None
@@ -295,7 +298,7 @@ class JoinFields:
 
 @dataclass(kw_only=True)
 class SessionFields:
-    """What a group says of its candidates when they are sessions."""
+    """Fields of groups whose candidates are sessions."""
 
     max_turns: int | None = row(
         Integer(1, config.MAX_TURNS),
@@ -332,7 +335,7 @@ class SessionFields:
 
 @dataclass(kw_only=True)
 class TurnFields:
-    """What a request says as one turn of a session."""
+    """Fields of a request that is one turn of a session."""
 
     session: str | None = row(
         Text(MAX_NAME_CHARS), "The session. Default: the header X-Session-ID.", "session", default=None
@@ -342,7 +345,7 @@ class TurnFields:
 
 @dataclass(frozen=True)
 class RunFields:
-    """What a run says of its rounds."""
+    """Fields of the rounds of a run."""
 
     group_size: int = row(_SIZE, "Trajectories you want for each prompt (R0).", "body")
     prompts_per_round: int = row(Integer(1, config.MAX_PROMPTS), "Prompts that a round returns (P0).", "body")
@@ -370,11 +373,11 @@ class RunFields:
 PLAN_FIELDS = tuple(
     field for table in (RaceFields, DualEndFields) for field, r in rows(table).items() if "own" in r.doors
 )
-"""What `group/plans/plan.py::make_plan` takes of a request."""
+"""Names of the fields that `group/plans/plan.py::make_plan` takes from a request."""
 
 ROWS: Mapping[str, Row] = {
     field: row
     for table in (GroupFields, DualEndFields, AutoFields, JoinFields, PruningFields, SessionFields, TurnFields)
     for field, row in rows(table).items()
 }
-"""All rows, by field."""
+"""All rows by field name."""

@@ -1,8 +1,9 @@
-"""When a group may start: as soon as its candidates will run soon, and not before.
+"""Decides when a group may start: as soon as its candidates will run soon, and not before.
 
-A prompt that waits here costs nothing in the engine. Invariant: groups of one priority start in the order in which they
-asked, and those of a lower number before all others; no more candidates have places than there are, except for a group
-that is larger than all of them.
+A prompt that waits here costs nothing in the engine.
+
+Invariant: groups of one priority start in the order of their requests, and groups with a lower priority number start
+first. Admitted candidates never exceed the places, unless a single group is larger than all places.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 def num_launch_places(max_num_seqs: int, num_ranks: int, num_api_processes: int) -> int:
     """Candidates that one of the API processes may have in its engines at once.
 
-    As many as all ranks run, because its rollouts may be the only ones, and a share of as many that wait there, so that
-    a step never lacks one: an ending is seen here a message later than in the engine.
+    This is the number that all ranks run, because all rollouts may belong to one process, plus waiting candidates. The
+    waiting ones, a share of the same number, keep steps full: an ending reaches this process one message late.
     """
     num_running = max_num_seqs * num_ranks
     return num_running + -(-num_running // num_api_processes)
@@ -23,16 +24,16 @@ def num_launch_places(max_num_seqs: int, num_ranks: int, num_api_processes: int)
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A group that asks to start."""
+    """A group's request for places."""
 
     num_candidates: int
     priority: int = 0
-    """As vLLM has it: a lower number is earlier."""
+    """Lower numbers start first, as in vLLM."""
     admitted: bool = False
 
 
 class LaunchWindow:
-    """Places for candidates. A rollout that asks for one group at a time takes turns with the others."""
+    """Places for candidates. A rollout that asks for one group at a time takes turns with other rollouts."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
@@ -41,7 +42,7 @@ class LaunchWindow:
 
     @property
     def num_waiting(self) -> int:
-        """Groups that have asked and not been admitted."""
+        """Number of groups that wait for admission."""
         return len(self._waiting)
 
     def ask(self, num_candidates: int, priority: int = 0) -> Turn:
@@ -50,18 +51,18 @@ class LaunchWindow:
         return turn
 
     def withdraw(self, turn: Turn) -> None:
-        """The group will not start. One that was admitted gives its places back."""
+        """Withdraw a group that will not start. If it was admitted, its places become free."""
         if turn.admitted:
             self.release(turn.num_candidates)
         else:
             self._waiting.remove(turn)
 
     def release(self, num_candidates: int) -> None:
-        """So many admitted candidates are over."""
+        """Free the places of candidates that have ended."""
         self.num_taken -= num_candidates
 
     def admit(self) -> list[Turn]:
-        """The groups that may start now. Size overtakes nobody: a small group behind a large one waits as that does."""
+        """Admit the groups that may start now. A small group does not overtake a large group that waits before it."""
         admitted = []
         while self._waiting and self._has_room(self._waiting[0].num_candidates):
             turn = self._waiting.pop(0)

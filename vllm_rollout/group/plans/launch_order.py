@@ -1,15 +1,16 @@
-"""In which order the groups of a rollout start, where not all of them can run at once.
+"""Chooses the order in which the groups of a rollout start if not all of them can run at once.
 
-Whoever waits for all answers wants the longest ones to begin first. Where answers of one prompt differ so much that
-nobody knows which of them will be long, it counts that all have begun soon, and the shortest go first. Which of the two
-is played beforehand: lengths are drawn from what is known of each prompt, and every order is run with as many places as
-there are, in steps that all take as long.
+A client that waits for all answers gains if the longest answers begin first. If answers of one prompt differ too much
+to predict the long ones, an early start of all groups matters more. Then the shortest go first. A simulation decides
+between them: lengths are drawn from the history of each prompt, and every order runs with the real number of places.
+All steps of the simulation take the same time.
 
-Invariant: groups start in the order of their prompts where all have places, where nothing tells them apart, and where
-no order is expected to save `MIN_GAIN` of the steps. The same knowledge gives the same order.
+Invariant: groups start in the order of their prompts if all have places, or if all mean lengths are equal. They also do
+so if a length is unknown, or if no order is expected to save `MIN_GAIN` of the steps. The same history gives the same
+order.
 
-Source: longest processing time first (Graham 1969); by lengths of a prompt's earlier answers, Seer (2511.14617).
-Playing each order before one is chosen is ours.
+Source: longest processing time first (Graham 1969). Seer (2511.14617) orders by lengths of a prompt's earlier answers.
+The simulation of each order is ours.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from vllm_rollout.group.plans.plan import GroupPlan
 OrderName = Literal["prompts", "longest", "shortest"]
 
 MIN_GAIN = 0.03
-"""Share of the steps that must be saved,"""
+"""Smallest saving, as a share of the steps, for which an order is changed."""
 SURE = 3.0
-"""and at least so many standard errors of what the draws say."""
+"""Smallest saving, in standard errors over the draws, for which an order is changed."""
 NUM_DRAWS = 16
 MAX_DRAWN = 65_536
-"""Lengths that are drawn in all, but for rollouts with more candidates, which are drawn twice."""
+"""Most lengths drawn for one simulation. Each simulation has at least two draws, even if these exceed this bound."""
 NORMAL = NormalDist()
 
 
 class WaitingGroup(NamedTuple):
-    """A group that has not begun."""
+    """A group that has not started."""
 
     plan: GroupPlan
     lengths: LengthMoments | None
-    """What is known of its prompt, else of the data set; None: nothing."""
+    """Length moments of the prompt, or else of the data set. None: unknown."""
     max_tokens: int | None
 
     @property
@@ -50,7 +51,10 @@ class WaitingGroup(NamedTuple):
         return 0.0 if self.lengths is None else self.lengths.cut(self.max_tokens).mean
 
     def draw(self, uniform: Iterator[float]) -> list[float]:
-        """Tokens of its candidates; those that a race would stop, until then. `uniform`: numbers between 0 and 1."""
+        """Tokens of each candidate. If the group races, a candidate ends with the race at the latest.
+
+        `uniform`: numbers between 0 and 1.
+        """
         assert self.lengths is not None
         drawn = list(drawn_lengths(self.lengths, self.max_tokens, self.plan.num_candidates, uniform))
         if self.plan.early_stop and self.plan.redundancy:
@@ -62,21 +66,21 @@ class WaitingGroup(NamedTuple):
 def waiting_groups(
     plans: Iterable[GroupPlan], history: LengthStatistics, max_tokens: Iterable[int | None]
 ) -> list[WaitingGroup]:
-    """The waiting groups of prompts that a history was asked for."""
+    """Groups to start, from their plans, their prompts' history and their limits."""
     return [WaitingGroup(*each) for each in zip(plans, trusted(history), max_tokens, strict=True)]
 
 
 class LaunchOrder(NamedTuple):
-    """Positions of groups, the first one first."""
+    """Positions of groups in the order of their start."""
 
     positions: Sequence[int]
     name: OrderName = "prompts"
     gain: float = 0.0
-    """Share of the steps that it is expected to save."""
+    """Expected saving, as a share of the steps."""
 
 
 def launch_order(groups: Sequence[WaitingGroup], num_places: int) -> LaunchOrder:
-    """The order in which the last candidate is expected to end first. `num_places`: candidates that run at once."""
+    """Find the order that is expected to end the last candidate first. `num_places`: candidates that run at once."""
     as_they_come = LaunchOrder(range(len(groups)))
     num_candidates = sum(group.plan.num_candidates for group in groups)
     means = [group.mean_tokens for group in groups]
@@ -100,7 +104,7 @@ def launch_order(groups: Sequence[WaitingGroup], num_places: int) -> LaunchOrder
 
 
 def sure_gain(taken: Sequence[float], otherwise: Sequence[float]) -> float:
-    """Share of the steps that is saved, draw by draw; 0 where that is too little, or may be luck."""
+    """Mean saving over the draws, as a share of the steps. 0 if it is below `MIN_GAIN` or `SURE` standard errors."""
     saved = [1 - own / plain for own, plain in zip(taken, otherwise, strict=True)]
     gain = fmean(saved)
     return gain if gain >= max(MIN_GAIN, SURE * stdev(saved) / math.sqrt(len(saved))) else 0.0
@@ -109,7 +113,7 @@ def sure_gain(taken: Sequence[float], otherwise: Sequence[float]) -> float:
 def drawn_lengths(
     lengths: LengthMoments, max_tokens: int | None, num: int, uniform: Iterator[float]
 ) -> Iterator[float]:
-    """Tokens of so many candidates. `uniform`: numbers between 0 and 1."""
+    """Draw the tokens of `num` candidates. `uniform`: numbers between 0 and 1."""
     location, std, _ = lengths.log_normal()
     most = math.inf if max_tokens is None else max_tokens
     for number in islice(uniform, num):
@@ -125,7 +129,7 @@ def uniforms(seed: int) -> Iterator[float]:
 
 
 def steps(lengths: Iterable[float], num_places: int) -> float:
-    """Steps until candidates of these lengths have ended, of which each takes the place that is free first."""
+    """Steps until candidates of these lengths have ended, if each takes the place that is free first."""
     ends = [0.0] * num_places
     for length in lengths:
         heapreplace(ends, ends[0] + length)

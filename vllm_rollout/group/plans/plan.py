@@ -13,51 +13,56 @@ from vllm_rollout.group.plans.terms import GroupTerms
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What to do with one prompt."""
+    """The plan of one prompt's group."""
 
     group_size: int
-    """Trajectories to return, M."""
+    """Trajectories to return, M of DARTS."""
     redundancy: int = 0
-    """Spare candidates, M' - M."""
+    """Spare candidates, M' - M of DARTS."""
     early_stop: bool = True
     selection: SelectionRule = "first"
     num_longest: int = 0
-    """L of a dual-end selection; K = group_size - L."""
+    """Longest trajectories of a dual-end selection, L. The other group_size - L are the shortest."""
     pruning: PruningPlan | None = None
     patience: float | None = None
-    """None: the whole pool runs to its end."""
+    """Once `group_size` valid candidates have finished, the others may have this many times the tokens of the longest
+    of them. None: the whole pool runs to its end."""
     num_replaceable: int = 0
-    """Candidates that are lost are replaced, so many of them."""
+    """Lost candidates that may be replaced."""
     audit: bool = False
-    """Nobody is stopped, so that what is learned of it is true of the policy (`group/judging/audit.py`)."""
+    """True if no candidate is stopped, so that statistics of the group are true of the policy
+    (`group/judging/audit.py`)."""
 
     @property
     def num_candidates(self) -> int:
-        """M' of DARTS."""
+        """All candidates, M' of DARTS."""
         return self.group_size + self.redundancy
 
     @property
     def terms(self) -> GroupTerms:
-        """What every candidate of the group is launched with."""
+        """Terms that every candidate of the group is launched with."""
         return GroupTerms(
             self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
         )
 
     @property
     def returns_all(self) -> bool:
-        """Whoever is kept is returned: the chance to be returned is the one to survive pruning. In a race nobody knows
-        it."""
+        """True if every candidate that survives pruning is returned.
+
+        The chance to be returned is then the survival probability. In a race that chance is unknown.
+        """
         return self.redundancy == 0
 
     def audited(self) -> GroupPlan:
-        """This plan for an audit group."""
+        """Return the plan of the same prompt as an audit group."""
         pruning = None if self.pruning is None else self.pruning.audited(races=not self.returns_all)
         return GroupPlan(self.group_size, pruning=pruning, num_replaceable=self.num_replaceable, audit=True)
 
     def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
-        """This plan with as many candidates as redundancy "auto" gives the prompt (`group/plans/allocation.py`).
+        """Return this plan with the candidates that redundancy "auto" gives the prompt (`group/plans/allocation.py`).
 
-        An extreme tail is not waited for: shortest-only, with early stop unless that is forbidden.
+        If the tail is extreme, the plan does not wait for it: it selects the shortest, with early stop unless that is
+        forbidden.
 
         Source: DARTS Algorithm 2.
         """
@@ -69,13 +74,13 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupJoin(GroupTerms):
-    """A single request that belongs to a group which other requests of the client make up, and that group's terms."""
+    """The terms of a group that several requests of a client form, as one of these requests states them."""
 
     name: str | None = None
-    """The group's, among those of its namespace and prompt. None: whichever group of its prompt is open
+    """Name of the group within its namespace and prompt. None: the open group of its prompt
     (`group/plans/prompt_groups.py`)."""
     namespace: str = ""
-    """The run's: two of them may use the same names."""
+    """Name of the client's run. Two runs may use the same group names."""
 
 
 def make_plan(
@@ -92,8 +97,8 @@ def make_plan(
 ) -> GroupPlan:
     """Check the fields of one group and return its plan.
 
-    `max_candidates` is the engine's `max_num_seqs`: a group whose candidates cannot all run at once would decide its
-    race by queue position. `names` maps field names to what the user wrote (`rollout_redundancy` in xargs).
+    `max_candidates` is the engine's `max_num_seqs`. If a group's candidates could not all run at once, the queue would
+    decide its race. `names` maps field names to those that the user wrote (`rollout_redundancy` in xargs).
 
     Raises: PlanError with field, value, allowed range and remedy.
     """
@@ -146,7 +151,7 @@ def make_plan(
 
 
 def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] | None = None) -> GroupJoin:
-    """Check what a sibling says of its group; `max_candidates` and `names` as in `make_plan`.
+    """Check the group fields of a request that joins a group. `max_candidates` and `names` are those of `make_plan`.
 
     Raises: PlanError with field, value, allowed range and remedy.
     """
@@ -167,14 +172,14 @@ def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] 
 
 
 def default_num_longest(group_size: int) -> int:
-    """L of a dual-end selection: one, and none where that would leave no shortest."""
+    """L of a dual-end selection: one, or zero if `group_size` is 1."""
     return min(1, group_size - 1)
 
 
 def _check_can_prune(
     pruning: PruningPlan | None, group_size: int, num_candidates: int, spare_field: str, allow_field: str
 ) -> None:
-    """Raises: PlanError when pruning is asked for and its floor forbids every single verdict."""
+    """Raises: PlanError when pruning is asked for, but no candidate could ever be pruned."""
     if pruning is None or pruning.mode == "shadow" or pruning.keep_ratio == 1 or pruning.allow_fewer:
         return
     if num_candidates == group_size:

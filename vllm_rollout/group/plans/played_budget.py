@@ -1,12 +1,12 @@
-"""How many candidates the prompts of a rollout get together, where not all of them have places at once.
+"""Chooses the budget of a rollout if not all of its candidates run at once.
 
-The paper's time of a budget is that of candidates which all run at once and which nobody stops. Where they wait for
-each other spares take places from other groups: that pays where answers of a prompt differ much, since their race is
-over early, and costs where they are alike. Which of the two is played beforehand, as orders of launch are: lengths are
-drawn from what is known of each prompt, and each budget is run with as many places as there are.
+The paper's time of a budget assumes that all candidates run at once and that none is stopped. If candidates wait for
+places, spares take places from other groups. Spares pay if the answers of a prompt differ much, since its race ends
+early, and cost time if the answers are alike. A simulation decides, as for `launch_order.py`: lengths are drawn from
+the history of each prompt, and each budget runs with the real number of places.
 
-Invariant: the paper's budget stays where all have places, where no race stops anybody, and where no other is expected
-to save `MIN_GAIN` of the steps. The same knowledge gives the same budget.
+Invariant: the paper's budget stays if all candidates have places, or if the race stops no candidate. It also stays if
+no other budget is expected to save `MIN_GAIN` of the steps. The same history gives the same budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_rollout.group.plans.launch_order import MAX_DRAWN, NUM_DRAWS, drawn_le
 from vllm_rollout.group.plans.plan import GroupPlan
 
 LEVELS = 4
-"""Budgets that are played beside the paper's: from no spares to all in so many equal parts."""
+"""Number of equal steps from no spares to all spares: these budgets are simulated beside the paper's."""
 
 
 def played_budget(
@@ -29,13 +29,13 @@ def played_budget(
     lengths: Sequence[tuple[LengthMoments, int | None]],
     num_places: int,
 ) -> int:
-    """Candidates of all prompts together.
+    """Total candidates of all prompts.
 
     Args:
         total: the paper's budget.
-        shares_of: each prompt's candidates by the budget.
-        plan: of a prompt with all that it may have.
-        lengths: of each prompt, with its `max_tokens`.
+        shares_of: maps a budget to each prompt's candidates.
+        plan: the plan of a prompt at its upper bound.
+        lengths: each prompt's length moments and its `max_tokens`.
         num_places: candidates that run at once.
     """
     lower, upper = (len(lengths) * size for size in (plan.group_size, plan.num_candidates))
@@ -55,7 +55,7 @@ def played_budget(
 
 
 def _raced(drawn: Sequence[Sequence[float]], shares: Sequence[int], group_size: int) -> Iterator[float]:
-    """Lengths that candidates reach until their group is complete."""
+    """Tokens of each candidate, up to the end of its group's race."""
     for all_of_group, num_candidates in zip(drawn, shares, strict=True):
         lengths = all_of_group[:num_candidates]
         last = sorted(lengths)[group_size - 1] if num_candidates > group_size else math.inf

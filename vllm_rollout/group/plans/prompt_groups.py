@@ -1,11 +1,10 @@
-"""Which group a request joins that says how large its group is, and not which one: siblings are requests of one prompt.
+"""Finds the group of a request that states its group's size but no name: siblings are requests of one prompt.
 
-A request joins the group that is open under its key, or opens the next one. A group is closed to newcomers when all its
-candidates have come, or when all that came have ended: what comes later begins another one. So the same prompt in a
-later batch, or twice in one, never meets verdicts of the batch before, and a sibling that comes too late runs to its
-end.
+A request joins the open group of its key, or opens the next one. A group closes when all its candidates have come, or
+when all that came have ended. Later requests open another group. If a prompt comes again in a later batch, or twice in
+one batch, the verdicts of the earlier group do not apply. A sibling that comes too late runs to its end.
 
-Invariant: at most `num_candidates` requests join a group, each while another of them is on its way or as the first.
+Invariant: at most `num_candidates` requests join a group. Each of them is the first, or joins while another one runs.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class _Open:
 
 
 class PromptGroups:
-    """The groups of one process, by number. What is over is forgotten."""
+    """The groups of one process by number. Groups that are over are forgotten."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, int] = {}
-        """The group that newcomers join, by key."""
+        """Number of the open group by key."""
         self._groups: dict[int, _Open] = {}
         self._num_opened = 0
 
@@ -38,8 +37,10 @@ class PromptGroups:
 
     @contextmanager
     def named(self, join: GroupJoin, *key: Hashable) -> Iterator[str | int]:
-        """The name of a request's group as long as it is on its way: its own, or the number of the one that it joins
-        by `key`."""
+        """Yield the group of a request for as long as the request runs.
+
+        The group is the name that `join` states, or else the number of the open group of `key`.
+        """
         if join.name is not None:
             yield join.name
             return
@@ -50,7 +51,8 @@ class PromptGroups:
             self.leave(number)
 
     def join(self, key: Hashable, num_candidates: int) -> int:
-        """A request of this prompt, and of these terms, has come: the number of its group. Call `leave` at its end."""
+        """Register a request of this prompt and these terms, and return the number of its group. Call `leave` at its
+        end."""
         number = self._open.get(key)
         if number is None:
             number = self._open[key] = self._num_opened
@@ -64,7 +66,7 @@ class PromptGroups:
         return number
 
     def leave(self, number: int) -> None:
-        """A request that joined has ended, however it did."""
+        """Register the end of a request that joined, after success or failure."""
         group = self._groups[number]
         group.num_running -= 1
         if group.num_running == 0:

@@ -1,6 +1,6 @@
-"""Names of prompts, and of what else clients name.
+"""Names of prompts, and short forms of other names that clients choose.
 
-Invariant: the same content gives the same name, in every process and run; what is remembered of it is small.
+Invariant: the same content gives the same name, in every process and run. Names that are stored stay small.
 """
 
 from __future__ import annotations
@@ -11,45 +11,47 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 KEY_OF_ID = "id:"
-"""Prefix of the client's id, in the name of a prompt over all rollouts."""
+"""Prefix of the names of prompts that have a client's id, over all rollouts."""
 KEY_OF_TOKENS = "tokens:"
-"""Prefix of the digest, in the name over all rollouts of a prompt whose client gave it none."""
+"""Prefix of the names of prompts without a client's id, over all rollouts: a digest of the tokens follows."""
 
 
 KEY_OF_DIGEST = "digest:"
-"""Prefix of the digest of a client's id that is too large to be remembered."""
+"""Prefix of the digest of a client's id that is too long to store."""
 
 MAX_KEPT_BYTES = 256
-"""Largest name that is remembered as it is. Candidates and prompts are remembered by the hundred thousand, some of them
-under four names; ids of trainers and UUIDs are a quarter of this."""
+"""Largest name that is stored unchanged, in bytes. Hundreds of thousands of candidates and prompts are stored, some
+under four names. Ids of trainers and UUIDs take a quarter of this."""
 
 
 def num_bytes(name: str) -> int:
-    """Bytes that a name takes: one character beyond ASCII may make all of them wide."""
+    """Bytes that a name takes at most: one character beyond ASCII may widen all of them to four bytes."""
     return len(name) if name.isascii() else 4 * len(name)
 
 
 def kept_name(name: str) -> str:
-    """A name as it is remembered: itself, or of a large one its digest, whose own is itself again."""
+    """The stored form of a name: the name itself, or its digest if it is large. A digest is its own stored form."""
     if num_bytes(name) <= MAX_KEPT_BYTES:
         return name
     return f"{KEY_OF_DIGEST}{blake2b(name.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
 
 
 def key_of_id(id: str) -> str:
-    """The name over all rollouts of a prompt that its client calls so."""
+    """The name, over all rollouts, of a prompt that has the client's id `id`."""
     kept = kept_name(id)
     return f"{KEY_OF_ID}{id}" if kept == id else kept
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """24 hexadecimal digits."""
+    """Digest of a prompt's tokens, 24 hexadecimal digits."""
     return blake2b(array("Q", token_ids).tobytes(), digest_size=12).hexdigest()
 
 
 def key_of_content(content: str) -> str:
-    """The name over all groups of a prompt whose content is named so; empty for one without token ids, which nothing
-    tells from others. With images and the like it is not the name of its tokens alone."""
+    """The name, over all groups, of a prompt with this content name. Empty for a prompt without token ids.
+
+    They cannot be distinguished. If the prompt has images or other parts, these are part of its name.
+    """
     tokens, _, rest = content.partition("/")
     if tokens == digest_of(()) or len(tokens) != len(digest_of(())):
         return ""
@@ -57,30 +59,33 @@ def key_of_content(content: str) -> str:
 
 
 def draft_key(namespace: str, token_ids: Sequence[int], adapter: str) -> str:
-    """The name of a prompt whose answers are drafts for each other: how long an answer takes tells what others were
-    answered, so that nobody shares them with another namespace."""
+    """The name of a prompt whose answers serve as drafts for each other.
+
+    The time of an answer reveals other answers of the prompt, so that drafts are not shared between namespaces.
+    """
     return json.dumps([namespace, digest_of(token_ids), adapter])
 
 
 def seed_for(seed: int, prompt: str) -> int:
-    """A seed for the prompt of this name, below 2**62: above it are as many more as a prompt has candidates.
+    """A seed below 2**62 for the prompt of this name: 2**62 and more stay free for the prompt's candidates.
 
-    What prompts of one seed draw has nothing to do with each other, nor has what a prompt draws by the next seed: a
-    trainer may send the number of its step, or the same seed always.
+    Seeds of different prompts are independent of each other, and so are a prompt's seeds for different values of
+    `seed`. A trainer may send the number of its step, or always the same seed.
 
-    Pruning draws by the prompt's content. Sampling draws by its id, so that a prompt that stands twice in a request
-    has other answers: candidate i samples with the prompt's seed + i, as vLLM seeds the n of a request.
+    Pruning uses the seed of the prompt's content. Sampling uses the seed of the prompt's id, so that a prompt that
+    stands twice in a request has different answers. Candidate i samples with the prompt's seed + i, as vLLM seeds the n
+    of a request.
     """
     digest = blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def joined_id(namespace: str, name: str | int, content: str, adapter: str) -> str:
-    """The id of a group that single requests join: the same for siblings, another one for everybody else.
+    """The id of a group that single requests join, equal for siblings only.
 
-    Siblings share the prompt by definition, so a name that is used again for another prompt, or under another LoRA
-    adapter, means another group. A number is nobody's name: the prompt's group of that number is meant. The server's
-    own group ids have a `-` in them, this one has none.
+    Siblings share the prompt by definition. If a name is used for another prompt, or with another LoRA adapter, it
+    means another group. A number is not a name: it means the prompt's group of that number. The server's own group ids
+    contain a `-`, this id does not.
     """
     key = json.dumps([namespace, name, content, adapter])  # ASCII, whatever users call their runs
     return f"joined:{blake2b(key.encode(), digest_size=16).hexdigest()}"

@@ -16,18 +16,18 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 
 @dataclass(frozen=True, slots=True)
 class PruningPlan(PruningFields):
-    """How candidates are judged at `detection_length`."""
+    """Checked fields of pruning, and the state of a group's audit."""
 
     detection_length: int
     audit: bool = False
-    """Whether it is an audit group's (`group/judging/audit.py`): nobody else sets it."""
+    """True for the plan of an audit group (`group/judging/audit.py`). No request field sets it."""
     is_instead_of_race: bool = False
-    """And without the audit it would race."""
+    """True if the group would race without the audit."""
     trial_lengths: tuple[int, ...] = ()
-    """Further lengths, at which candidates are scored where nobody is stopped: in shadow mode and in audit groups."""
+    """Further detection lengths for scores only, in shadow mode and in audit groups."""
     auto: bool = False
-    """`detection_length` is to be chosen: `group/judging/length_trial.py::chosen`. Nothing is launched with such a
-    plan."""
+    """True if `detection_length` is still to be chosen by `group/judging/length_trial.py::chosen`. No candidate is
+    launched with such a plan."""
 
     @property
     def scored_lengths(self) -> tuple[int, ...]:
@@ -36,18 +36,20 @@ class PruningPlan(PruningFields):
 
     @property
     def tried_lengths(self) -> tuple[int, ...]:
-        """Those that nothing is decided by."""
+        """Detection lengths at which a candidate is scored without a decision."""
         return self.trial_lengths if self.mode == "shadow" else ()
 
     def audited(self, races: bool) -> PruningPlan:
-        """This plan in an audit group: what is decided is noted only. `races`: without the audit it would race."""
+        """Return this plan for an audit group: decisions are recorded, not carried out. `races`: sets
+        `is_instead_of_race`."""
         return replace(self, mode="shadow", audit=True, is_instead_of_race=races)
 
 
 def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None = None) -> PruningPlan:
-    """Check the fields of a PruningPlan; one that is left out has its default.
+    """Check the fields of a PruningPlan. A field that is left out has its default.
 
-    `names` maps field names to what the user wrote (`rollout_keep_ratio` in xargs, `pruning.keep_ratio` in a body).
+    `names` maps field names to those that the user wrote (`rollout_keep_ratio` in xargs, `pruning.keep_ratio` in a
+    body).
 
     Raises: PlanError with field, value and allowed range.
     """
@@ -76,7 +78,10 @@ def make_pruning_plan(fields: Mapping[str, Any], names: Mapping[str, str] | None
 
 
 def _lengths(fields: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
-    """What `detection_length` stands for: one length, several to compare, or one to be chosen."""
+    """Plan fields that follow from `detection_length`: one length, several to compare, or one to be chosen.
+
+    Raises: PlanError if several lengths are given and the mode is not "shadow".
+    """
     given = fields.get("detection_length")
     if given == AUTO:
         return {"detection_length": TRIAL_LENGTHS[0], "trial_lengths": TRIAL_LENGTHS[1:], "auto": True}

@@ -1,6 +1,6 @@
-"""What a client may call a group by whose requests it wants to stop: the id of the request that made it.
+"""Names by which a client may stop groups: the id of the request that made them.
 
-Invariant: a group is found by the names of its own request only, however ids are put together.
+Invariant: a group is found only by the names of its own request, for any id that a client chooses.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import uuid
 from vllm_rollout.group.plans.prompt_key import kept_name
 
 MADE = re.compile(r"(?P<request>.+)-[0-9a-f]{8}")
-"""The group of a request with `n`: its request's id, and what tells it from others of that id."""
+"""Group of a request with `n`: the request's id and a random suffix."""
 OF_COMPLETION = re.compile(r"(?P<answer>cmpl-.+)-\d+")
-"""The request of one prompt of several that are answered together."""
+"""Request of one prompt of a completion with several prompts."""
 OF_ROLLOUT = re.compile(r"(?P<rollout>rollout-.+)-\d+(\+\d+)?")
-"""The group of a prompt of a rollout, and what runs later for it."""
+"""Group of one prompt of a rollout, also of one that is launched for that prompt later."""
 NAMED_ROLLOUT = re.compile(r"(?P<name>rollout-.+)-[0-9a-f]{8}")
 CHOSEN = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""What a client may choose of a rollout's id, which stands in paths."""
+"""Part of a rollout's id that a client may choose. It stands in URL paths."""
 
 
 def rollout_id(chosen: str | None) -> str:
-    """An id that no other rollout has; with what its client chose in it, where that fits."""
+    """A unique rollout id. It contains `chosen` if that matches `CHOSEN`."""
     if chosen is None or CHOSEN.fullmatch(chosen) is None:
         return f"rollout-{uuid.uuid4().hex}"
     return f"rollout-{chosen}-{uuid.uuid4().hex[:8]}"
 
 
 def names_of_request(id: str) -> set[str]:
-    """By which groups of the request that a client calls `id` are found: what it chose of a rollout's id is enough."""
+    """Names that find the groups of the request with the id `id`, or of a rollout for which `id` was chosen."""
     return {kept_name(id), f"rollout-{id}"}
 
 
 def may_name_rollout(name: str) -> bool:
-    """Whether a name finds groups of rollouts, of which more may start."""
+    """True if a name may find groups of a rollout, which may start more groups later."""
     return name.startswith("rollout-")
 
 
 def names_of_group(group_id: str) -> set[str]:
-    """All by which a group is found."""
+    """All names by which a group is found."""
     if (of_rollout := OF_ROLLOUT.fullmatch(group_id)) is not None:
         rollout = of_rollout["rollout"]
         named = NAMED_ROLLOUT.fullmatch(rollout)

@@ -1,8 +1,10 @@
-"""Candidates that go on in a later round. Invariant: which of them do so does not depend on what they have become.
+"""Rules for candidates that go on in a later round.
 
-A short round ends with some candidates of a group over and others on their way. A long round that took the ones that
-are over first would return the short answers of every hard prompt, and a trainer would learn to answer shortly. So the
-first by index go on, however long they are.
+A short round ends with some candidates of a group finished and others running. If a long round took the finished ones
+first, it would return the short answers of every hard prompt. A trainer would then learn to answer shortly. So the
+candidates with the lowest indices go on, whatever their length.
+
+Invariant: the choice of the candidates that go on does not depend on their length.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Moments = tuple[float, float]
 
 
 class VersionSpan(NamedTuple):
-    """Output tokens that one version of the weights has sampled."""
+    """Output tokens [start, end) that one version of the weights has sampled."""
 
     version: str
     start: int
@@ -27,27 +29,28 @@ class VersionSpan(NamedTuple):
 
 
 def choose_resumed(endings: Collection[Ending], group_size: int) -> tuple[int, ...]:
-    """Indices of the candidates of a deferred group that go on: the first `group_size` of those that were not lost.
+    """Indices of the candidates of a deferred group that go on: the first `group_size` that were neither pruned nor
+    lost.
 
-    Pruned ones stay out as well: that verdict is the group's, and their siblings' survival probabilities count on it.
+    Pruned candidates stay out, because the survival probabilities of their siblings rely on that verdict.
     """
     usable = sorted(ending.index for ending in endings if ending.state not in ("pruned", "failed"))
     return tuple(usable[:group_size])
 
 
 def is_whole(ending: Ending) -> bool:
-    """There is nothing to go on with: it ended by itself, or was cut at `max_tokens`."""
+    """True if no token is left to generate: the candidate ended by itself, or was cut at `max_tokens`."""
     return ending.state == "finished" or ending.ended_by_itself
 
 
 def is_off_policy(versions: Collection[str], num_resumed: int, current: str | None) -> bool:
-    """Whether weights other than those of its round sampled, or may have sampled, some of a trajectory's tokens.
+    """True if weights other than those of its round sampled, or may have sampled, some of a trajectory's tokens.
 
     Args:
-        versions: weight versions of its tokens.
-        num_resumed: tokens that it had from an earlier round.
-        current: the version at the beginning of the round; None when nobody has named one. Then nothing tells whether
-            the weights have changed since the earlier round, and they count as changed.
+        versions: weight versions of the trajectory's tokens.
+        num_resumed: tokens of the trajectory from an earlier round.
+        current: the version at the beginning of the round. None: unknown, and the weights count as changed since the
+            earlier round.
     """
     if not num_resumed:
         return len(set(versions)) > 1
@@ -55,7 +58,7 @@ def is_off_policy(versions: Collection[str], num_resumed: int, current: str | No
 
 
 def joined_moments(first: Moments | None, num_first: int, rest: Moments | None, num_rest: int) -> Moments | None:
-    """Moments of numbers of which those of two parts are known; None when those of a part that has any are not."""
+    """Moments of the numbers of two parts together. None if the moments of a part with numbers are unknown."""
     if not num_first:
         return rest
     if not num_rest:
@@ -69,7 +72,7 @@ def joined_moments(first: Moments | None, num_first: int, rest: Moments | None, 
 
 
 def joined_spans(first: Sequence[VersionSpan], num_first: int, rest: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Spans of tokens that follow others, which keep theirs. Neighbours of one version are one span."""
+    """Spans of the tokens of two parts, `first` before `rest`. Adjacent spans of one version become one span."""
     spans = list(first)
     for span in rest:
         moved = VersionSpan(span.version, span.start + num_first, span.end + num_first)
@@ -80,10 +83,10 @@ def joined_spans(first: Sequence[VersionSpan], num_first: int, rest: Sequence[Ve
 
 
 def joined_ending(rest: Ending, num_first: int) -> Ending:
-    """The ending of a candidate that had so many tokens before."""
+    """The ending of a candidate that resumed with `num_first` tokens."""
     return replace(rest, num_tokens=rest.num_tokens + num_first, num_resumed=num_first)
 
 
 def spans_of(written: Sequence[Mapping[str, Any]]) -> list[VersionSpan]:
-    """Spans as `{"version", "start", "end"}` describes each."""
+    """Spans from dictionaries `{"version", "start", "end"}`."""
     return [VersionSpan(span["version"], span["start"], span["end"]) for span in written]

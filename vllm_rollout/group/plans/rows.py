@@ -1,8 +1,9 @@
-"""Rows of a table of fields, and what a field takes: kinds of values with their ranges.
+"""Rows of a table of fields, and kinds of values with their ranges.
 
-Each kind says in words what is `allowed`, and whether it `holds` a value; true is no number.
+Each kind describes in words the values that are `allowed`, and checks whether it `holds` a value. `true` is not a
+number.
 
-Invariant: what is allowed is checked and told by the same value.
+Invariant: the check and the description of a range use the same values.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Number:
     least: float
     most: float
     above: bool = False
-    """`least` itself is not allowed."""
+    """True if `least` itself is not allowed."""
     below: bool = False
-    """`most` itself is not allowed."""
+    """True if `most` itself is not allowed."""
 
     @property
     def allowed(self) -> str:
@@ -65,7 +66,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """One of a closed set of words."""
+    """One word of a closed set."""
 
     names: tuple[str, ...]
 
@@ -91,7 +92,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A list of different values of one kind."""
+    """A list of distinct values of one kind."""
 
     kind: Integer
     most: int
@@ -138,7 +139,7 @@ Kind = Integer | Number | Flag | Names | Text | Several | Object | Either
 
 
 def restored(kind: Kind, value: object) -> object:
-    """A value as it was written in JSON: `vllm_xargs` turns booleans into 0 and 1, and integers into floats."""
+    """The value as the user wrote it in JSON. `vllm_xargs` turns booleans into 0 and 1, and integers into floats."""
     if isinstance(kind, Either):
         return next((found for each in kind.kinds if each.holds(found := restored(each, value))), value)
     if isinstance(kind, Integer) and isinstance(value, float) and value.is_integer():
@@ -147,7 +148,7 @@ def restored(kind: Kind, value: object) -> object:
 
 
 class PlanError(ValueError):
-    """A field of a group request is out of its range. `field` names it as the user wrote it."""
+    """A field of a group request has a value that is not allowed. `field` is its name as the user wrote it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -156,27 +157,28 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is said of a field beside its name, type and default."""
+    """The properties of a field beside its name, type and default."""
 
     takes: Kind
     help: str
     doors: tuple[Door, ...]
     flat: Kind
-    """What it takes where it is one value among others: in `vllm_xargs`, in a setting of the simulator."""
+    """Kind of a flat value: in `vllm_xargs`, or in a setting of the simulator."""
     xarg: str
-    """Its name among the `vllm_xargs`, after `rollout_`, where it is not the same."""
+    """Its name among the `vllm_xargs`, without the prefix `rollout_`, if that is not the field's name. Else empty."""
 
     @property
     def description(self) -> str:
         return f"{self.help} Takes {self.takes.allowed}."
 
     def check(self, value: object, name: str) -> None:
-        """`name`: of the field, as the user wrote it. Raises: PlanError with value and what is allowed."""
+        """Check a value. `name`: the field's name, as the user wrote it. Raises: PlanError with value and allowed
+        range."""
         if not self.takes.holds(value):
             raise PlanError(name, f"must be {self.takes.allowed}, got {value!r:.80}. {self.help}")
 
     def read(self, value: object, name: str) -> Any:
-        """A flat value, as it was written. Raises: PlanError as `check`."""
+        """Restore and check a flat value. Raises: PlanError as `check`."""
         value = restored(self.flat, value)
         if self.flat == self.takes:
             self.check(value, name)
@@ -188,14 +190,15 @@ class Row:
 def row(
     takes: Kind, help: str, *doors: Door, default: Any = dataclasses.MISSING, flat: Kind | None = None, xarg: str = ""
 ) -> Any:
-    """A field of a table; without a default it is needed. Without doors it comes in by all but that of sessions."""
+    """Declare a field of a table. Without `default` it is required. Without `doors` it may arrive by "body", "own",
+    "join"."""
     its = Row(takes, help, doors or ("body", "own", "join"), flat or takes, xarg)
     return dataclasses.field(default=default, metadata={"row": its})
 
 
 @cache
 def rows(table: type) -> Mapping[str, Row]:
-    """Rows of a table, or of what has inherited tables, by field."""
+    """The rows of a table, and of the tables it inherits from, by field name."""
     found = {}
     for base in reversed(table.__mro__):
         fields: Mapping[str, dataclasses.Field[Any]] = vars(base).get("__dataclass_fields__", {})

@@ -1,4 +1,4 @@
-"""What the candidates of a group agree on."""
+"""Terms that all candidates of a group share."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from vllm_rollout.group.plans.pruning_plan import PruningPlan
 
 @dataclass(frozen=True, slots=True)
 class GroupTerms:
-    """What all candidates of a group agree on; whoever joins it must name the same."""
+    """Terms that all candidates of a group share. A request that joins the group must state the same terms."""
 
     group_size: int
-    """Trajectories wanted, M."""
+    """Trajectories wanted, M of DARTS."""
     num_candidates: int
-    """M'."""
+    """Candidates of the group, M' of DARTS."""
     early_stop: bool = True
-    """Give the others up when `group_size` usable candidates have finished."""
+    """Stop the others when `group_size` usable candidates have finished."""
     patience: float | None = None
-    """The factor of `Group.length_cap`, without early stop."""
+    """The factor of `Group.length_cap`. Used without early stop."""
     pruning: PruningPlan | None = None
     num_replaceable: int = 0
     """Lost candidates that may be replaced, each by one more launch."""
     audit_ratio: float = 0.0
-    """Share of such groups that are audited (`group/judging/audit.py`), where that is drawn when the first candidate
-    comes."""
+    """Share of such groups that are audited (`group/judging/audit.py`), if the audit is drawn when the first candidate
+    arrives."""
 
     @property
     def races(self) -> bool:
-        """Who is slow loses a place to others."""
+        """True if the group has spare candidates, so that slow ones may lose their place."""
         return self.num_candidates > self.group_size

@@ -1,6 +1,6 @@
-"""Flat `rollout_*` fields of an OpenAI request (`vllm_xargs`) -> what `group/plans/plan.py` checks.
+"""Converts flat `rollout_*` fields of an OpenAI request (`vllm_xargs`) for `group/plans/plan.py`.
 
-Invariant: a field is refused by the name under which the user wrote it.
+Invariant: an error names a field as the user wrote it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_rollout.group.plans.rows import Door, PlanError, rows
 
 PREFIX = "rollout_"
 NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
-"""Field of a plan -> its name among the xargs."""
+"""Name among the xargs, by field of a plan."""
 PRUNING_XARGS: Mapping[str, str] = {field: NAMES[field] for field in rows(PruningFields)}
 GRADING: Mapping[str, str] = {
     f"{PREFIX}reward": "The name of the reward by which the server grades the choices before it answers.",
@@ -25,16 +25,16 @@ GRADING: Mapping[str, str] = {
 
 
 def rollout_xargs(extra_args: Mapping[str, object]) -> dict[str, object]:
-    """The fields of ours among a request's `vllm_xargs`."""
+    """The `rollout_*` fields of a request's `vllm_xargs`."""
     return {key: value for key, value in extra_args.items() if key.startswith(PREFIX)}
 
 
 def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int) -> GroupPlan | GroupJoin:
-    """The plan of the request's own group, or membership of a shared one.
+    """The plan of the request's own group, or its membership of a shared group.
 
     `n` is the request's OpenAI `n`, the `group_size` of its own group.
 
-    Raises: PlanError naming the field as the user wrote it.
+    Raises: PlanError with the field's name as the user wrote it.
     """
     if "rollout_group_id" in xargs or "rollout_group_size" in xargs:
         return _join(_read(xargs, "join"), n, max_candidates)
@@ -45,16 +45,19 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
 
 
 class TurnSaid(NamedTuple):
-    """What a request says as one turn of a session."""
+    """Fields of a request that is one turn of a session."""
 
     session: str
     last: bool
     group: Mapping[str, Any]
-    """What it says of its group, by field; the first turn needs it, later ones may repeat it."""
+    """Fields of the group, by name. The first turn needs them, later turns may repeat them."""
 
 
 def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -> TurnSaid:
-    """`named`: the session that a header names. Raises: PlanError naming the field as the user wrote it."""
+    """Read the fields of a turn. `named`: the session of the request header.
+
+    Raises: PlanError with the field's name as the user wrote it.
+    """
     said = _read(xargs, "session")
     session = said.pop("session", named)
     if session is None:
@@ -66,8 +69,9 @@ def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -
 
 
 def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> float:
-    """Share of groups like the request's that are audited (`group/judging/audit.py`); `of_server`: where it does not
-    say.
+    """Share of groups like the request's that are audited (`group/judging/audit.py`).
+
+    `of_server`: the server's ratio, for a request that learns but states none.
 
     Raises: PlanError.
     """
@@ -82,15 +86,22 @@ def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> flo
 
 
 def as_written(refusal: str) -> tuple[str, str]:
-    """A refusal by a joined group ("group_size of this group is …") with the field's name among the xargs, and that
-    name; one that begins with no field is about the group that was named."""
+    """A refusal by a joined group ("group_size of this group is …"), rewritten for the user.
+
+    Returns the name of the field among the xargs, and the text with that name. A refusal that begins with no field is
+    about `rollout_group_id`.
+    """
     field, _, rest = refusal.partition(" ")
     name = NAMES.get(field.removeprefix("pruning."))
     return ("rollout_group_id", f"rollout_group_id: {refusal}") if name is None else (name, f"{name} {rest}")
 
 
 def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
-    """What was said, by field; null says nothing. The audit ratio is read by itself, since a server has its own."""
+    """Checked values by field. null counts as not given. The audit ratio is left out, since the server has its own
+    default.
+
+    Raises: PlanError if a field is unknown, has a value that is not allowed, or needs another field.
+    """
     allowed = {NAMES[field]: field for field, row in ROWS.items() if door in row.doors}
     for key in xargs:
         if key not in allowed:

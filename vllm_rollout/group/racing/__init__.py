@@ -1,1 +1,2 @@
-"""Who of a group wins, and whom nobody needs any more. Runs in the engine core and the API process."""
+"""Decides which candidates of a group are returned and which are stopped. Runs in the engine core and the API
+process."""

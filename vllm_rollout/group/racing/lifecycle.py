@@ -1,11 +1,11 @@
-"""Group: engine events in, verdicts out.
+"""Rules of one group: engine events in, verdicts out.
+
+Events (`launch`, `end`) arrive while an engine step is processed. `settle` closes the step and decides. Decisions at
+the end of the step make ties exact: several candidates may end in the step in which the group completes. The winners
+among them are the shortest, then those with the lowest index, whatever the order of the engine's loop.
 
 Invariant: each candidate reaches exactly one end state, and no verdict is given on a candidate that has ended. A step
-in which nothing is decided takes no loop over the candidates.
-
-Events arrive while an engine step is processed (`launch`, `end`); `settle` closes the step and decides. Deciding at the
-end of the step is what makes ties exact: several candidates may end in the step in which the group completes, and the
-winners among them are the shortest, then the lowest index, whatever the order of the engine's loop.
+without a decision takes no loop over the candidates.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllm_rollout.group.types import Assessment, CandidateState, EndReason, Stop
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Verdicts of one step."""
+    """Verdicts of one step on one group."""
 
     stop: tuple[int, ...] = ()
-    """Running candidates that nobody needs now: stop them."""
+    """Running candidates to stop, because they are no longer needed."""
     lost_ties: tuple[int, ...] = ()
     """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
     stop_as: StopState = "surplus"
@@ -39,59 +39,61 @@ class _Candidate:
     truncated: bool = False
     num_tokens: int = 0
     step: int = 0
-    """The group's step in which it ended."""
+    """The group's step in which the candidate ended."""
     is_replaced: bool = False
     has_place: bool = True
 
 
 @dataclass(slots=True)
 class Group:
-    """One prompt's candidates between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
+    """Candidates of one prompt between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
 
     terms: GroupTerms
     audit: bool = False
-    """It was drawn as an audit group: in place of a race, the first `group_size` candidates that come have the places,
-    and only who finds none is stopped. Candidates are exchangeable before they begin, so they are a plain sample."""
+    """True for an audit group: the first `group_size` candidates that arrive get places, and only the others are
+    stopped. Candidates are exchangeable before they begin, so those with places are a plain sample of the policy."""
     closed: bool = False
-    """`group_size` usable candidates have finished, or nobody wants the rest: the others were given up."""
+    """True once `group_size` usable candidates have finished, or the group was cancelled: all others are stopped."""
     cancelled: bool = False
-    """Nobody wants the rest: what comes late is deferred too."""
+    """True once the rest of the group is not wanted. Candidates that arrive later are deferred too."""
     length_cap: int | None = None
-    """Tokens at which a running candidate may be given up: `group_size` valid ones have finished, and it is `patience`
-    times as long as the longest of them. A rule on lengths, not on time: it also holds for candidates that began late.
+    """Tokens at which a running candidate may be stopped. None until `group_size` valid candidates have finished.
+
+    The cap is `patience` times the longest of them. It limits length, not time, so that it also holds for candidates
+    that began late.
     """
     assessments: dict[int, Assessment] = field(default_factory=dict)
-    """What was decided about the candidates that were scored, by index."""
+    """Decisions on scored candidates, by index."""
     trials: dict[int, dict[int, Assessment]] = field(default_factory=dict)
-    """What would have been decided at each trial length, by length and index."""
+    """Decisions that each trial length would have made, by length and index."""
     finals: dict[int, Assessment] = field(default_factory=dict)
-    """What the finished candidates were worth that were scored at their end, by index."""
+    """Assessments of finished candidates that were scored at their end, by index."""
     joined: bool = False
-    """Its candidates are requests of their own, which a client or a router may have sent elsewhere."""
+    """True if the candidates are separate requests, which a client or a router may have sent to another engine."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
     _new: list[int] = field(default_factory=list)
     """Candidates that ended since the last settlement."""
     _settled: list[int] = field(default_factory=list)
-    """Candidates that the last settlement was about."""
+    """Candidates that the last settlement decided on."""
     _running: dict[int, None] = field(default_factory=dict)
-    """Indices, in the order of launch."""
+    """Indices of running candidates, in the order of launch."""
     _num_valid: int = 0
-    """Candidates that have finished by themselves, until it is closed."""
+    """Number of candidates that finished by themselves. Counted until the group closes."""
     _num_truncated: int = 0
-    """Those that were cut, likewise."""
+    """Number of candidates cut at `max_tokens`. Counted until the group closes."""
     _num_holders: int = 0
-    """Running and finished candidates that have a place, until it is closed."""
+    """Number of running and finished candidates that have a place. Counted until the group closes."""
     _without_place: list[int] = field(default_factory=list)
-    """Candidates that found no place, until the next settlement."""
+    """Candidates that found no place since the last settlement."""
     _num_replaced: int = 0
-    """Lost candidates in whose place another one is to come, or has come."""
+    """Number of lost candidates that are replaced by another launch, now or later."""
     _num_steps: int = 0
-    """Settlements so far: the group's own clock, which goes with it wherever it runs."""
+    """Number of settlements. The group's own clock, which moves with it to another engine."""
 
     def launch(self, index: int | None = None) -> int:
-        """A candidate entered the engine; without an index it takes the next one. Returns its index.
+        """Add a candidate that entered the engine, and return its index: `index`, or else the next one.
 
-        The caller has asked `has` about an index of its own.
+        The caller has checked `has(index)`.
         """
         if index is None:
             index, self.joined = len(self._candidates), True
@@ -105,7 +107,7 @@ class Group:
         return index
 
     def end(self, index: int, reason: EndReason, num_tokens: int) -> None:
-        """A candidate ended without a verdict. Ignored when a verdict was faster."""
+        """Record that a candidate ended without a verdict. Ignored if it already has a verdict."""
         candidate = self._candidates[index]
         if candidate.state != "running":
             return
@@ -123,7 +125,7 @@ class Group:
             self._num_replaced += 1
 
     def settle(self) -> Settlement:
-        """Close the step: decide on everything that ended since the last call.
+        """Close the step: decide on every candidate that ended since the last call.
 
         A truncated candidate counts only when too few others are left to reach `group_size`
         (docs/contributing/design.md, "Promises").
@@ -152,9 +154,9 @@ class Group:
         return Settlement(without_place.stop + self._give_up_rest(), without_place.lost_ties + lost)
 
     def num_needed(self, num_due: int, at_least: int) -> int:
-        """How many of `num_due` running candidates have to be kept so that `at_least` candidates can finish.
+        """Number of `num_due` running candidates to keep, so that `at_least` candidates can finish.
 
-        What shadow mode marked counts as stopped: the next verdicts are those that active mode would give.
+        Candidates that shadow mode marked count as stopped. So later verdicts are those that active mode would give.
         """
         num_able = sum(
             candidate.state in ("running", "finished") and not self._is_marked(index)
@@ -164,34 +166,38 @@ class Group:
         return min(num_due, max(0, at_least - num_others))
 
     def prune(self, indices: Iterable[int]) -> None:
-        """Verdict on running candidates: their scores stop them. Call `settle` again afterwards.
+        """Stop running candidates because of their scores. Call `settle` again afterwards.
 
-        It belongs to the step that was settled last: if the group closes by it, what ended in that step may tie.
+        The verdict belongs to the step that was settled last. If it closes the group, candidates that ended in that
+        step tie.
         """
         self._stop(indices, "pruned")
         self._num_steps -= 1
         self._new, self._settled = self._settled + self._new, []
 
     def too_long(self, num_tokens: Mapping[int, int]) -> list[int]:
-        """Those that have reached `length_cap`: surplus now. `num_tokens`: output tokens of running candidates."""
+        """Stop candidates that have reached `length_cap`, as surplus, and return their indices.
+
+        `num_tokens`: output tokens of running candidates, by index.
+        """
         cap = self.length_cap
         reached = [index for index, length in num_tokens.items() if cap is not None and length >= cap]
         self._stop(reached, "surplus")
         return reached
 
     def cancel(self) -> list[int]:
-        """Nobody wants the rest: what runs, and what comes later, is deferred."""
+        """Defer the rest of the group: running candidates, and those that arrive later. Returns the running ones."""
         self.closed = self.cancelled = True
         return list(self._give_up_rest("deferred"))
 
     def give_up(self, indices: Collection[int]) -> list[int]:
-        """Whoever launched it does not need these: those that run are surplus. Returns them."""
+        """Stop those of these candidates that still run, as surplus, and return their indices."""
         given_up = [index for index in self._running if index in indices]
         self._stop(given_up, "surplus")
         return given_up
 
     def withdraw(self, index: int) -> None:
-        """One that has finished counts for nothing after all; the group is not closed."""
+        """Count a finished candidate as failed. The group must not be closed."""
         assert not self.closed, f"candidate {index} may have decided who won"
         candidate = self._candidates[index]
         if candidate.state == "finished":
@@ -200,32 +206,33 @@ class Group:
 
     @property
     def pruning(self) -> PruningPlan | None:
-        """How its candidates are judged; in an audit group nobody is stopped by it."""
+        """Pruning plan of the candidates. In an audit group it stops no candidate."""
         plan = self.terms.pruning
         return plan.audited(self.terms.races) if self.audit and plan is not None else plan
 
     @property
     def running(self) -> list[int]:
-        """Indices of the candidates that run."""
+        """Indices of the running candidates."""
         return list(self._running)
 
     def has(self, index: int) -> bool:
-        """Whether a candidate of that index was launched."""
+        """True if a candidate with this index was launched."""
         return index in self._candidates
 
     def end_step(self, index: int) -> int:
-        """The group's step in which a candidate ended: the order of finishing, wherever the group runs."""
+        """The group's step in which a candidate ended. It orders endings also when the group moves to another
+        engine."""
         return self._candidates[index].step
 
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
 
     def is_unwanted(self, index: int) -> bool:
-        """It came too late, or found no place in an audit group: the next settlement stops it."""
+        """True if the candidate came too late, or found no place in an audit group. The next settlement stops it."""
         return self.closed or not self._candidates[index].has_place
 
     def is_replaced(self, index: int) -> bool:
-        """It was lost, and the group waits for another candidate in its place, whatever becomes of it meanwhile."""
+        """True if the candidate was lost and another one is launched in its place. Does not change later."""
         return self._candidates[index].is_replaced
 
     @property
@@ -234,18 +241,20 @@ class Group:
 
     @property
     def num_finished(self) -> int:
-        """Candidates that have finished, cut ones too; of a group that is not closed."""
+        """Number of finished candidates, truncated ones included. Valid until the group closes."""
         return self._num_valid + self._num_truncated
 
     @property
     def over(self) -> bool:
-        """Nothing is running and nobody is still to come."""
+        """True if no candidate runs and none is still to come."""
         return not self._running and not self.num_to_come
 
     @property
     def complete(self) -> bool:
-        """It has its trajectories: `group_size` usable candidates have finished and, without early stop, nothing
-        runs."""
+        """True if the group has its trajectories.
+
+        With early stop: `group_size` usable candidates have finished. Without: also, no candidate runs or is to come.
+        """
         if self.cancelled:
             return False
         if self.terms.early_stop:
@@ -254,7 +263,7 @@ class Group:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest candidate that finished; 0 without any."""
+        """Tokens of the longest finished candidate. 0 if none has finished."""
         return max((c.num_tokens for c in self._candidates.values() if c.state == "finished"), default=0)
 
     @property
@@ -267,19 +276,21 @@ class Group:
         return max(0, self.terms.num_candidates + self._num_replaced - len(self._candidates))
 
     def num_unjudged(self, assessments: Mapping[int, Assessment]) -> int:
-        """Candidates that run, or are to come, and are not among these."""
+        """Number of candidates that run or are to come, and have no assessment among these."""
         return self.num_to_come + sum(index not in assessments for index in self._running)
 
     @property
     def _num_places_left(self) -> int:
-        """Free places of an audit group in place of a race; elsewhere there is always one. A lost candidate leaves its
-        place."""
+        """Free places in an audit group with early stop. 1 in any other group: its candidates always find a place.
+
+        A lost candidate frees its place.
+        """
         if not (self.audit and self.terms.early_stop):
             return 1
         return self.terms.group_size - self._num_holders
 
     def _give_up_without_place(self) -> Settlement:
-        """Candidates of an audit group that found no place, also those that were faster than this verdict."""
+        """Stop the candidates of an audit group that found no place. Ended ones become surplus as well."""
         if not self._without_place:
             return NOTHING
         without, self._without_place = [(i, self._candidates[i]) for i in self._without_place], []
@@ -297,25 +308,25 @@ class Group:
 
     @property
     def _num_usable(self) -> int:
-        """Finished candidates that count now: truncated ones only where too few others are left."""
+        """Finished candidates that count now: truncated ones only if too few others are left."""
         num_others = self._num_valid + len(self._running) + self.num_to_come
         return self._num_valid + (self._num_truncated if num_others < self.terms.group_size else 0)
 
     def _uncount(self, candidate: _Candidate) -> None:
-        """One that has finished counts no more."""
+        """Remove a finished candidate from the counts."""
         self._num_valid -= not candidate.truncated
         self._num_truncated -= candidate.truncated
         self._num_holders -= candidate.has_place
 
     def _ranking(self) -> list[int]:
-        """Usable finished candidates, best first: by itself before truncated, then earlier, shorter, lower index."""
+        """Usable finished candidates, best first: valid before truncated, then earlier, shorter, lower index."""
         finished = [(i, c) for i, c in self._candidates.items() if c.state == "finished"]
         if self._num_usable == self._num_valid:
             finished = [(i, c) for i, c in finished if not c.truncated]
         return [i for i, _ in sorted(finished, key=lambda ic: (ic[1].truncated, ic[1].step, ic[1].num_tokens, ic[0]))]
 
     def _set_length_cap(self) -> None:
-        """Set the cap, once: K shortest and L longest are known as far as `group_size` candidates can tell."""
+        """Set the length cap, once, from the first `group_size` valid candidates."""
         if self.terms.patience is None or self.length_cap is not None:
             return
         if self._num_valid >= self.terms.group_size:

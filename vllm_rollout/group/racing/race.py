@@ -1,6 +1,6 @@
-"""Groups that race each other: a round is complete when the first so many of its groups are.
+"""Races between groups: a round is complete when enough of its groups are complete.
 
-Invariant: of one engine's groups exactly `num_wanted` complete ones win; the others are deferred, in the step in which
+Invariant: of one engine's groups exactly `num_wanted` complete ones win. The others are deferred, in the step in which
 the last winner completes.
 
 Source: RollPacker section 3 (speculative execution for prompts).
@@ -16,22 +16,22 @@ from typing import NamedTuple
 from vllm_rollout.group.racing.lifecycle import Group
 
 MAX_RACES = 1024
-"""Races that an engine remembers; of more than these the oldest is forgotten, as if it were over."""
+"""Races that an engine remembers. Beyond this number, the oldest is forgotten, as if it were over."""
 
 
 @dataclass(frozen=True, slots=True)
 class RacePlace:
-    """Where a group takes part."""
+    """The race of a group and its position there."""
 
     race_id: str
     num_wanted: int | None
-    """Complete groups that end the race. None: only the API process knows which are, and cuts it."""
+    """Complete groups that end the race. None: only the API process counts them, and ends the race by `cut`."""
     position: int
-    """The group's place in the race: ties go to the lower one."""
+    """Position of the group in the race. Ties go to the lower position."""
 
 
 class _Racer(NamedTuple):
-    """A group that races others."""
+    """A group in a race, with its position."""
 
     group: Group
     position: int
@@ -43,21 +43,21 @@ class _Race:
 
     num_wanted: int | None
     racers: dict[str, _Racer] = field(default_factory=dict)
-    """Those that have not completed and are not over, by group id."""
+    """Groups that are neither complete nor over, by group id."""
     num_complete: int = 0
     is_cut_elsewhere: bool = False
-    """Enough groups are complete, of all engines'."""
+    """True if enough groups of all engines together are complete."""
 
     @property
     def is_cut(self) -> bool:
-        """Enough groups are complete."""
+        """True if enough groups are complete."""
         return self.is_cut_elsewhere or (self.num_wanted is not None and self.num_complete >= self.num_wanted)
 
     def settle(self, group_ids: Iterable[str]) -> tuple[str, ...]:
-        """Close the step for groups that saw an event: count those that completed, forget those that are over.
+        """Close the step for groups with an event: count the complete ones, and forget those that are over.
 
-        Several may complete in one step. The winners among them are those whose longest trajectory is the shortest,
-        then those of the lower position; the others have lost a tie, and are returned.
+        Several groups may complete in one step. The winners are those with the shortest longest trajectory, then those
+        with the lower position. Returns the others, which have lost a tie.
         """
         groups = {group_id: self.racers[group_id].group for group_id in group_ids}
         if self.num_wanted is None:
@@ -78,13 +78,14 @@ class RaceTable:
     def __init__(self) -> None:
         self._races: OrderedDict[str, _Race] = OrderedDict()
         self._race_of: dict[str, str] = {}
-        """Group id -> race id, of groups that take part."""
+        """Race id by group id, for groups that take part in a race."""
 
     def __len__(self) -> int:
         return len(self._races)
 
     def enter(self, group_id: str, group: Group, place: RacePlace) -> bool:
-        """A group takes part, if it does not already; whether the race is cut: the group comes too late."""
+        """Add a group to its race, if it is not there yet. Returns True if the race is over for it: it comes too
+        late."""
         race = self._open(place.race_id, place.num_wanted)
         if group_id not in self._race_of:
             if group.complete:  # a late sibling, which its group stops by itself: the group was counted and has left
@@ -94,7 +95,7 @@ class RaceTable:
         return race.is_cut
 
     def leave(self, group_id: str) -> RacePlace | None:
-        """A group goes on in another engine, with its place; None when it takes no part in a race."""
+        """Remove a group that moves to another engine. Returns its place, or None if it is in no race."""
         race_id = self._race_of.pop(group_id, None)
         if race_id is None:
             return None
@@ -102,7 +103,7 @@ class RaceTable:
         return RacePlace(race_id, race.num_wanted, race.racers.pop(group_id).position)
 
     def settle(self, touched: Iterable[str]) -> tuple[set[str], list[str]]:
-        """Close the step for groups that saw an event; (groups that lost a tie, groups to cancel)."""
+        """Close the step for groups with an event. Returns (groups that lost a tie, groups to cancel)."""
         by_race: dict[str, list[str]] = {}
         for group_id in touched:
             race_id = self._race_of.get(group_id)
@@ -123,26 +124,28 @@ class RaceTable:
         return lost, cancelled
 
     def widen(self, race_id: str, num_wanted: int | None) -> None:
-        """Winners were taken out: so many groups have to complete now. Groups that were cut stay so."""
+        """Set the number of complete groups that the race needs, after winners were filtered. Cut groups stay cut."""
         race = self._open(race_id, num_wanted)
         race.num_wanted, race.is_cut_elsewhere = num_wanted, False
 
     def cut(self, race_id: str) -> list[str]:
-        """Enough groups are complete here and elsewhere, unless the race is made wider. Returns those that still race;
-        what enters from now on comes too late."""
+        """End a race, because enough groups are complete in all engines. Returns the groups that still race.
+
+        Groups that enter later come too late, unless `widen` is called.
+        """
         race = self._open(race_id, 0)
         race.is_cut_elsewhere = True
         return list(race.racers)
 
     def forget(self, race_id: str) -> None:
-        """The round is over: nobody enters it again. Groups that still run go on as groups of their own."""
+        """Forget a race whose round is over. Groups that still run go on as groups of their own."""
         race = self._races.pop(race_id, None)
         if race is not None:
             for group_id in race.racers:
                 del self._race_of[group_id]
 
     def _open(self, race_id: str, num_wanted: int | None) -> _Race:
-        """The race of that id. What is said of one that no group has entered yet holds for those on their way."""
+        """The race with this id, created on the first use: `num_wanted` may arrive before the first group."""
         race = self._races.get(race_id)
         if race is None:
             race = self._races[race_id] = _Race(num_wanted)

@@ -1,4 +1,7 @@
-"""A group that is over -> the trajectories it returns. Invariant: the order of the endings does not matter."""
+"""Selects the trajectories that a group returns when it is over.
+
+Invariant: the order of the endings does not matter.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ class GroupLengths(NamedTuple):
 def conclude(
     plan: GroupPlan, endings: Iterable[Ending], lost_why: str | None = None, void: Collection[int] = ()
 ) -> GroupResult:
-    """Select what a finished group returns, and say why when it falls short. `lost_why`: what its end came from, if
-    from outside. `void`: indices that must not count.
+    """Select the trajectories that a finished group returns, and give a reason if these are too few.
 
-    With `allow_fewer` pruning may leave fewer than `group_size` candidates: then all of those make a complete group.
+    `lost_why`: the cause of the group's end, if that came from outside. `void`: indices that must not count. With
+    `allow_fewer`, pruning may leave fewer than `group_size` candidates: then all of those make a complete group.
 
     Source: DARTS 4.1.2 and Algorithm 2 (dual-end: K shortest + L longest, K + L = M).
     """
@@ -50,25 +53,25 @@ def conclude(
 
 
 def deferred(result: GroupResult, why: str) -> GroupResult:
-    """The same group, of which nothing is returned now."""
+    """Return the result of the same group as deferred: it returns no trajectory now."""
     return replace(result, status="deferred", reason=why, selected=())
 
 
 def num_wanted(plan: GroupPlan, num_pruned: int) -> int:
-    """Trajectories that make the group complete; at least one, so that an empty group never is."""
+    """Trajectories that make the group complete. At least one, so that an empty group is never complete."""
     if plan.pruning is None or not plan.pruning.allow_fewer:
         return plan.group_size
     return max(1, min(plan.group_size, plan.num_candidates - num_pruned))
 
 
 class Ranking:
-    """Candidates that have finished, in the orders by which a plan selects. A step of it takes no loop over them."""
+    """Finished candidates in the orders by which a plan selects. No operation takes a Python loop over all of them."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._group_size, self._rule = plan.group_size, plan.selection
         self._num_longest = plan.num_longest if plan.selection == "dual_end" else 0
         self._valid: list[tuple[int, ...]] = []
-        """Keys, each of which ends with an index."""
+        """Sort keys. The last item of each is the candidate's index."""
         self._truncated: list[tuple[int, ...]] = []
 
     def __len__(self) -> int:
@@ -79,8 +82,8 @@ class Ranking:
         insort(keys, key)
 
     def drop(self, ending: Ending) -> int | None:
-        """This one does not count. If it was selected, returns the index of who is selected in its place, if one is
-        left."""
+        """Remove a candidate. If it was selected, return the index of the candidate that is selected instead, or
+        None."""
         keys, key = self._place(ending)
         at = bisect_left(keys, key)
         if key not in keys[at : at + 1]:
@@ -102,7 +105,7 @@ class Ranking:
 
     @property
     def selected(self) -> list[int]:
-        """Indices, in no order. A truncated candidate only fills a gap, and always among the shortest."""
+        """Indices of the selected candidates, unordered. A truncated candidate only fills a gap among the shortest."""
         num_longest = min(self._num_longest, len(self._valid))
         others = len(self._valid) - num_longest
         shortest = self._valid[: min(others, self._group_size - num_longest)]
@@ -127,7 +130,7 @@ def _by_finish(ending: Ending) -> tuple[int, int, int]:
 
 
 def lengths_of(num_tokens: Sequence[int]) -> GroupLengths:
-    """Mean, population standard deviation and maximum, in tokens; zeros for nothing."""
+    """Mean, population standard deviation and maximum, in tokens. Zeros if `num_tokens` is empty."""
     if not num_tokens:
         return GroupLengths(0.0, 0.0, 0)
     return GroupLengths(fmean(num_tokens), pstdev(num_tokens), max(num_tokens))

@@ -1,8 +1,8 @@
-"""A group whose candidates are sessions: whole conversations of many turns, which end by saying so.
+"""Rules of a group whose candidates are sessions: conversations of many turns, whose client reports their end.
 
-Invariant: each session ends once, no turn begins of one that has ended, and one turn of a session runs at a time.
+Runs in the API process: a session outlives the requests that are its turns, and may change its rank between turns.
 
-Runs in the API process: a session outlives the requests that are its turns, and may change its rank between them.
+Invariant: each session ends once, a session that has ended begins no turn, and one turn of a session runs at a time.
 """
 
 from __future__ import annotations
@@ -19,49 +19,58 @@ from vllm_rollout.group.rewards.until import GroupRewards, UntilTerms, num_to_re
 from vllm_rollout.group.types import Ending, EndReason, GroupResult, GroupStatus
 
 SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
-"""The first two are open. `void`: it counts for nothing, and another one may take its place. `pruned`: it was stopped
-by its score. `surplus`: it lost the race. `deferred`: nobody wants the group any more."""
+"""The first two states are open. `void`: the session does not count, and another one may replace it. `pruned`:
+stopped by its score. `surplus`: it lost the race. `deferred`: the group was cancelled."""
 EndedBy = Literal["finish", "last_turn", "length", "max_turns", "max_tokens", "idle", "score", "race", "cancel"]
-"""What ended a session: its harness, by `finish` or with its last turn; a turn that was cut at its max_tokens; a limit
-of the group; silence; its score; its siblings; whoever cancelled the group."""
+"""Cause of a session's end.
+
+finish                 its harness finished it
+last_turn              its harness marked a turn as the last one
+length                 a turn was cut at its own max_tokens
+max_turns, max_tokens  it reached a limit of the group
+idle                   it was silent for too long
+score                  its score stopped it
+race                   its siblings decided the group without it
+cancel                 the group was cancelled
+"""
 TRUNCATED_BY: frozenset[EndedBy] = frozenset({"length", "max_turns", "max_tokens"})
 
 
 class SessionLimits(NamedTuple):
-    """Bounds of each session of a group."""
+    """Limits of each session of a group."""
 
     max_turns: int | None = None
     max_tokens: int | None = None
-    """That the policy generates in all turns."""
+    """Tokens that the policy generates in all turns together."""
     idle_timeout_s: float = 600.0
-    """So long a session may be between two turns."""
+    """Longest time between two turns, in seconds."""
     cut_turn_ends: bool = True
-    """A turn that was cut at its own max_tokens ends its session, as truncated."""
+    """True: a turn that is cut at its own max_tokens ends its session, as truncated."""
 
 
 class SessionRefused(ValueError):
-    """The session's state forbids what was asked. The text says what, and what to do."""
+    """The state of the session forbids the request. The text says why, and what to do instead."""
 
 
 @dataclass(slots=True)
 class Session:
-    """One candidate."""
+    """One candidate of a group of sessions."""
 
     id: str
     index: int
     since_s: float
-    """When its last turn ended, or it was made."""
+    """Time when its last turn ended, or when it was created, in seconds."""
     num_turns: int = 0
     num_tokens: int = 0
-    """That the policy generated, in turns that have ended."""
+    """Tokens that the policy generated in turns that have ended."""
     in_turn: bool = False
     ended_by: EndedBy | None = None
     reward: float | None = None
     is_void: bool = False
     in_grading: bool = False
-    """Its harness has said that it is over, and its reward is being found."""
+    """True while its reward is computed, after its harness has finished it."""
     is_told: bool = False
-    """Its harness has said that it is over, and will say nothing more of it."""
+    """True once its harness has finished it and sends nothing more."""
 
     @property
     def is_open(self) -> bool:
@@ -69,42 +78,43 @@ class Session:
 
 
 class Settled(NamedTuple):
-    """What follows from what has happened since the last time."""
+    """Consequences of the events since the last settlement."""
 
     lost: tuple[Session, ...] = ()
-    """Sessions that were open: their turns are to be stopped."""
+    """Sessions that were open and have lost. Their turns have to be stopped."""
     num_wanted: int = 0
-    """Sessions that are to begin in the place of void ones, or until rewards differ."""
+    """Number of sessions to begin, in place of void ones or until rewards differ."""
 
 
 @dataclass(slots=True)
 class SessionRace:
-    """The sessions of one group. Time is any clock's, in seconds. No event takes a loop over the sessions."""
+    """The sessions of one group. Times are seconds of any clock. No event takes a loop over the sessions."""
 
     plan: GroupPlan
     limits: SessionLimits
     until: UntilTerms | None = None
-    """The group ends when its rewards differ (`group/rewards/until.py`); None: when it has its trajectories."""
+    """Terms of a group that ends when its rewards differ (`group/rewards/until.py`). None: it ends with its
+    trajectories."""
     max_sessions: int = 0
-    """The most that it may ever have."""
+    """Most sessions that the group may ever have."""
     now_s: float = 0.0
     sessions: dict[str, Session] = field(default_factory=dict)
     is_over: bool = False
     is_cancelled: bool = False
     is_abandoned: bool = False
-    """It ended because nobody was heard of."""
+    """True if the group ended because no session of it ran for `idle_timeout_s`."""
     _group: Group = field(init=False)
     _num_places: int = field(init=False)
-    """Sessions that it may have now."""
+    """Number of sessions that the group may have now."""
     active_s: float = field(init=False)
-    """When a session was last heard of."""
+    """Time of the last activity of any session, in seconds."""
     _returned: tuple[int, ...] | None = None
-    """Indices, where the rewards decide."""
+    """Indices of the returned sessions, if rewards decide."""
     _rewards: GroupRewards | None = None
-    """Likewise."""
+    """Rewards of the group, if they decide."""
     _by_index: list[Session] = field(default_factory=list)
     _ended: list[Session] = field(default_factory=list)
-    """Since `take_ended` was asked last."""
+    """Sessions that ended since the last `take_ended`."""
     _num_pruned: int = 0
 
     def __post_init__(self) -> None:
@@ -121,7 +131,7 @@ class SessionRace:
 
     @property
     def num_to_enter(self) -> int:
-        """Places that no session has taken."""
+        """Free places for new sessions."""
         return self._num_places - len(self.sessions)
 
     def state(self, session: Session) -> SessionState:
@@ -135,7 +145,7 @@ class SessionRace:
         return "truncated" if session.ended_by in TRUNCATED_BY else "finished"
 
     def enter(self, session_id: str, now_s: float) -> Session:
-        """A session begins; when the group is over it has lost.
+        """Begin a session. If the group is over, the session has already lost.
 
         Raises: SessionRefused when all places are taken, or the group was given up.
         """
@@ -159,9 +169,9 @@ class SessionRace:
         return session
 
     def tokens_left(self, session: Session) -> int | None:
-        """That its next turn may generate at most; None: no limit of the group.
+        """Tokens that the session's next turn may generate. None: the group sets no limit.
 
-        Raises: SessionRefused when another turn runs. The caller has asked `is_open`.
+        Raises: SessionRefused when another turn runs, or the session is being graded. The caller has checked `is_open`.
         """
         if session.in_grading:
             raise SessionRefused(f"session {session.id!r} was finished, and is being graded: no turn follows.")
@@ -175,12 +185,12 @@ class SessionRace:
         return None if most is None else most - session.num_tokens
 
     def begin_turn(self, session: Session) -> None:
-        """Raises: SessionRefused as `tokens_left`."""
+        """Begin a turn. Raises: SessionRefused as `tokens_left`."""
         self.tokens_left(session)
         session.in_turn = True
 
     def leave_turn(self, session: Session, now_s: float) -> None:
-        """The turn came to no end: its client left, or it failed. It may be asked again."""
+        """Close a turn without an answer: its client left, or it failed. The client may repeat it."""
         session.in_turn, session.since_s = False, now_s
         self.active_s = now_s
 
@@ -194,8 +204,10 @@ class SessionRace:
         last: bool = False,
         pruned: bool = False,
     ) -> None:
-        """A turn has ended. `cut`: at its max_tokens; `last`: its client said that no other follows; `pruned`: its
-        score stopped it."""
+        """Record the end of a turn.
+
+        `cut`: it reached its max_tokens. `last`: its client said that no turn follows. `pruned`: its score stopped it.
+        """
         self.leave_turn(session, now_s)
         session.num_turns += 1
         session.num_tokens += num_tokens
@@ -217,14 +229,15 @@ class SessionRace:
             self._end(session, "max_turns")
 
     def check_finish(self, session: Session) -> None:
-        """Raises: SessionRefused when it has been finished, or amid a turn. One that lost may be finished."""
+        """Raises: SessionRefused when the session was finished before, or a turn runs. A session that lost may be
+        finished."""
         if session.in_turn and session.is_open:
             raise SessionRefused(f"session {session.id!r} has a turn on its way. Finish it when that has ended.")
         if session.in_grading or session.ended_by == "finish" or session.is_void or session.reward is not None:
             raise SessionRefused(f"session {session.id!r} was finished before. Finish each session once.")
 
     def finish(self, session: Session, now_s: float, *, reward: float | None = None, void: bool = False) -> None:
-        """Its harness says that it is over. One that a limit or its last turn has ended gets its reward.
+        """Finish a session for its harness. A session that ended by a limit or its last turn gets its reward.
 
         Raises: SessionRefused as `check_finish`.
         """
@@ -236,19 +249,19 @@ class SessionRace:
         if self.is_over or session.is_void or self._group.state(session.index) != "finished":
             return
         if void or (self.until is not None and reward is None):
-            self._withdraw(session)  # a limit ended it, and it is worth nothing; or rewards decide, and it has none
+            self._withdraw(session)  # void though a limit ended it, or without a reward though rewards decide
         elif self._rewards is not None and reward is not None:
             self._rewards.graded(session.index, reward)
 
     @property
     def has_open(self) -> bool:
-        """A session of it has begun and not ended, or is being graded."""
+        """True if any session is open, or is being graded."""
         return any(session.is_open or session.in_grading for session in self.sessions.values())
 
     def expire(self, now_s: float, heard_s: float = -inf) -> bool:
-        """Ends sessions that have been silent for too long, and a group of which nobody is heard; whether any did.
+        """End silent sessions, and abandon a group without activity. Returns True if anything ended.
 
-        heard_s: when whoever serves this group was last heard of elsewhere.
+        heard_s: time of the last activity of this group's server elsewhere, in seconds.
         """
         timeout_s = self.limits.idle_timeout_s
         silent = [
@@ -269,13 +282,13 @@ class SessionRace:
         return bool(silent)
 
     def cancel(self) -> Settled:
-        """Nobody wants the rest."""
+        """Cancel the group. Returns its open sessions as lost."""
         lost = self._group.cancel()
         self.is_over = self.is_cancelled = True
         return Settled(self._lose(lost, "cancel"))
 
     def settle(self) -> Settled:
-        """Decide on all that has happened since the last time."""
+        """Decide on all events since the last settlement."""
         if self.is_over:
             return Settled()
         settlement = self._group.settle()
@@ -300,13 +313,13 @@ class SessionRace:
         return Settled(self._lose(lost), 0 if self.is_over else num_wanted)
 
     def take_ended(self) -> list[Session]:
-        """Sessions that have ended since this was asked last, by index."""
+        """Sessions that ended since the last call, by index."""
         ended, self._ended = sorted(self._ended, key=lambda session: session.index), []
         return ended
 
     @property
     def result(self) -> GroupResult:
-        """What it gives back, as far as it has come."""
+        """The result of the group, as far as its sessions have ended."""
         result = conclude(self.plan, self.endings, void=[s.index for s in self.sessions.values() if s.is_void])
         if self.is_cancelled:
             return deferred(result, "it was cancelled")
@@ -317,7 +330,7 @@ class SessionRace:
 
     @property
     def endings(self) -> list[Ending]:
-        """How the sessions that are over have ended."""
+        """Endings of the sessions that are not open."""
         return [
             Ending(
                 session.index,
@@ -332,12 +345,12 @@ class SessionRace:
 
     @property
     def _awaited(self) -> bool:
-        """Some session has ended, and its reward is to come and decides."""
+        """True if a session has ended whose reward is still awaited and decides."""
         return self._rewards is not None and self._group.num_finished > self._rewards.num_graded
 
     @property
     def _graded(self) -> tuple[int, ...] | None:
-        """All that have a reward, where rewards decide."""
+        """Indices of rewarded sessions, at most `group_size`. None unless rewards decide."""
         return None if self._rewards is None else tuple(self._rewards.indices[: self.plan.group_size])
 
     def _set_places(self, num_places: int) -> None:
@@ -359,7 +372,7 @@ class SessionRace:
         self._has_ended(session)
 
     def _lose(self, indices: Iterable[int], by: EndedBy = "race") -> tuple[Session, ...]:
-        """The open ones of these have ended."""
+        """End those of these sessions that are open, and return them."""
         lost = tuple(self._by_index[index] for index in indices if self._by_index[index].is_open)
         for session in lost:
             session.ended_by = by

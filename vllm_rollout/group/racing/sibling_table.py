@@ -1,7 +1,7 @@
 """Groups by id, some of which wait for siblings that have not come.
 
-Invariant: a group that waits does so for at most `max_wait_s`, as far as anybody looks, and as one of at most
-`max_waiting`, of which the one that has waited longest is forgotten first.
+Invariant: a group waits for at most `max_wait_s`, if `forget_waiting` is called. At most `max_waiting` groups wait:
+beyond that, the group that has waited longest is forgotten.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Generic, TypeVar
 from vllm_rollout.config import MAX_IDLE_GROUPS, MAX_IDLE_S, UNMET_S
 
 Known = TypeVar("Known")
-"""What is known of a group."""
+"""The value that is stored for a group."""
 
 
 class SiblingTable(Generic[Known]):
-    """Groups by id. Time is any clock's; a caller without one lets it stand still, and nothing is too old."""
+    """Groups by id. Times are seconds of any clock. A caller without a clock passes a constant, and no group
+    expires."""
 
     def __init__(self, max_waiting: int = MAX_IDLE_GROUPS, max_wait_s: float = MAX_IDLE_S) -> None:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._groups: dict[str, Known] = {}
         self._since_s: dict[str, float] = {}
-        """When each that waits began to, the first one first."""
+        """Start time of each waiting group, oldest first."""
         self._untold: dict[str, float] = {}
-        """Those of them that `overdue` has not returned."""
+        """Waiting groups that `overdue` has not returned yet, with their start times."""
         self._told: set[str] = set()
 
     def __len__(self) -> int:
@@ -38,20 +39,20 @@ class SiblingTable(Generic[Known]):
         return self._groups.get(group_id)
 
     def put(self, group_id: str, group: Known) -> None:
-        """A sibling of this group has come: it is known, and does not wait."""
+        """Store a group whose sibling has come. It does not wait."""
         self._groups[group_id] = group
         self._since_s.pop(group_id, None)
         self._untold.pop(group_id, None)
 
     def remove(self, group_id: str) -> Known:
-        """The group is over, or goes on elsewhere."""
+        """Remove a group that is over, or that goes on in another engine."""
         self._since_s.pop(group_id, None)
         self._untold.pop(group_id, None)
         self._told.discard(group_id)
         return self._groups.pop(group_id)
 
     def wait(self, group_id: str, now_s: float) -> str | None:
-        """The group begins to wait. Returns the one that is forgotten for it, if any."""
+        """Mark a group as waiting. Returns the group that is forgotten to make place for it, if any."""
         self._since_s.pop(group_id, None)
         self._since_s[group_id] = now_s
         if group_id not in self._told:
@@ -60,14 +61,14 @@ class SiblingTable(Generic[Known]):
         return self._forget_oldest() if len(self._since_s) > self._max_waiting else None
 
     def forget_waiting(self, now_s: float) -> list[str]:
-        """Forgets groups that have waited too long, and returns which."""
+        """Forget groups that have waited too long, and return their ids."""
         forgotten = []
         while self._since_s and now_s - next(iter(self._since_s.values())) > self._max_wait_s:
             forgotten.append(self._forget_oldest())
         return forgotten
 
     def overdue(self, now_s: float) -> list[str]:
-        """Groups that have waited for longer than `UNMET_S`, each of them once."""
+        """Groups that have waited for longer than `UNMET_S`. Each is returned once."""
         found = []
         while self._untold and now_s - next(iter(self._untold.values())) > UNMET_S:
             group_id = next(iter(self._untold))

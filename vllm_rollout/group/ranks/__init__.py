@@ -1,1 +1,1 @@
-"""Data-parallel ranks: who runs where, what moves, which ranks are freed. Runs in the API process."""
+"""Data-parallel ranks: placement of groups, moves between ranks, and ranks to free. Runs in the API process."""

@@ -1,6 +1,6 @@
-"""Decode steps against a cost model: has a profile come true?
+"""Compares decode steps with a cost model, to detect a profile that is no longer true.
 
-Invariant: what is said depends on the steps and their order only; no clock is read here.
+Invariant: results depend only on the steps and their order. No clock is read here.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from statistics import median
 from vllm_rollout.group.lengths.cost import CostModel
 
 DRIFT_SAMPLES = 16
-"""Newest compared steps of a range of batch sizes whose median counts: at least 512 steps, seconds to minutes."""
+"""Newest samples of a range of batch sizes whose median is compared: at least 512 steps, seconds to minutes."""
 DRIFT_SHARE = 0.25
-"""A median this far above the profile, or as far below, is drift. Measured on two cores: profiles made half an hour
-apart differ by 3 % in the median and 11 % at most, live steps of an undisturbed server by up to 7 %
-(benchmarks/ptl.py), and an engine whose core is shared is 30 % slower."""
+"""Smallest relative deviation of a median from the profile, in either direction, that counts as drift.
+
+Measured on two cores: profiles made half an hour apart differ by 3 % in the median and by at most 11 %. Live steps of
+an undisturbed server differ by up to 7 % (benchmarks/ptl.py). An engine whose core is shared is 30 % slower.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDrift:
-    """How far the decode steps of a range of batch sizes are from what the profile says."""
+    """Deviation of decode steps from the profile, for a range of batch sizes."""
 
     smallest: int
     largest: int
     num_samples: int
     live_s: float
     predicted_s: float
-    """Medians over the newest samples."""
+    """Medians over the newest samples, in seconds."""
 
     @property
     def ratio(self) -> float:
@@ -38,14 +40,14 @@ class StepDrift:
 
     @property
     def distance(self) -> float:
-        """Distance of the ratio from 1, the same for twice and for half."""
+        """Distance of the ratio from 1, as a log: equal for twice and for half."""
         return abs(log(self.ratio))
 
 
 class Drift:
     """Decode steps against a cost model, by ranges of batch sizes whose ends are powers of two.
 
-    A range is off when the median of its newest `DRIFT_SAMPLES` ratios is; that is said once for a cost model.
+    A range has drifted when the median of its newest `DRIFT_SAMPLES` ratios has. A message comes once for a cost model.
     """
 
     def __init__(self, cost: CostModel, *, model: str, profile: str, batch_sizes: Sequence[int] = ()) -> None:
@@ -53,13 +55,13 @@ class Drift:
         self._model = model
         self._profile = profile
         self._batch_sizes = batch_sizes
-        """Those the profile has measured."""
+        """Batch sizes that the profile has measured."""
         self._samples: dict[int, deque[tuple[float, float]]] = {}
-        """Live and predicted seconds, by bit length of the batch size."""
+        """(live, predicted) seconds, by bit length of the batch size."""
         self._said = False
 
     def add(self, batch_size: int, context_tokens: float, seconds: float) -> str | None:
-        """One decode step; answers what is to be said, if anything."""
+        """Add one decode step. Returns a message for the log, at the first drift only."""
         samples = self._samples.setdefault(batch_size.bit_length(), deque(maxlen=DRIFT_SAMPLES))
         samples.append((seconds, self._cost.ptl(batch_size, context_tokens)))
         if self._said or len(samples) < DRIFT_SAMPLES or not _is_off(_range_of(batch_size.bit_length(), samples)):

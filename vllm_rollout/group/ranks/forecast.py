@@ -1,9 +1,12 @@
-"""What a round will take at a tensor-parallel size whose KV cache may be too small for it, and at which size to begin.
+"""Forecasts the time of a round at each tensor-parallel size, and chooses the size to begin with.
 
-Invariant: with room for everybody, and all candidates wanted, a forecast is `cost.rollout_time` without preemptions.
+A small size may have too little KV cache for the round, so that candidates are preempted.
 
-Source: RollPacker section 4.2: optimal sizes are profiled, and are those of the beginning. How one is chosen from a
-profile is decided here.
+Invariant: if the KV cache holds all candidates, and all are wanted, a forecast is `cost.rollout_time` without
+preemptions.
+
+Source: RollPacker section 4.2: optimal sizes are profiled, and are those of the beginning. The choice of a size from
+profiles is ours.
 """
 
 from __future__ import annotations
@@ -18,15 +21,21 @@ from typing import NamedTuple
 from vllm_rollout.group.lengths.cost import CostModel, log_normal_lengths
 
 SLOWER = 1.05
-"""Times in this ratio count as the same: profiles predict rollouts with a median error of 1.3 %, at most 6.7 %
-(docs/results.md). Of sizes that are the same the smallest is taken."""
+"""Times within this ratio count as equal: profiles predict rollouts with a median error of 1.3 %, at most 6.7 %
+(docs/results.md). The smallest of equal sizes is taken."""
 KV_BLOCK_TOKENS = 16
-"""Room that is left for everybody's next block when a candidate is admitted, so that it is not preempted at once."""
+"""Free tokens per candidate that an admission leaves for the next blocks, so that it is not preempted at once."""
 EXPECTED_SHARE = 1 / 8
-"""Mean length over `max_tokens`, before any is known. Source: RollPacker section 2.2, a P75 of 755 to 1,100 tokens
-where 8k to 32k are allowed; the larger share, since room that is missing costs more than room that is left."""
+"""Mean length over `max_tokens`, before any is measured.
+
+Source: RollPacker section 2.2, a P75 of 755 to 1,100 tokens where 8k to 32k are allowed. The larger share is used,
+since missing KV cache costs more than unused KV cache.
+"""
 EXPECTED_DEVIATION = 1.3
-"""Standard deviation over mean, before it is known: of a log-normal distribution with sigma 1. Source: the same."""
+"""Standard deviation over mean, before it is measured: that of a log-normal distribution with sigma 1.
+
+Source: RollPacker section 2.2.
+"""
 
 
 class Forecast(NamedTuple):
@@ -40,7 +49,7 @@ class EngineSize:
 
     cost: CostModel
     kv_tokens: int
-    """Tokens that its KV cache holds."""
+    """Capacity of its KV cache, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +57,9 @@ class ExpectedRound:
     """Candidates that start together, in this order."""
 
     lengths: Sequence[int]
-    """Output tokens."""
+    """Output tokens of each candidate."""
     num_wanted: int
-    """The round is over when so many have ended; 1 or more, and no more than there are."""
+    """Ended candidates that end the round: at least 1, at most all of them."""
     prompt_tokens: int = 0
     group_size: int = 1
     """Siblings that share a prompt's KV."""
@@ -58,7 +67,7 @@ class ExpectedRound:
 
 @dataclass(frozen=True, slots=True)
 class StartChoice:
-    """Where to begin, and what was expected of each size."""
+    """The tensor-parallel size to begin with, and the forecast for each size."""
 
     size: int
     forecasts: Mapping[int, Forecast]
@@ -84,7 +93,7 @@ def expected_round(
     """A round whose lengths are quantiles of a log-normal distribution, cut at `max_tokens`.
 
     Args:
-        mean_tokens: of lengths that were seen; `EXPECTED_SHARE` of `max_tokens` when none was.
+        mean_tokens: of measured lengths. None: `EXPECTED_SHARE` of `max_tokens`.
     """
     mean = max(1.0, EXPECTED_SHARE * max_tokens) if mean_tokens is None else mean_tokens
     std = EXPECTED_DEVIATION * mean if std_tokens is None else std_tokens
@@ -93,24 +102,27 @@ def expected_round(
 
 
 def choose_start(engines: Mapping[int, EngineSize], expected: ExpectedRound) -> StartChoice:
-    """The smallest size at which the round takes at most `SLOWER` times as long as at the best."""
+    """The smallest size at which the round takes at most `SLOWER` times as long as at the best size."""
     forecasts = {size: forecast(engine, expected) for size, engine in engines.items()}
     best_s = min(each.seconds for each in forecasts.values())
     return StartChoice(min(size for size, each in forecasts.items() if each.seconds <= SLOWER * best_s), forecasts)
 
 
 def forecast(engine: EngineSize, expected: ExpectedRound) -> Forecast:
-    """Seconds and preemptions of a round, as vLLM schedules it: first come, first served; when the KV cache is full the
-    last admitted waits, first in line, and all that it has is computed again."""
+    """Seconds and preemptions of a round, as vLLM schedules it: first come, first served.
+
+    When the KV cache is full, the candidate admitted last waits, first in line, and all of its tokens are computed
+    again.
+    """
     lengths, prompt, cost = expected.lengths, expected.prompt_tokens, engine.cost
     kv_prompt = prompt / expected.group_size
     slots = cost.max_num_seqs or len(lengths)
     waiting = deque(candidate for candidate, length in enumerate(lengths) if length > 0)
     num_over = len(lengths) - len(waiting)
     num_tokens = [0] * len(lengths)
-    """Output tokens of those that wait."""
+    """Output tokens of waiting candidates."""
     starts: dict[int, int] = {}
-    """Step at which each that runs would have begun, had it never waited; in the order of admission."""
+    """Step at which each running candidate would have begun without its waits, in the order of admission."""
     ends: list[tuple[int, int]] = []
     step = start_sum = num_preemptions = 0
     seconds = 0.0

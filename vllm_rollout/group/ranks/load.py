@@ -1,8 +1,7 @@
-"""What runs on each rank, when it is expected to be done, and what a group that moves there costs.
+"""Load of each rank, the predicted end of its work, and the price of a group that moves there.
 
-Invariants: a prediction is the sum of `CostModel.ptl` over the steps that are expected, plus the price of what arrives.
-What it costs to take KV along is learned from what it has cost: there is a price before anything has come, and it never
-becomes nothing.
+Invariants: a prediction is the sum of `CostModel.ptl` over the expected steps, plus the price of arriving groups. The
+price of KV transfers is a moving average of measured transfers. It starts with an assumption, and is never 0.
 """
 
 from __future__ import annotations
@@ -16,37 +15,39 @@ from vllm_rollout.group.lengths.cost import CostModel, rollout_time
 from vllm_rollout.group.lengths.moments import LengthMoments, expected_remaining, late_remaining
 
 ASSUMED_BYTES_PER_S = 1e9
-"""Speed before the first transfer: a tenth of what two copies through the memory of a quiet host reach."""
+"""Assumed transfer speed before the first transfer: a tenth of two copies through the memory of a quiet host."""
 NEWEST_WEIGHT = 0.25
-"""Weight of the newest transfer in the moving average: one that met a busy host does not decide the next four moves."""
+"""Weight of the newest transfer in the moving average. A transfer on a busy host does not decide the next four
+moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What KV costs the rank to which it comes, while everybody there stands still."""
+    """Cost of arriving KV for the rank that receives it, while all of its candidates stand still."""
 
     s_per_token: float
-    """Seconds; moving average."""
+    """Seconds per token, moving average."""
     block_size: int
-    """Tokens. Whole blocks come; what is behind a candidate's last one is computed again, half a block on average."""
+    """Tokens per block. Only whole blocks are sent. The rest of each candidate, half a block on average, is computed
+    again."""
 
     @classmethod
     def assumed(cls, bytes_per_token: float, block_size: int) -> TransferCost:
-        """bytes_per_token: of one worker, since all of an engine's copy at once."""
+        """The cost before any transfer. bytes_per_token: of one worker, since all workers of an engine copy at once."""
         return cls(bytes_per_token / ASSUMED_BYTES_PER_S, block_size)
 
     def after(self, num_tokens: int, seconds: float) -> TransferCost:
-        """So many tokens have come."""
+        """The cost after a transfer of `num_tokens` in `seconds`."""
         newest = seconds / num_tokens
         return replace(self, s_per_token=self.s_per_token + NEWEST_WEIGHT * (newest - self.s_per_token))
 
     def num_computed(self, num_candidates: int) -> float:
-        """Tokens that these candidates compute again, expected."""
+        """Expected number of tokens that these candidates compute again."""
         return num_candidates * self.block_size / 2
 
 
 class RunningGroup(NamedTuple):
-    """A group as its engine core has it, without predictions."""
+    """A group as its engine core reports it, without predictions."""
 
     group_id: str
     prompt_tokens: int
@@ -56,45 +57,45 @@ class RunningGroup(NamedTuple):
 
 
 class ArrivedKV(NamedTuple):
-    """KV that came along to one engine core, since it started."""
+    """KV that arrived in one engine core with groups, since its start."""
 
     num_groups: int = 0
     num_blocks: int = 0
     num_fallbacks: int = 0
-    """Groups that were to bring KV to here or take it from here, and did not: it was computed again."""
+    """Groups whose KV should have been sent to or from this engine core, but was computed again."""
     transfer: TransferCost | None = None
-    """What the next one costs; None where none comes along, or the last one failed."""
+    """Cost of the next transfer. None if KV is not sent, or the last transfer failed."""
 
 
 class EngineLoad(NamedTuple):
-    """What one engine core has to do."""
+    """State and load of one engine core."""
 
     is_held: bool
-    """It is kept empty."""
+    """True if it is kept empty."""
     num_running: int
     num_waiting: int
     kv_cache_usage: float
-    """Share of its blocks that are in use, from 0 to 1."""
+    """Used share of its KV blocks, from 0 to 1."""
     num_preemptions: int
-    """Preemptions since it started; the groups below are counted since then, too."""
+    """Preemptions since its start. `num_moved_in` and `num_moved_out` count groups since then, too."""
     num_moved_in: int
     num_moved_out: int
     groups: list[RunningGroup]
-    """Those with candidates that have not ended."""
+    """Groups with candidates that have not ended."""
     moving_s: float = 0.0
     """Seconds that it spent on groups that leave and come, between two steps."""
     kv: ArrivedKV = ArrivedKV()
     is_dead: bool = False
-    """Nothing runs there any more."""
+    """True if the engine core has died."""
     num_internal_errors: int = 0
-    """Exceptions of our own code that were caught since it started: candidates or groups have failed of them."""
+    """Exceptions of our own code that were caught since its start, and failed candidates or groups."""
     num_weight_changes: int = 0
-    """How often weights have come since it started, and how the newest are called:"""
+    """Number of weights updates since its start. `weight_version` is the newest."""
     weight_version: str = ""
 
 
 DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)
-"""The load of an engine core that has died: it gets nothing, and what it did is not known."""
+"""The load of an engine core that has died: it gets no groups, and its counts are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,11 @@ class GroupLoad:
     generated_tokens: int
     """Output tokens of all these candidates together."""
     longest_remaining: float
-    """Predicted output tokens still to come of the candidate that ends last."""
+    """Predicted remaining output tokens of the candidate that ends last."""
     total_remaining: float
-    """The same, of all together."""
+    """Predicted remaining output tokens of all candidates together."""
     late_remaining: float = 0.0
-    """Output tokens still to come of each, should it go on for long."""
+    """Remaining output tokens of each candidate, if all go on for long (`late_remaining`)."""
 
     @classmethod
     def of(
@@ -122,7 +123,7 @@ class GroupLoad:
         lengths: LengthMoments | None = None,
         max_tokens: int | None = None,
     ) -> GroupLoad:
-        """The load of candidates that have so many output tokens; `lengths`: of the prompt, else of the data set."""
+        """The load of candidates with these output tokens. `lengths`: of the prompt, or else of the data set."""
         remaining = [expected_remaining(num, lengths, max_tokens) for num in num_tokens]
         late = [late_remaining(num, lengths, max_tokens) for num in set(num_tokens)]
         return cls(
@@ -137,24 +138,24 @@ class GroupLoad:
 
     @property
     def kv_tokens(self) -> int:
-        """Siblings share their prompt."""
+        """Tokens in the KV cache. Siblings share their prompt."""
         return self.prompt_tokens + self.generated_tokens
 
     @property
     def peak_kv_tokens(self) -> float:
-        """An upper bound: as if all were there until the last one has ended."""
+        """Upper bound of the tokens in the KV cache, as if all candidates stayed until the last one has ended."""
         return self.kv_tokens + self.total_remaining
 
     @property
     def lengths(self) -> list[int]:
-        """Predicted output tokens of each: of the longest, and of the others their mean."""
+        """Predicted remaining output tokens of each candidate: the longest one's, and the mean of the others."""
         num_others = self.num_candidates - 1
         others = [max(1, math.ceil((self.total_remaining - self.longest_remaining) / num_others))] if num_others else []
         return [max(1, math.ceil(self.longest_remaining)), *others * num_others]
 
     @property
     def late(self) -> GroupLoad:
-        """The same group, should all of its candidates go on for long."""
+        """This group, if all of its candidates go on for long."""
         late = max(self.late_remaining, self.longest_remaining)
         return replace(self, longest_remaining=late, total_remaining=self.num_candidates * late)
 
@@ -165,13 +166,13 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a rank has left, if all that is there ran at once up to its predicted peak."""
+    """Free capacity of a rank, if all of its work ran at once up to its predicted peak."""
 
     kv_tokens: float
-    """Free tokens of KV cache; less than nothing where it is too full, as is the next."""
+    """Free tokens of KV cache. Negative if the rank is too full, as for `candidates`."""
     candidates: float
     remaining_tokens: float
-    """Predicted load: what is there has so many output tokens to come."""
+    """Predicted remaining output tokens of the rank's groups."""
 
     def holds(self, group: GroupLoad) -> bool:
         return group.peak_kv_tokens <= self.kv_tokens and group.num_candidates <= self.candidates
@@ -191,17 +192,17 @@ class RankLoad:
     rank: int
     groups: tuple[GroupLoad, ...] = ()
     other_requests: int = 0
-    """Requests outside of groups. They do not move, so a rank that has any cannot be emptied."""
+    """Requests outside of groups. They do not move, so that a rank with any cannot be emptied."""
     other_kv_tokens: int = 0
-    """Theirs."""
+    """Tokens of these requests in the KV cache."""
     kv_capacity_tokens: int | None = None
-    """None: never full."""
+    """Capacity of the KV cache in tokens. None: never full."""
     max_num_seqs: int | None = None
-    """None: no limit."""
+    """Largest number of running candidates. None: no limit."""
     is_held: bool = False
-    """It takes nothing new."""
+    """True if the rank takes no new groups."""
     transfer: TransferCost | None = None
-    """What KV costs that comes with a group; None: what comes is computed again."""
+    """Cost of arriving KV. None: KV is not sent, and arriving tokens are computed again."""
 
     @property
     def num_candidates(self) -> int:
@@ -221,7 +222,7 @@ class RankLoad:
 
     @property
     def late(self) -> RankLoad:
-        """Should everything that is there go on for long."""
+        """This load, if all of its candidates go on for long."""
         return replace(self, groups=tuple(group.late for group in self.groups))
 
     def with_group(self, group: GroupLoad) -> RankLoad:
@@ -232,10 +233,10 @@ class RankLoad:
 
 
 def price_s(cost: CostModel, group: GroupLoad, transfer: TransferCost | None = None) -> float:
-    """Seconds for which everybody on the target stands still when this group moves there.
+    """Seconds for which the target stands still when this group moves there.
 
-    Its prompt is computed once, and what its candidates have generated; where KV comes along (`transfer`), only what is
-    behind each candidate's last whole block.
+    Without `transfer`, the target computes the prompt once, and the generated tokens of each candidate. With it, the
+    target computes only the tokens behind each candidate's last whole block, and receives the KV of the others.
     """
     if transfer is None:
         return cost.step_prefill_s + group.kv_tokens * cost.prefill_s_per_token
@@ -245,7 +246,7 @@ def price_s(cost: CostModel, group: GroupLoad, transfer: TransferCost | None = N
 
 
 def end_s(cost: CostModel, load: RankLoad, arrived: Sequence[GroupLoad] = ()) -> float:
-    """Predicted seconds until a rank's last candidate has ended; `arrived`: those of its groups that move there."""
+    """Predicted seconds until a rank's last candidate has ended. `arrived`: those of its groups that move there."""
     lengths = [length for group in load.groups for length in group.lengths]
     contexts = [group.mean_context for group in load.groups for _ in range(group.num_candidates)]
     decoding = replace(cost, prefill_s_per_token=0.0, step_prefill_s=0.0, max_num_seqs=load.max_num_seqs)

@@ -1,10 +1,10 @@
-"""Which groups move to another rank, and whether that pays.
+"""Chooses groups to move to another rank, and checks that the move pays.
 
-Invariants: a plan moves a group at most once, whole, never onto a held rank, and (but for a drain without a choice)
-never beyond the predicted peak of a target's KV cache or its `max_num_seqs`. Without a gain a plan is empty.
+A move is priced by the tokens that its target computes or receives (`load.price_s`), since unpriced greedy moves of
+long candidates make the tail longer.
 
-A move is priced (`load.price_s`, by what its target computes or takes over), since greedy moves of long candidates
-make the tail longer.
+Invariants: a plan moves a group at most once, whole, and never onto a held rank. At its predicted peak it fits a
+target's KV cache and its `max_num_seqs`, except for a drain without a choice. Without a gain a plan is empty.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from vllm_rollout.group.lengths.cost import CostModel
 from vllm_rollout.group.ranks.load import GroupLoad, RankLoad, end_s
 
 MAX_DELAY = 0.05
-"""Share by which a consolidation may make the end of the step later: the expected one, and that of candidates that all
-go on for long (`RankLoad.late`) and share their steps to the last. Averages promise an end to most who arrive."""
+"""Largest share by which a consolidation may delay the end of the step.
+
+It bounds the expected end, and the end if all candidates go on for long (`RankLoad.late`). Averages would promise a
+target that most arriving candidates end soon.
+"""
 OWN_SHARE = 1 / 3
-"""Share of a rank's own delay in that case that counts too: any rank may turn out to have the last candidate. All of it
-would let next to nothing move (docs/development/log.md)."""
+"""Share of a rank's own late delay that counts as well, since any rank may turn out to have the last candidate.
+
+With the whole delay, almost no group would move (docs/development/log.md).
+"""
 MIN_FREED = 0.2
-"""Least share of the remaining rank-seconds that a consolidation has to free. Many small ones delay the end more than
-they free (docs/development/log.md)."""
+"""Least share of the remaining rank-seconds that a consolidation has to free. Many small consolidations delay the
+end more than they free (docs/development/log.md)."""
 MIN_SOONER = 0.1
 """Least share by which a spread has to bring the end of the lagging rank forward."""
 LAG = 1.5
@@ -35,11 +40,12 @@ NEARLY_EMPTY = 0.25
 
 
 LOOK_EVERY = 0.05
-"""Share of the candidates left at the last look that end before the next: ever more often as ranks run empty."""
+"""Share of the candidates that must end before the next look, of those left at the last one. Looks come more often
+as ranks run empty."""
 
 
 def is_look_due(num_left: int, num_left_at_look: int) -> bool:
-    """Whether enough candidates have ended since moves were last planned."""
+    """True if enough candidates have ended since moves were last planned."""
     return num_left <= (1 - LOOK_EVERY) * num_left_at_look
 
 
@@ -47,24 +53,24 @@ def is_look_due(num_left: int, num_left_at_look: int) -> bool:
 class PlannedMove:
     group_id: str
     source: int
-    """Rank."""
+    """Rank that the group leaves."""
     target: int
-    """Rank."""
+    """Rank that the group moves to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consolidation:
-    """Ranks to empty."""
+    """Moves that empty whole ranks."""
 
     moves: tuple[PlannedMove, ...] = ()
     freed_s: float = 0.0
-    """Rank-seconds that this frees, less those that it adds on the targets."""
+    """Freed rank-seconds, less the rank-seconds added on the targets."""
     delay: float = 0.0
     """Share by which the last candidate of all ends later, with all consolidations of the step so far."""
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Those that are emptied."""
+        """Ranks that are emptied."""
         return frozenset(move.source for move in self.moves)
 
 
@@ -76,16 +82,16 @@ def plan_consolidation(
     max_delay: float = MAX_DELAY,
     min_freed: float = MIN_FREED,
 ) -> Consolidation:
-    """Empty whole ranks where that pays. Moving half of a rank would free nothing.
+    """Empty whole ranks if that pays. A half-empty rank would free nothing.
 
-    A rank is busy until its predicted end; the rank-seconds of a step are the sum over ranks. Emptied ranks give theirs
-    back. The targets take longer, by the larger PTL of everyone on them and by the price of what arrives. It pays when
-    the sum falls by more than `min_freed`, and all consolidations of a step together make its end at most `max_delay`
-    later, also where what runs goes on for long. Of all numbers of emptied ranks, the least loaded first, the one that
-    frees the most is planned.
+    A rank is busy until its predicted end. The rank-seconds of a step are the sum over ranks. Emptied ranks give theirs
+    back. The targets take longer, by the larger PTL of all their candidates and by the price of arriving groups. It
+    pays if the sum falls by more than `min_freed`, and if all consolidations of a step together delay its end by at
+    most `max_delay`. The delay also counts candidates that go on for long. Ranks are emptied in the order of their
+    load, and the number of emptied ranks is the one that frees the most.
 
-    delay: what the last consolidation of this step has told (`Consolidation.delay`). Shares multiply, as if each lasted
-    to the end: predicted ends come too soon, and their seconds would allow too much.
+    delay: `Consolidation.delay` of the last consolidation of this step. Shares multiply, as if each lasted to the end.
+    Predicted ends come too soon, so that delays in seconds would allow too much.
     """
     ranks = [load for load in loads if load.groups and not load.is_held]
     ends = {load.rank: end_s(cost, load) for load in loads}
@@ -117,8 +123,8 @@ def plan_consolidation(
 def plan_spread(cost: CostModel, loads: Sequence[RankLoad], min_sooner: float = MIN_SOONER) -> list[PlannedMove]:
     """Move groups from the rank that ends last to ranks that are nearly empty, as long as it lags and that pays.
 
-    It pays when the later end of the two ranks, the price at the target included, comes `min_sooner` earlier: then the
-    PTL that is gained, over the steps to come, is worth more than the price.
+    It pays when the later end of the two ranks, with the price at the target, comes `min_sooner` earlier. Then the PTL
+    saved over later steps is worth more than the price.
     """
     ranks = {load.rank: load for load in loads}
     ends = {load.rank: end_s(cost, load) for load in loads}
@@ -142,12 +148,12 @@ def plan_spread(cost: CostModel, loads: Sequence[RankLoad], min_sooner: float = 
 
 
 def plan_drain(loads: Sequence[RankLoad], *drained: int) -> list[PlannedMove]:
-    """A target for every group of these ranks: the least predicted load among those with room.
+    """Find a target for every group of these ranks: the rank with the least predicted load among those with room.
 
-    Where none has room, the least full: then candidates wait there, or are preempted. Empty when every other rank is
-    held.
+    If none has room, the least full rank is taken: candidates then wait there, or are preempted. Empty when every other
+    rank is held.
 
-    Raises: ValueError for a rank that is not there.
+    Raises: ValueError for an unknown rank.
     """
     by_rank = {load.rank: load for load in loads}
     for rank in drained:
@@ -159,7 +165,7 @@ def plan_drain(loads: Sequence[RankLoad], *drained: int) -> list[PlannedMove]:
 
 class _Spread(NamedTuple):
     later_s: float
-    """Predicted end of the two ranks."""
+    """Predicted end of the two ranks, in seconds: the later one."""
     group: GroupLoad
     target: int
 
@@ -167,7 +173,7 @@ class _Spread(NamedTuple):
 def _soonest(
     cost: CostModel, ranks: Mapping[int, RankLoad], arrived: Mapping[int, Sequence[GroupLoad]], source: int
 ) -> _Spread | None:
-    """The move off this rank after which the later of the two ranks ends soonest. What has arrived does not go on."""
+    """The move from this rank with the earliest later end of both ranks. Groups that arrived by a move stay."""
     few = NEARLY_EMPTY * ranks[source].num_candidates
     targets = [load for load in ranks.values() if not load.is_held and load.num_candidates + load.other_requests <= few]
     found = []
@@ -187,9 +193,9 @@ def _soonest(
 def place_all(
     sources: Iterable[RankLoad], targets: Iterable[RankLoad], *, must_fit: bool = True
 ) -> list[PlannedMove] | None:
-    """Each group of the sources to the least predicted load among the targets with room, the longest first.
+    """Move each group of the sources to the target with the least predicted load and enough room, the longest first.
 
-    Where none has room: nothing is placed (None), or without `must_fit` it goes to the least full.
+    If no target has room, return None, or without `must_fit` use the least full one.
     """
     rooms = {load.rank: load.room for load in targets}
     moves = []
@@ -210,7 +216,7 @@ def place_all(
 def _ends_after(
     cost: CostModel, sources: Iterable[RankLoad], targets: Iterable[RankLoad], moves: Iterable[PlannedMove]
 ) -> dict[int, float]:
-    """Predicted end of each target, with what arrives there."""
+    """Predicted end of each target, with the groups that arrive there, in seconds."""
     groups = {group.group_id: group for load in sources for group in load.groups}
     arrived: dict[int, list[GroupLoad]] = {load.rank: [] for load in targets}
     loads = {load.rank: load for load in targets}

@@ -1,20 +1,19 @@
-"""Loads of data-parallel ranks -> the rank of the next group.
+"""Chooses the rank of the next group from the loads of data-parallel ranks.
 
-A load is predicted remaining work (`group/ranks/work.py`). A candidate that nothing predicts, and a request that was
-not placed here, count as the average of the candidates that are predicted; where there are none a load is a number of
-candidates.
+A load is predicted remaining work (`group/ranks/work.py`). A candidate without a prediction, and a request that was not
+placed here, count as the average of the predicted candidates. Without any of these, a load is a number of candidates.
 
 A group whose candidates come together is placed once. Siblings that come one by one (joined groups) follow the first of
-them, as long as their group is remembered; where several processes place without telling each other they meet on the
-rank that the group's id names, and count in its load all the same.
+them, as long as their group is remembered. If several processes place groups independently, siblings meet on the rank
+that follows from the group's id, and still count in its load.
 
-A rank that is held, because somebody keeps it empty, gets nothing that is not pinned to it.
+A rank that is held is kept empty: it gets only groups that are pinned to it.
 
-A client with several servers places groups by this rule, too (`group/ranks/servers.py`). A server is then a rank, and
+A client with several servers also places groups by this rule (`group/ranks/servers.py`). A server is then a rank, and
 its size the number of its engines.
 
-Invariants: siblings have one rank, and a load is the work that was placed there and has not been taken away, plus that
-of others. A rank that somebody keeps empty is held, whoever else gave it back.
+Invariants: siblings have one rank. A load is the work that was placed there and has not been removed, plus that of
+other requests. A rank stays held as long as any owner keeps it empty.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from vllm_rollout.group.racing.sibling_table import SiblingTable
 from vllm_rollout.group.ranks.work import RankWork, TokenCost, Work
 
 ONE = Work(1)
-"""A candidate that nothing predicts."""
+"""Work of a candidate without a prediction."""
 
 
 def choose_rank(loads: Sequence[float], turn: int) -> int:
-    """The rank with the least load; of equal ones the next in turn, from rank `turn` on."""
+    """The rank with the least load. Among equal ones, the next in turn from rank `turn` on."""
     return min(range(len(loads)), key=lambda rank: (loads[rank], (rank - turn) % len(loads)))
 
 
 def agreed_rank(group_id: str, ranks: Collection[int]) -> int:
-    """One of these ranks, which depends on the id only, so that processes which share nothing choose the same.
+    """One of these ranks by the id only, so that processes without shared state choose the same.
 
     A rank that comes or goes changes the choice for its own groups only (rendezvous hashing).
     """
@@ -52,43 +51,43 @@ class _Siblings:
 
 
 class Placement:
-    """Where the candidates of one API process run."""
+    """Ranks of the candidates of one API process."""
 
     def __init__(
         self, num_ranks: int, first_turn: int = 0, *, alone: bool = True, max_idle: int = MAX_IDLE_GROUPS
     ) -> None:
-        """
+        """Place candidates on `num_ranks` ranks.
+
         Args:
-            first_turn: whose turn the first tie is; different processes had better begin differently.
-            alone: no other process places candidates, so that siblings can follow what is remembered here.
+            first_turn: rank that the first tie goes to. Different processes should begin with different ranks.
+            alone: no other process places candidates, so that siblings follow the rank remembered here.
             max_idle: groups without a running sibling that are remembered while they wait for others.
         """
         self.num_ranks = num_ranks
         self.others: Sequence[int] = [0] * num_ranks
-        """Requests on each rank that were not placed here, as far as that is known."""
+        """Estimated number of requests on each rank that were not placed here."""
         self.sizes: Sequence[float] = [1] * num_ranks
-        """Loads are divided by these."""
+        """Size of each rank. Loads are divided by it."""
         self.token_cost = TokenCost()
-        """What predicted work weighs; without a profile tokens are counted."""
+        """Weights of predicted work. Without a profile, tokens are counted."""
         self._work = [RankWork() for _ in range(num_ranks)]
         self.held: frozenset[int] = frozenset()
-        """Ranks that are kept empty; never all of them."""
+        """Ranks that are kept empty. Never all of them."""
         self._turn = first_turn % num_ranks
         self._alone = alone
         self._joined: SiblingTable[_Siblings] = SiblingTable(max_idle)
 
     def __len__(self) -> int:
-        """Joined groups that are remembered."""
+        """Number of joined groups that are remembered."""
         return len(self._joined)
 
     @property
     def num_candidates(self) -> list[int]:
-        """Placed here and not left, by rank."""
+        """Number of candidates that were placed here and have not left, by rank."""
         return [work.num_predicted + work.num_others for work in self._work]
 
     @property
     def loads(self) -> list[float]:
-        """The load of each rank."""
         weighed = [work.cost(self.token_cost) for work in self._work]
         num_predicted = sum(work.num_predicted for work in self._work)
         average = sum(weighed) / num_predicted if num_predicted else 1
@@ -98,7 +97,7 @@ class Placement:
         ]
 
     def next_rank(self) -> int:
-        """The one with the least load; ties go in turn."""
+        """The rank with the least load. Ties go in turn."""
         ranks = self._open_ranks
         turn = sum(rank < self._turn for rank in ranks)
         loads = self.loads
@@ -107,24 +106,26 @@ class Placement:
         return rank
 
     def place(self, work: Work, rank: int | None = None) -> int:
-        """The rank of a group whose candidates come together; `rank` where the user pins it. Then call `leave`."""
+        """Place a group whose candidates come together, on `rank` if the user pins it. Call `leave` at its end."""
         if rank is None:
             rank = self.next_rank()
         self._work[rank].add(work)
         return rank
 
     def change(self, rank: int, before: Work, after: Work) -> None:
-        """So much is left of what was placed."""
+        """Replace the remaining work of a placed group."""
         self._work[rank].add(before, -1)
         self._work[rank].add(after)
 
     def leave(self, rank: int, work: Work) -> None:
-        """`work`: what was left of it."""
+        """Remove a group. `work`: its remaining work, as last reported."""
         self._work[rank].add(work, -1)
 
     def join(self, group_id: str, num_candidates: int, rank: int | None = None) -> int:
-        """The rank of one sibling, of `num_candidates` in all; `rank` where the user pins the first of them. Call
-        `leave_joined` at its end."""
+        """Place one sibling of `num_candidates`, and return its rank. `rank`: if the user pins the first sibling.
+
+        Call `leave_joined` at its end.
+        """
         siblings = self._joined.find(group_id)
         if siblings is None:
             if rank is None:
@@ -137,21 +138,21 @@ class Placement:
         return siblings.rank
 
     def move_joined(self, group_id: str, rank: int) -> None:
-        """These siblings run on another rank now, and those to come follow them."""
+        """Record that these siblings run on another rank now. Siblings that come later follow them."""
         if (siblings := self._joined.find(group_id)) is not None:
             self._work[siblings.rank].add(Work(siblings.num_running), -1)
             self._work[rank].add(Work(siblings.num_running))
             siblings.rank = rank
 
     def forget_waiting(self, now_s: float) -> list[str]:
-        """Forgets joined groups that have waited too long for siblings; returns which."""
+        """Forget joined groups that have waited too long for siblings, and return their ids."""
         return self._joined.forget_waiting(now_s)
 
     def leave_joined(self, group_id: str, *, refused: bool = False, now_s: float = 0.0) -> str | None:
-        """A sibling has ended, or was refused: then another may still come in its place.
+        """Remove a sibling that has ended, or was refused. After a refusal, another one may still come in its place.
 
-        A group is forgotten as the engine forgets it: when it is over, or when too many others wait for siblings that
-        do not come. Returns which one was, if any.
+        A group is forgotten as the engine forgets it: when it is over, or when too many others wait for siblings.
+        Returns the id of the forgotten group, or None.
         """
         siblings = self._joined.find(group_id)
         assert siblings is not None  # a group with a running sibling is never forgotten
@@ -171,34 +172,37 @@ class Placement:
 
 
 LATE_S = 0.3
-"""How late a count may be: vLLM's coordinator publishes every 0.1 s what an engine core tells after each of its steps.
-With longer steps the others look like fewer or more for as long as a step takes."""
+"""Largest age of a count, in seconds: vLLM's coordinator publishes every 0.1 s what engine cores report per step.
+
+With longer steps, counts of other requests are wrong for as long as a step takes.
+"""
 
 
 class OtherRequests:
-    """Requests on each rank that were not placed by this process: ordinary ones, and what other processes have sent.
+    """Number of requests on each rank that this process did not place: ordinary ones, and those of other processes.
 
-    They are estimated from counts of all requests on each rank, some time ago. Such a count may or may not have in it
-    what was placed here, or has left, since shortly before; so all that is known is a range, from the count less the
-    most that this process had there lately to the count less the least. Within it what was known before stands. So an
-    estimate that is right stays right as long as the others stay the same, and none is further from what the last count
-    has of others than what was placed here has changed lately.
+    They are estimated from earlier counts of all requests on each rank. Such a count may or may not contain candidates
+    that this process placed or removed shortly before. So only a range is known: the count less the most, and less the
+    fewest, candidates that this process had there lately. Within the range, the earlier estimate is kept. A correct
+    estimate therefore stays correct while the other requests stay the same. No estimate differs from the last count by
+    more than the recent change of this process's candidates.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.numbers = [0] * num_ranks
         """The estimate for each rank."""
         self._since_s = -float("inf")
-        """When `_lately` began."""
+        """Start of `_lately`, in seconds."""
         self._lately: list[tuple[int, int]] = [(0, 0)] * num_ranks
-        """Least and most own candidates on each rank, in a time that is as long as a count may be late."""
+        """(fewest, most) own candidates on each rank during the present period. A period is the largest age of a
+        count."""
         self._before: list[tuple[int, int]] = self._lately
-        """The same in the time before that."""
+        """(fewest, most) own candidates on each rank during the previous period."""
 
     def look(self, counts: Sequence[int], own: Sequence[int], now_s: float) -> Sequence[int]:
-        """The new estimate, which is wanted, or `own`, the candidates of this process on each rank, is about to change.
+        """Update the estimate. Call it before the estimate is read, and before `own` changes.
 
-        counts: of all requests on each rank. Returns `numbers`.
+        counts: all requests on each rank. own: candidates of this process on each rank. Returns `numbers`.
         """
         age_s = now_s - self._since_s
         now = [(num, num) for num in own]
@@ -217,13 +221,13 @@ class OtherRequests:
 
 
 TRAINER = "trainer"
-"""Whoever drains over HTTP. Other owners are rollouts, by id, which free ranks until they are over."""
+"""Owner of drains over HTTP. All other owners are rollouts, by id, which free ranks until they are over."""
 ALL_OWNERS = ""
-"""The owner that gives a rank back in the name of all who keep it empty."""
+"""Owner that gives a rank back in the name of all owners."""
 
 
 class Holders:
-    """Who keeps a rank empty."""
+    """Owners that keep a rank empty."""
 
     def __init__(self) -> None:
         self._owners: set[str] = set()
@@ -232,7 +236,7 @@ class Holders:
         return bool(self._owners)
 
     def change(self, owner: str, *, held: bool) -> None:
-        """Whether this owner keeps it empty, from now on."""
+        """Add this owner, or remove it if `held` is False. `ALL_OWNERS` removes all."""
         if held:
             self._owners.add(owner)
         elif owner == ALL_OWNERS:

@@ -1,27 +1,25 @@
-"""Which tensor-parallel size the next round runs at: more devices per engine when rounds begin to preempt, fewer when
-none does.
+"""Chooses the tensor-parallel size of the next round: more devices per engine if rounds preempt, fewer if none does.
 
-Invariant: what is decided depends on the rounds and their order only; under a load that repeats within
-`MAX_QUIET_ROUNDS` rounds the size comes to rest. A longer period changes it again and again: after so many quiet rounds
-nobody remembers why it grew.
+Invariant: decisions depend only on the rounds and their order. Under a load that repeats within `MAX_QUIET_ROUNDS`
+rounds the size comes to rest. Under a longer period it changes again and again.
 
-Source: RollPacker section 4.2. What the paper leaves open is decided here:
+Source: RollPacker section 4.2. Choices that the paper leaves open:
 
-- *The recent level* is the mean number of preemptions per candidate of the newest `LEVEL_ROUNDS` rounds that are
-  comparable: of the same run and the same kind, since the size changed. Short rounds preempt up to 1.79 times as often
-  as long ones (figure 7a), so a level over both would rise with every short round that follows a long one.
-- *A rate of `HIGH_RATE`* is a rise whatever the level: the level follows a slow ramp, and is what a size has had ever
-  since it was chosen.
-- *At the start*, and after a halving, the level is zero: the size was chosen because nothing is preempted at it. A rise
-  from zero is `MIN_RISE` preemptions per candidate.
-- *After a doubling* the first round of a kind makes the level and is not judged: the larger size may preempt
-  too, and a rise says that it has become too small. From the second on `HIGH_RATE` says it as well.
-- *A size that preempted* is not returned to under as many tokens: each of the quiet rounds has to need `LEVEL_RISE`
-  times less than the least that the smaller size has preempted under.
-- *A size that would be slower* is not halved to, where that is known (`seconds_at`): fewer devices then make rounds
-  longer, whether they preempt or not.
-- *A halving that was undone* by a rise doubles how many quiet rounds the next one to that size takes, up to
-  `MAX_QUIET_ROUNDS`: the four rounds had not seen what comes in a longer period.
+- *The recent level* is the mean number of preemptions per candidate of the newest `LEVEL_ROUNDS` comparable rounds:
+  of the same run and the same kind, since the size changed. Short rounds preempt up to 1.79 times as often as long
+  ones (figure 7a). A level over both kinds would rise with every short round that follows a long one.
+- *A rate of `HIGH_RATE`* is a rise at any level: the level follows a slow ramp, and includes every rate since the size
+  was chosen.
+- *At the start*, and after a halving, the level is zero, because the size was chosen for rounds without preemptions. A
+  rise from zero is `MIN_RISE` preemptions per candidate.
+- *After a doubling* the first round of a kind sets the level and is not judged: the larger size may preempt too. A
+  later rise means that it has become too small. From the second round on, `HIGH_RATE` is a rise as well.
+- *A size that preempted* is not chosen again for as many tokens. Each quiet round has to need `LEVEL_RISE` times fewer
+  tokens than the smallest round in which the smaller size preempted.
+- *A size that would be slower* is not chosen, if its time is known (`seconds_at`): fewer devices then make rounds
+  longer, with or without preemptions.
+- *A halving that was undone* by a rise doubles the number of quiet rounds before the next one to that size, up to
+  `MAX_QUIET_ROUNDS`: the four rounds were too few for the period of the load.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ LEVEL_RISE = 1.05
 QUIET_ROUNDS = 4
 """Rounds in a row without a preemption that halve the size. Source: RollPacker section 4.2 ("across four steps")."""
 MAX_QUIET_ROUNDS = 64
-"""However often a halving was undone."""
+"""Most quiet rounds before a halving, even if many halvings were undone."""
 LEVEL_ROUNDS = 4
-"""Newest comparable rounds whose mean is the level; as many as a period of RollPacker has short ones (figure 7)."""
+"""Newest comparable rounds whose mean is the level: as many as RollPacker's period has short ones (figure 7)."""
 MIN_RISE = 0.05
-"""Preemptions per candidate by which a round must exceed the level: chance alone makes a few of a thousand candidates
-wait, and a rebuild costs more than they do."""
+"""Preemptions per candidate by which a round must exceed the level. By chance, a few of a thousand candidates wait,
+and a rebuild costs more than these waits."""
 HIGH_RATE = 0.2
-"""Preemptions per candidate that are too many, usual or not: every fifth candidate is computed again."""
+"""Preemptions per candidate that are too many at any level: every fifth candidate is computed again."""
 
 Reason = Literal[
     "start",
@@ -61,32 +59,33 @@ Reason = Literal[
     "failed_before",
     "slower_below",
 ]
-"""
-start          no round was run, and nothing is known of what sizes cost
-profile        no round was run: the size that is expected to be the best for the first run's rounds
-rise           preemptions rose, or were `HIGH_RATE`: the next larger size
-quiet          none in as many rounds as it takes: the next smaller size
-steady         neither
+"""Reason for a decision.
+
+start          no round was run, and the costs of sizes are unknown
+profile        no round was run: the size with the best forecast for the first run's rounds
+rise           preemptions rose, or reached `HIGH_RATE`: the next larger size
+quiet          enough rounds without preemptions: the next smaller size
+steady         neither rise nor quiet
 settling       the first comparable round since the size grew
-at_largest     the same, and there is no larger size
+at_largest     a rise, and there is no larger size
 at_smallest    quiet, and there is no smaller size
-failed_before  quiet, under as many tokens as the smaller size has preempted under
+failed_before  quiet, with as many tokens as a round in which the smaller size preempted
 slower_below   quiet, and the round would have taken longer at the smaller size
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPressure:
-    """What a round that is over asked of the KV cache."""
+    """Load of a finished round on the KV cache."""
 
     run: str
     kind: RoundKind
     size: int
-    """Tensor-parallel size that it ran at."""
+    """Tensor-parallel size of the round."""
     num_candidates: int
-    """Those that ran in it, in any state."""
+    """Number of candidates that ran in the round, in any end state."""
     num_preemptions: int
-    """Preemptions of its candidates; one may be preempted several times."""
+    """Number of preemptions of its candidates. One may be preempted several times."""
     kv_tokens: int
     """Prompt and output tokens of its longest candidates, as many of them as may run at once."""
 
@@ -98,7 +97,7 @@ class RoundPressure:
 
 @dataclass(frozen=True, slots=True)
 class ParallelismDecision:
-    """The tensor-parallel size of the next round, and why."""
+    """The tensor-parallel size of the next round, with the reason."""
 
     size: int
     reason: Reason
@@ -111,9 +110,8 @@ class ParallelismPlanner:
     """The rule, for one machine and model.
 
     Args:
-        allowed_sizes: powers of two, ascending: from the smallest that holds the model to the number of devices of one
-            server (RollPacker keeps a tensor-parallel group within one), among those that divide the attention heads
-            (`sizes_of`).
+        allowed_sizes: powers of two, ascending, that divide the attention heads (`sizes_of`). The smallest holds the
+            model, the largest is the number of devices of one server, as in RollPacker.
         start_size: the size of the first round, from the configuration or a profile.
     """
 
@@ -126,12 +124,12 @@ class ParallelismPlanner:
     def next_size(
         self, history: Sequence[RoundPressure], seconds_at: Callable[[int], float] | None = None
     ) -> ParallelismDecision:
-        """The size of the next round.
+        """Choose the size of the next round.
 
         Args:
-            history: rounds that are over, the newest last, each with the size that it ran at. Where it begins the
-                planner began.
-            seconds_at: what the newest round would take at a size, where that is known.
+            history: finished rounds, the newest last, each with the size that it ran at. The planner starts with the
+                first of them.
+            seconds_at: time of the newest round at a size, in seconds. None: unknown.
         """
         if not history:
             return ParallelismDecision(self.start_size, "start", 0.0)
@@ -162,7 +160,7 @@ class ParallelismPlanner:
     def _quiet(
         self, size: int, level: float, stay: Sequence[RoundPressure], history: Sequence[RoundPressure]
     ) -> ParallelismDecision:
-        """Halve, when the rounds at this size have been quiet for long enough."""
+        """Halve the size when enough rounds at this size have been quiet."""
         smaller = [allowed for allowed in self.allowed_sizes if allowed < size][-1:]
         num_quiet = _num_quiet_rounds(smaller[0], history) if smaller else QUIET_ROUNDS
         quiet = stay[-num_quiet:]
@@ -178,10 +176,10 @@ class ParallelismPlanner:
 
 
 def sizes_of(num_devices: int, num_heads: int) -> tuple[int, ...]:
-    """Tensor-parallel sizes a model can have: powers of two that divide its attention heads.
+    """Tensor-parallel sizes that a model can have: powers of two that divide its attention heads.
 
     Args:
-        num_devices: of one server; the largest size.
+        num_devices: of one server, which is the largest size.
         num_heads: attention heads of the model.
     """
     powers = (1 << exponent for exponent in range(num_devices.bit_length()))
@@ -189,7 +187,7 @@ def sizes_of(num_devices: int, num_heads: int) -> tuple[int, ...]:
 
 
 def _num_quiet_rounds(smaller: int, history: Sequence[RoundPressure]) -> int:
-    """Quiet rounds that a halving to a size takes: twice as many for each one that was undone."""
+    """Quiet rounds before a halving to this size: twice as many for each earlier one that was undone."""
     ladder = [size for size, _ in groupby(past.size for past in history)]
     visits = zip(ladder, ladder[1:], ladder[2:], strict=False)
     num_undone = sum(here == smaller and before > here and after > here for before, here, after in visits)

@@ -1,12 +1,12 @@
-"""Progress of a rollout -> which ranks to free for training while the others finish it.
+"""Chooses ranks to free for training while the others finish a rollout, from the rollout's progress.
 
-Half of the ranks, once, when between 20 % and 50 % of the responses are complete, looked at every 5 %; and only if the
-rest of the rollout, at its predicted peak, has room in the KV cache of the other half.
+Half of the ranks are freed, once, when between 20 % and 50 % of the responses are complete, checked every 5 %. The rest
+of the rollout, at its predicted peak, must have room in the KV cache of the other half.
 
 Invariant: a rank is a whole engine, so that no tensor-parallel group is ever split.
 
 Source: RollPacker 4.4, Algorithm 1 (lines 13 to 21) and its scaling criteria. Ours: the other half also has to run all
-candidates at once; the least loaded go first.
+candidates at once, and the least loaded ranks go first.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from vllm_rollout.group.ranks.migration import PlannedMove, place_all
 FIRST_CHECK = 0.20
 LAST_CHECK = 0.50
 CHECK_EVERY = 0.05
-"""Shares of the responses (RollPacker 4.4)."""
+"""Shares of complete responses, in [0, 1], between which and at which interval to check (RollPacker 4.4)."""
 
 ScaleReason = Literal["free", "scaled_down", "too_early", "too_late", "between_checks", "too_few_ranks", "no_room"]
-"""Why ranks are freed, or not.
+"""Reason why ranks are freed, or not.
 
 free            half of the ranks can be freed
-scaled_down     it was done already: once in a rollout
+scaled_down     ranks were freed already: once in a rollout
 too_early       less than 20 % of the responses are complete
-too_late        more than 50 % are
-between_checks  less than 5 % more than at the last check
-too_few_ranks   half of what may be freed is not one whole rank
-no_room         the predicted peak of all that runs does not fit the other half
+too_late        more than 50 % of the responses are complete
+between_checks  less than 5 % more responses are complete than at the last check
+too_few_ranks   half of the ranks is less than one, or too few ranks can be emptied
+no_room         the predicted peak of the running candidates does not fit the other half
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one rollout is."""
+    """Progress of one rollout."""
 
     num_responses: int
     num_complete: int
     num_complete_at_check: int = 0
-    """Complete responses when it was last checked (`ScaleDown.was_checked`)."""
+    """Complete responses at the last check (`ScaleDown.was_checked`)."""
     is_scaled_down: bool = False
 
     @property
@@ -58,24 +58,24 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDown:
-    """What is advised."""
+    """Decision whether to free ranks."""
 
     reason: ScaleReason
     explanation: str
     """The reason with its numbers, for people."""
     ranks: tuple[int, ...] = ()
-    """Ranks to be freed."""
+    """Ranks to free."""
     moves: tuple[PlannedMove, ...] = ()
-    """The moves that free them."""
+    """The moves that empty these ranks."""
 
     @property
     def was_checked(self) -> bool:
-        """The next check comes 5 % later."""
+        """True if this decision counts as a check, so that the next check comes 5 % later."""
         return self.reason in ("free", "too_few_ranks", "no_room")
 
 
 def plan_scale_down(progress: Progress, loads: Sequence[RankLoad]) -> ScaleDown:
-    """Whether to free half of the ranks now, and which. `loads`: of every rank; held ones are not counted."""
+    """Decide whether to free half of the ranks now, and which. `loads`: of every rank. Held ranks are not counted."""
     if (wait := not_now(progress)) is not None:
         return wait
     usable = [load for load in loads if not load.is_held]
@@ -101,7 +101,7 @@ def plan_scale_down(progress: Progress, loads: Sequence[RankLoad]) -> ScaleDown:
 
 
 def not_now(progress: Progress) -> ScaleDown | None:
-    """Why progress alone says that no ranks are freed now; None when it does not."""
+    """The decision not to free ranks because of the progress alone. None if progress allows it."""
     newly = progress.num_complete - progress.num_complete_at_check
     if progress.is_scaled_down:
         return ScaleDown("scaled_down", "ranks of this rollout have been freed already")

@@ -1,8 +1,8 @@
-"""Which of a client's servers gets the next group: the one with the least predicted work per engine.
+"""Chooses the server of the next group, for a client with several servers: the least predicted work per engine.
 
-Lengths of groups that are over predict the work of later ones, by prompt, else over all prompts.
+Lengths of earlier groups predict the work of later ones, by prompt, or else over all prompts.
 
-Invariants: a server that is out gets nothing. A group counts at its server until it is over or that server is out.
+Invariants: a server that is out gets no group. A group counts at its server until it is over or that server is out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class NoServerLeft(Exception):
 
 @dataclass(slots=True, eq=False)
 class ServedGroup:
-    """A group on its way."""
+    """A group that was placed on a server and is not over."""
 
     key: str
-    """Of its prompt."""
+    """Key of the group's prompt."""
     num_left: int
     """Candidates that have not ended."""
     lengths: LengthMoments | None
@@ -40,10 +40,11 @@ class ServedGroup:
 
 
 class Servers:
-    """Loads of several servers, as one client knows them."""
+    """Loads of several servers, as one client estimates them."""
 
     def __init__(self, num_servers: int, first_turn: int = 0) -> None:
-        """first_turn: the server that gets the first group of a tie; clients had better begin differently."""
+        """first_turn: the server that gets the first group of a tie. Different clients should begin with different
+        servers."""
         self._placement = Placement(num_servers, first_turn)
         self._others = OtherRequests(num_servers)
         self._lengths = LengthHistory()
@@ -59,7 +60,7 @@ class Servers:
         return self._placement.loads
 
     def leaves(self, server: int) -> None:
-        """It is out: its groups do not count any more."""
+        """Take a server out: its groups do not count any more."""
         self._placement.held |= {server}
         for group in [group for group in self._groups if group.server == server]:
             self._forget(group)
@@ -68,18 +69,21 @@ class Servers:
         self._placement.held -= {server}
 
     def saw(self, counts: Sequence[int | None], sizes: Sequence[int], now_s: float) -> None:
-        """counts: requests at each server, of all clients; None where that is not known. sizes: engines of each."""
+        """Record the state of the servers.
+
+        counts: requests at each server, of all clients. None: unknown. sizes: engines of each server.
+        """
         self._placement.sizes = [max(1, size) for size in sizes]
         self._counts = [old if new is None else new for old, new in zip(self._counts, counts, strict=True)]
         own = self._placement.num_candidates
         self._placement.others = self._others.look(self._counts, own, now_s)
 
     def predicted(self, key: str, num_candidates: int, max_tokens: int | None) -> int:
-        """Tokens of a group of this prompt; 0 where nothing predicts them. For ordering groups before placing them."""
+        """Predicted tokens of a group of this prompt, to order groups before they are placed. 0: unknown."""
         return Work.of([0] * num_candidates, self._expected(key), max_tokens, 0).tokens or 0
 
     def place(self, key: str, num_candidates: int, max_tokens: int | None = None) -> ServedGroup:
-        """A group begins. Raises: NoServerLeft."""
+        """Choose a server for a group, and count the group there. Raises: NoServerLeft."""
         if len(self.out) == self._placement.num_ranks:
             raise NoServerLeft
         lengths = self._expected(key)
@@ -90,7 +94,7 @@ class Servers:
         return group
 
     def ended(self, group: ServedGroup, num_tokens: int) -> None:
-        """One of its candidates has, after so many tokens."""
+        """Record that a candidate of the group has ended, with its tokens."""
         if group not in self._groups or not group.num_left:
             return  # candidates may take the place of lost ones: there are more than it began with
         group.num_left -= 1
@@ -99,13 +103,13 @@ class Servers:
         self._placement.change(group.server, before, group.work)
 
     def over(self, group: ServedGroup, lengths: Iterable[ObservedLength] = ()) -> None:
-        """It is, or was given up."""
+        """Record that the group is over, or was given up, with the lengths of its candidates."""
         if group in self._groups:
             self._forget(group)
         self._lengths.observe(group.key, list(lengths))
 
     def _expected(self, key: str) -> LengthMoments | None:
-        """Lengths of this prompt, else of all prompts."""
+        """Lengths of this prompt, or else of all prompts."""
         return self._lengths.of(key) or self._lengths.dataset()
 
     def _forget(self, group: ServedGroup) -> None:

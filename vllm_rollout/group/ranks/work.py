@@ -1,9 +1,9 @@
-"""What candidates still have to do, and how much of it a rank has.
+"""Remaining work of candidates, and the sum of it on a rank.
 
-A token more in a step makes the step longer for everybody on the rank: by its share of the computation, and by the
-context that is read for it. So two sums say what a group adds to a rank, and a profile says how they weigh.
+One more token in a step makes the step longer for all candidates on the rank: by its computation, and by the context
+that is read for it. So two sums describe the work that a group adds to a rank, and a profile gives their weights.
 
-Invariant: sums are whole numbers, so that what is added and taken away again leaves nothing behind.
+Invariant: sums are integers, so that work that is added and removed again leaves exactly zero.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from vllm_rollout.group.lengths.moments import LengthMoments, expected_remaining
 
 
 class Work(NamedTuple):
-    """What candidates of one group still have to do."""
+    """Remaining work of the candidates of one group."""
 
     num_candidates: int
     tokens: int | None = None
-    """Predicted output tokens still to come, of all together; None: nothing predicts them."""
+    """Predicted remaining output tokens of all candidates together. None: no prediction."""
     contexts: int = 0
-    """Tokens before each of these, summed."""
+    """Sum, over these tokens, of the number of tokens before each."""
 
     @classmethod
     def of(
         cls, num_tokens: Iterable[int], lengths: LengthMoments | None, max_tokens: int | None, prompt_tokens: int
     ) -> Work:
-        """The work of candidates that have so many output tokens; `lengths`: of their prompt, else of the data set."""
+        """The work of candidates with these output tokens. `lengths`: of their prompt, or else of the data set."""
         ages = list(num_tokens)
         if lengths is None:
             return cls(len(ages))
@@ -39,15 +39,16 @@ class Work(NamedTuple):
 
 
 class TokenCost(NamedTuple):
-    """What a token costs whoever shares its step."""
+    """Cost of one more token in a step, for the other candidates of the step."""
 
     token: float = 1.0
     context: float = 0.0
-    """What each token before it adds."""
+    """Extra cost for each token of context before it."""
 
     @classmethod
     def of(cls, cost: CostModel) -> TokenCost:
-        """Seconds, as the secants from one candidate to a full rank, and from no context to the longest profiled."""
+        """Costs in seconds: slopes from one candidate to a full rank, and from no context to the longest profiled
+        one."""
         context = cost.curves[-1][0]
         batch_size = max(2, cost.max_num_seqs or max(curve.batch_sizes[-1] for _, curve in cost.curves))
 
@@ -61,7 +62,7 @@ class TokenCost(NamedTuple):
 
 @dataclass(slots=True)
 class RankWork:
-    """Work on a rank: added up, of candidates that are predicted and of others."""
+    """Sums of the work on a rank, with and without predictions."""
 
     num_predicted: int = 0
     num_others: int = 0
@@ -69,7 +70,7 @@ class RankWork:
     contexts: int = 0
 
     def add(self, work: Work, sign: int = 1) -> None:
-        """-1 takes it away."""
+        """Add work. `sign` -1: remove it."""
         if work.tokens is None:
             self.num_others += sign * work.num_candidates
             return
@@ -78,5 +79,5 @@ class RankWork:
         self.contexts += sign * work.contexts
 
     def cost(self, token_cost: TokenCost) -> float:
-        """What the predicted ones cost, in the unit of `token_cost`."""
+        """Cost of the predicted work, in the unit of `token_cost`."""
         return token_cost.token * self.tokens + token_cost.context * self.contexts

@@ -1,1 +1,2 @@
-"""How long a reward may take, and what a group's rewards are worth. Runs wherever rewards are graded."""
+"""Limits the time of a reward, and computes statistics of a group's rewards. Runs in any process that grades
+rewards."""

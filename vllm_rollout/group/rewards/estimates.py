@@ -1,6 +1,6 @@
-"""What a group's rewards say: mean, spread, whether it teaches, and the advantage of each trajectory.
+"""Statistics of a group's rewards: mean, spread, whether they give a gradient, and the advantage of each trajectory.
 
-Invariant: only trajectories with a reward count. One without (void, or an error of its grader) has no advantage.
+Invariant: only trajectories with a reward count. A trajectory without one (void, or a grader error) has no advantage.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple, get_args
 
 Estimator = Literal["grpo", "rloo", "mean"]
-"""`grpo`: over the standard deviation (DeepSeekMath 4.1). `rloo`: against the mean of the others (Ahmadian et al.
-2024). `mean`: against the mean of all (Dr. GRPO)."""
+"""`grpo`: divided by the standard deviation (DeepSeekMath 4.1). `rloo`: against the mean of the others (Ahmadian et
+al. 2024). `mean`: against the mean of all (Dr. GRPO)."""
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 SMALLEST_STD = 1e-6
-"""Added to a standard deviation before something is divided by it."""
+"""Added to a standard deviation before a division by it."""
 
 
 class RewardSummary(NamedTuple):
@@ -22,9 +22,9 @@ class RewardSummary(NamedTuple):
     mean: float | None
     """None without a reward."""
     std: float | None
-    """The sample's (n - 1); None with fewer than two rewards."""
+    """Standard deviation of the sample (n - 1). None with fewer than two rewards."""
     teaches: bool
-    """Whether the rewards differ: else no estimator has a gradient for the group (DAPO, dynamic sampling)."""
+    """True if the rewards differ. Otherwise no estimator has a gradient for the group (DAPO, dynamic sampling)."""
 
 
 def summarize(rewards: Sequence[float | None]) -> RewardSummary:
@@ -38,7 +38,7 @@ def summarize(rewards: Sequence[float | None]) -> RewardSummary:
 
 
 def advantages(rewards: Sequence[float | None], estimator: Estimator = "grpo") -> list[float | None]:
-    """One per trajectory, in order; all 0 for a group that does not teach.
+    """Advantage of each trajectory, in order. All 0 if the rewards do not differ. None without a reward.
 
     Raises: ValueError for an unknown estimator.
     """

@@ -1,6 +1,6 @@
-"""How long grading one test case may take, learned from the runs that were correct.
+"""Time limits for the grading of each test case, from the durations of correct runs.
 
-Invariant: a limit never falls, and lies between the shortest and the longest that the terms allow.
+Invariant: a limit that is remembered never falls, and lies between the shortest and the longest that the terms allow.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class LimitTerms:
     """Bounds of every limit, in seconds. Source: RollPacker 4.3, which sets them to 1.5, 2 s and 30 s."""
 
     factor: float = 1.5
-    """How many times the longest correct run a run may take."""
+    """Limit as a multiple of the longest correct run."""
     shortest_s: float = 2.0
     longest_s: float = 30.0
-    """Also the limit of a test case that nothing has passed yet."""
+    """Also the limit of a test case without a correct run."""
 
     def __post_init__(self) -> None:
         number(self.factor, "factor", 1, MAX_FACTOR)
@@ -36,18 +36,18 @@ class LimitTerms:
 
 
 class LimitSummary(NamedTuple):
-    """The limits that were learned."""
+    """Statistics of the limits."""
 
     num_cases: int
     median_s: float | None
-    """None without a case."""
+    """None without a test case."""
     largest_s: float | None
 
 
 class TimeLimits:
     """Limits by test case. A test case is any string that names a prompt and a test of it.
 
-    The least recently used ones are forgotten beyond `max_cases`: they start again at the longest limit.
+    Beyond `max_cases`, the least recently used ones are forgotten. They start again at the longest limit.
     """
 
     def __init__(self, terms: LimitTerms | None = None, max_cases: int = 65_536) -> None:
@@ -56,7 +56,7 @@ class TimeLimits:
         self._anchors: OrderedDict[str, float] = OrderedDict()
 
     def limit_s(self, case: str) -> float:
-        """min(max(T_min, 1.5 T_anchor), T_max); T_max without an anchor. Source: RollPacker 4.3."""
+        """min(max(T_min, 1.5 T_anchor), T_max), or T_max without an anchor. Source: RollPacker 4.3."""
         anchor_s = self._anchors.get(case)
         if anchor_s is None:
             return self.terms.longest_s
@@ -64,7 +64,8 @@ class TimeLimits:
         return self._from_anchor(anchor_s)
 
     def observe(self, case: str, seconds: float, *, is_correct: bool) -> None:
-        """A run of that test case took so many seconds. Only correct ones teach: a wrong one may have given up."""
+        """Record the duration of a run of the test case. Only correct runs count: a wrong one may have given up
+        early."""
         if not is_correct:
             return
         self._anchors[case] = max(seconds, self._anchors.get(case, 0.0))
@@ -73,7 +74,7 @@ class TimeLimits:
             self._anchors.popitem(last=False)
 
     def summary(self) -> LimitSummary:
-        """Takes as long as sorting them: 20 ms for 65,536."""
+        """Statistics of all limits. Takes 20 ms for 65,536 test cases, the time to sort them."""
         anchors = self._anchors.values()
         if not anchors:
             return LimitSummary(0, None, None)
@@ -84,7 +85,7 @@ class TimeLimits:
         return dict(self._anchors)
 
     def restore(self, anchors: Mapping[str, float]) -> None:
-        """Take over what `export` gave. Raises: ValueError for an anchor that is no number of seconds."""
+        """Replace all anchors by those of `export`. Raises: ValueError for an anchor that is no number of seconds."""
         for case, seconds in anchors.items():
             number(seconds, f"the anchor of {shown(case)}", 0, MAX_SECONDS)
         self._anchors = OrderedDict(list(anchors.items())[-self.max_cases :])

@@ -1,9 +1,10 @@
-"""When a group ends because it teaches (`"until": "variance"`): how long to go on, how many to launch, what comes back.
+"""Rules for groups that run until their rewards differ (`"until": "variance"`): when to stop, launch and return.
 
-A group teaches when its rewards are not all the same. What that rule does to a gradient is in docs/development/log.md.
+A group teaches when its rewards are not all the same.
 
-Invariant: by `index`, what comes back is a function of the rewards in the order of launch: neither who ended first nor
-how many ran beside it changes it. Only where a candidate is void whose spare was stopped before, a new one comes.
+Invariant: in order `index`, the returned trajectories are a function of the rewards in the order of launch. The order
+of endings and the number of candidates beside them do not change the result. One exception: if a candidate is void
+after its spare was stopped, a new candidate is launched.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ from typing import Literal, NamedTuple
 from vllm_rollout.group.checks import number
 
 CandidateStage = Literal["running", "awaited", "graded", "gone"]
-"""`awaited`: it ended, its reward is to come. `gone`: it has no reward and never will have one: void, an error of its
-grader, lost, or stopped as a spare."""
+"""`awaited`: ended, its reward is to come. `gone`: it will never have a reward: void, a grader error, lost, or
+stopped as a spare."""
 Order = Literal["index", "grading"]
-"""In which order candidates count. `index`: of launch; whoever was launched before is waited for. `grading`: who is
-graded first counts first, as in a race: sooner, and biased towards short answers."""
+"""Order in which candidates count. `index`: order of launch, so that each waits for those launched before.
+`grading`: order of grading, as in a race, which is sooner, and biased towards short answers."""
 Kind = Literal["wait", "complete", "incomplete"]
-"""`complete`: it has `group_size` rewards, and they differ or nothing more may be launched."""
+"""`complete`: the group has `group_size` rewards, and they differ or no more candidates may be launched."""
 
 EVEN_CHANCE = 0.5
-"""With which probability what is under way shall make a group teach. `benchmarks/rewards/variance.py` has others: 0.3
-takes longer, 0.8 generates more."""
+"""Probability with which the running candidates shall make a group teach. `benchmarks/rewards/variance.py` compares
+others: 0.3 takes longer, 0.8 generates more."""
 ROUNDING = 1e-9
 MAX_HISTORY_WEIGHT = 16.0
-"""Rewards of earlier epochs that a prior counts at most: they are of another policy."""
+"""Largest weight of earlier rewards in a prior. They are limited because they come from another policy."""
 
 
 class UntilTerms(NamedTuple):
     group_size: int
     max_candidates: int
-    """The most that may ever be launched."""
+    """Most candidates that may ever be launched."""
     order: Order = "index"
 
     @classmethod
     def of(cls, group_size: int, num_candidates: int, max_candidates: int | None) -> UntilTerms:
-        """`num_candidates`: that the group begins with. None: four groups, or as many as it begins with.
+        """`num_candidates`: candidates at the start of the group. `max_candidates`: None means 4 * group_size, or
+        `num_candidates` if that is more.
 
         Raises: ValueError as `checked`.
         """
@@ -66,53 +68,53 @@ class UntilTerms(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CandidateReward:
-    """What is known of a candidate's reward."""
+    """State of a candidate's reward."""
 
     index: int
     stage: CandidateStage
     reward: float | None = None
-    """What a graded one has got; None for others."""
+    """Reward of a graded candidate. None for others."""
     place: int = 0
-    """How many of its group were graded before a graded one. Read by the order `grading` only."""
+    """Number of candidates of the group that were graded before this one. Used in order `grading` only."""
     chance: float | None = None
-    """How likely an awaited one's reward is above 0, as the quality head says; None: it says nothing."""
+    """Probability that an awaited reward is above 0, by the quality head. None: unknown."""
 
 
 class Prior(NamedTuple):
-    """A beta distribution of a prompt's success rate, as successes and failures that were as good as seen."""
+    """A beta distribution of a prompt's success rate, as pseudo-counts of successes and failures."""
 
     successes: float = 1.0
     failures: float = 1.0
 
 
 UNIFORM = Prior()
-"""Every success rate is as likely as any other."""
+"""Every success rate is equally likely."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of the group now. While it waits it may launch, or stop spares that nobody needs any more."""
+    """Next step of the group. While it waits, it may launch candidates, or stop spares that are no longer needed."""
 
     kind: Kind = "wait"
     returned: tuple[int, ...] = ()
     """Indices, ascending: `group_size` of a complete group, all graded ones of an incomplete one."""
     teaches: bool = False
     num_graded: int = 0
-    """How many rewards the decision rests on: the returned ones, and those passed over on the way."""
+    """Number of rewards behind the decision: the returned ones, and those passed over."""
     success: float | None = None
-    """Mean of the first `group_size` rewards, whatever comes back: by `index` it is not biased by the rule."""
+    """Mean of the first `group_size` rewards, returned or not. In order `index` the rule does not bias it."""
     launch: int = 0
     stop: tuple[int, ...] = ()
-    """Indices: all that is under way when the group is over, else spares."""
+    """Indices of candidates to stop: all that are open when the group is over, otherwise spares."""
 
 
 def prior_of(num_rewarded: float, num_successful: float, chance: float = 0.5) -> Prior:
-    """What is known of a prompt before its group begins.
+    """Prior of a prompt before its group begins.
 
     Args:
         num_rewarded: earlier rewards of this prompt, with their weights (`group/judging/success.py`).
-        num_successful: of these, above 0.
-        chance: success probability otherwise expected: of the data set, or what the quality head says of its siblings.
+        num_successful: earlier rewards above 0, with their weights.
+        chance: expected success probability, from the data set, or from the quality head for the prompt's siblings.
 
     Raises: ValueError for a chance that is no probability.
     """
@@ -123,21 +125,21 @@ def prior_of(num_rewarded: float, num_successful: float, chance: float = 0.5) ->
 
 
 def chance_of_same(prior: Prior, rewards: Sequence[float], num_more: int, awaited: Sequence[float] = ()) -> float:
-    """Probability that `num_more` further rewards are as these, which are all the same; without any, all alike.
+    """Probability that `num_more` further rewards equal these, which are all the same. Without rewards: all equal.
 
-    A success is a reward above 0: with more than two values it is an estimate from above. `awaited`: rewards that have
-    to be the same as well, each by the probability that it is above 0.
+    A success is a reward above 0. With more than two values the result is an upper bound. `awaited`: probabilities that
+    awaited rewards, which must be the same too, are above 0.
     """
     return _chance_of_same(prior, _Known.of(rewards), num_more, prod(awaited), prod(1 - each for each in awaited))
 
 
 class _Known(NamedTuple):
-    """Rewards that are known, as far as further ones may be as they are."""
+    """Summary of known rewards, as far as later rewards may depend on it."""
 
     num: int = 0
     are_same: bool = True
     are_successes: bool = False
-    """Where they are the same, and there is one."""
+    """True if there is a reward, and the first one is above 0. Meaningful if `are_same`."""
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> _Known:
@@ -145,7 +147,7 @@ class _Known(NamedTuple):
 
 
 def _chance_of_same(prior: Prior, known: _Known, num_more: int, successes: float, failures: float) -> float:
-    """Draws of a Polya urn. `successes`, `failures`: probabilities that all awaited ones are above 0, or none is."""
+    """Draws of a Polya urn. `successes`, `failures`: probabilities that all awaited rewards are above 0, or none is."""
     if not known.are_same:
         return 0.0
     if known.num:
@@ -167,10 +169,10 @@ def _log_rising(weight: float, begin: int, num: int) -> float:
 def num_needed(
     prior: Prior, rewards: Sequence[float], most: int, chance: float = EVEN_CHANCE, awaited: Sequence[float] = ()
 ) -> int:
-    """The fewest further rewards of which one differs with this probability; at most `most`, 0 if they differ.
+    """Fewest further rewards of which one differs with this probability. At most `most`. 0 if the rewards differ.
 
-    Under the prior (1, 1) an even chance takes one more than there are: a group doubles. `awaited`: rewards that come
-    anyway and are not counted here, each by the probability that it is above 0.
+    Under the prior (1, 1) an even chance takes one more than there are: a group doubles. `awaited`: probabilities that
+    awaited rewards are above 0. These rewards come anyway and do not count in the result.
     """
     return _num_needed(prior, _Known.of(rewards), most, chance, prod(awaited), prod(1 - each for each in awaited))
 
@@ -192,27 +194,28 @@ def spares_wanted(
     chance: float = EVEN_CHANCE,
     awaited: Sequence[float] = (),
 ) -> int:
-    """How many candidates shall be under way beyond those that complete the group anyway.
+    """Number of candidates to run beyond those that complete the group anyway.
 
     Args:
-        rewards: all that are known, in any order. It grows while they are the same and falls to 0 when they differ.
-        awaited: probabilities of success of those that have ended, as far as the quality head says them.
+        rewards: all known rewards, in any order. The result grows while they are the same. It is 0 when they differ.
+        awaited: success probabilities of ended candidates, where the quality head gives them.
     """
     short = max(0, terms.group_size - len(rewards) - len(awaited))
     return max(0, num_needed(prior, rewards, short + num_launches_left, chance, awaited) - short)
 
 
 def num_to_refill(group_size: int, max_candidates: int, num_launched: int, num_alive: int) -> int:
-    """Candidates to launch in place of those that are gone, for groups of either `until`: spares come before new ones.
+    """Candidates to launch in place of lost ones, for both values of `until`: as many as `num_alive` is below
+    `group_size`.
 
     Args:
-        num_alive: running, awaited or graded.
+        num_alive: running, awaited or graded candidates.
     """
     return max(0, min(max_candidates - num_launched, group_size - num_alive))
 
 
 def num_that_teach(rewards: Sequence[float | None], group_size: int) -> int | None:
-    """How many of these, in order and at least `group_size`, have rewards that differ; None if none differ.
+    """Length of the shortest prefix, at least `group_size`, whose rewards differ. None if none differ.
 
     A reward of None is not known yet.
     """
@@ -222,10 +225,9 @@ def num_that_teach(rewards: Sequence[float | None], group_size: int) -> int | No
 
 
 def group_weight(group_size: int, num_graded: int) -> float:
-    """What a group counts where each graded answer shall count the same: G / n.
+    """Weight of a group if each graded answer shall have the same weight: G / n.
 
-    It bounds the weight of prompts that rarely succeed (docs/development/log.md): 1 + ln(N / G)
-    of GRPO's in place of N / G.
+    It bounds the weight of prompts that rarely succeed: 1 + ln(N / G) times that of GRPO instead of N / G.
     """
     return group_size / num_graded
 
@@ -236,7 +238,7 @@ def decide(
     prior: Prior = UNIFORM,
     chance: float = EVEN_CHANCE,
 ) -> Decision:
-    """What a group does now. Candidates: all that were launched, in any order."""
+    """Next step of a group. `candidates`: all that were launched, in any order."""
     rewards = GroupRewards(terms, prior, chance)
     rewards.launched(each.index for each in candidates)
     for each in sorted(candidates, key=lambda each: each.place):
@@ -251,8 +253,10 @@ def decide(
 
 
 class GroupRewards:
-    """What is known of the rewards of one group, as it becomes known, and what follows. No event takes a loop over its
-    candidates: thousands come one after the other."""
+    """Rewards of one group as they arrive, and the decision that follows.
+
+    No event takes a loop over the candidates, so that thousands may arrive one after the other.
+    """
 
     def __init__(self, terms: UntilTerms, prior: Prior = UNIFORM, chance: float = EVEN_CHANCE) -> None:
         self._terms, self._prior, self._chance = terms, prior, chance
@@ -260,19 +264,19 @@ class GroupRewards:
         self._alive: list[int] = []
         """Indices of candidates that are not gone, ascending."""
         self._open: list[int] = []
-        """Those of them that are not graded, ascending."""
+        """Indices of candidates that are neither gone nor graded, ascending."""
         self._successes: dict[int, float] = {}
-        """How likely an awaited reward is above 0, by index, as far as the quality head says it."""
+        """Probability that an awaited reward is above 0, by index, where the quality head gives one."""
         self._failures: dict[int, float] = {}
-        """1 less that."""
+        """1 - `_successes`, by index."""
         self._rewards: dict[int, float] = {}
-        """By index, in the order of grading."""
+        """Rewards by index, in the order of grading."""
         self._first: int | None = None
-        """The first graded candidate in the order that counts."""
+        """Lowest index of a graded candidate."""
         self._different: int | None = None
-        """The first one after it whose reward is another."""
+        """Lowest index of a graded candidate whose reward differs from that of `_first`."""
         self._place_of_different: int | None = None
-        """How many were graded before the first one whose reward is another than that of the first that was graded."""
+        """Number of rewards graded before the first one that differs from the first graded reward."""
 
     def launched(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -281,7 +285,7 @@ class GroupRewards:
             insort(self._open, index)
 
     def awaited(self, index: int, chance: float | None = None) -> None:
-        """It has ended. chance: as of a `CandidateReward`."""
+        """Record that a candidate has ended. chance: as in `CandidateReward`."""
         if chance is not None:
             self._successes[index], self._failures[index] = chance, 1 - chance
 
@@ -300,7 +304,7 @@ class GroupRewards:
             self._different = index
 
     def gone(self, index: int) -> None:
-        """It is not graded, and never will be."""
+        """Record that a candidate will never be graded."""
         if self._close(index):
             del self._alive[bisect_left(self._alive, index)]
 
@@ -310,7 +314,7 @@ class GroupRewards:
 
     @property
     def indices(self) -> list[int]:
-        """Those of graded candidates, ascending."""
+        """Indices of graded candidates, ascending."""
         return sorted(self._rewards)
 
     def decision(self) -> Decision:
@@ -342,13 +346,13 @@ class GroupRewards:
 
     @property
     def _chances(self) -> tuple[float, float]:
-        """That all awaited rewards are above 0, and that none is. They say nothing where rewards differ already."""
+        """Probabilities that all awaited rewards are above 0, and that none is. (0, 0) if rewards differ already."""
         if self._different is not None:
             return 0.0, 0.0
         return prod(self._successes.values()), prod(self._failures.values())
 
     def _close(self, index: int) -> bool:
-        """Whether it was open."""
+        """Close a candidate that awaited its reward or ran. Returns True if it was open."""
         self._successes.pop(index, None)
         self._failures.pop(index, None)
         at = bisect_left(self._open, index)
@@ -359,7 +363,7 @@ class GroupRewards:
 
     @property
     def _num_that_teach(self) -> int | None:
-        """As the function, of graded candidates whose turn has come."""
+        """As `num_that_teach`, of the graded candidates that count already."""
         if self._terms.order == "grading":
             num, place = len(self._rewards), self._place_of_different
         else:
@@ -374,9 +378,9 @@ class GroupRewards:
         return list(islice(self._rewards, num)) if self._terms.order == "grading" else self._alive[:num]
 
     def _unneeded(self, launches_left: int) -> tuple[int, ...]:
-        """Spares that cannot come back, as rewards before them differ already.
+        """Indices of open spares that cannot be returned, since rewards before them differ already.
 
-        As many stay as there are open candidates before them that no launch could replace if they were void.
+        Some spares stay: one for each open candidate before them that no launch could replace if it were void.
         """
         if self._terms.order == "grading" or self._different is None:
             return ()

@@ -1,1 +1,1 @@
-"""Tail batching: which prompts a round runs, and what becomes of them. Runs in the API process."""
+"""Tail batching: chooses the prompts of each round, and records their outcomes. Runs in the API process."""

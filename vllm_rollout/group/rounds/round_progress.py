@@ -1,6 +1,6 @@
-"""One round on its way: which prompts to start, when it is complete, what becomes of each.
+"""State of one running round: the prompts to start, the end of the round, and the outcome of each prompt.
 
-Invariant: at most `num_wanted` prompts are returned, and each entry gets exactly one fate.
+Invariant: at most `num_wanted` prompts are returned, and each entry gets exactly one outcome.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ from typing import Literal
 from vllm_rollout.group.rounds.rounds import EntryOutcome, Fate, OpenRound
 
 DeferReason = Literal["cut", "tie", "incomplete"]
-"""Why a prompt was deferred: enough others were complete, it completed too late to count, its candidates were lost."""
+"""Reason why a prompt was deferred: enough others were complete, it completed too late to count, or candidates were
+lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEnd:
-    """How the group of a prompt ended, as the round sees it."""
+    """The end of a prompt's group, as the round needs it."""
 
     complete: bool
-    """It has its trajectories."""
+    """True if the group has its trajectories."""
     deferred: bool
-    """It was stopped, or lost a tie."""
+    """True if the group was stopped, or lost a tie."""
     max_tokens: int
-    """Tokens of its longest trajectory; 0 without any."""
+    """Tokens of the group's longest trajectory. 0 without any."""
 
 
 @dataclass(slots=True)
 class RoundProgress:
-    """Positions are those of `OpenRound.all_entries`."""
+    """Progress of an open round. Positions are those of `OpenRound.all_entries`."""
 
     opened: OpenRound
     filters: bool = False
-    """Groups without variance are taken out and replaced: the round waits for the rewards of its groups."""
+    """True if groups without variance are replaced by others. Then the round waits for the rewards of its groups."""
     fates: dict[int, Fate] = field(default_factory=dict)
-    """So far; a returned one may still be filtered."""
+    """Outcomes so far, by position. A returned prompt may still be filtered."""
     reasons: dict[int, DeferReason] = field(default_factory=dict)
     _max_tokens: dict[int, int] = field(default_factory=dict)
     _to_start: list[int] = field(init=False)
@@ -44,7 +45,7 @@ class RoundProgress:
     _unrewarded: set[int] = field(default_factory=set)
     num_filtered: int = 0
     num_complete: int = 0
-    """Groups that ended complete, filtered ones too: what a race counts."""
+    """Number of groups that ended complete, filtered ones included, as a race counts them."""
 
     def __post_init__(self) -> None:
         num = len(self.opened.entries)
@@ -52,26 +53,27 @@ class RoundProgress:
         self._spare = list(range(num, num + len(self.opened.reserve)))[::-1]
 
     def start_in(self, positions: Iterable[int]) -> None:
-        """Before any prompt starts: they start in this order. Reserves, which it may name, follow in their own."""
+        """Set the order in which prompts start, before any starts. Reserves are ignored here: they start last, in
+        order."""
         self._to_start = [position for position in positions if position < len(self.opened.entries)][::-1]
 
     @property
     def num_wanted(self) -> int:
-        """Groups that have to complete: each filtered one needs another."""
+        """Complete groups that end the round: each filtered group requires another one."""
         return self.opened.num_wanted + self.num_filtered
 
     @property
     def is_cut(self) -> bool:
-        """Enough groups are complete: nothing else starts, unless rewards say otherwise."""
+        """True if enough groups are complete. No prompt starts then, unless a later reward filters a group."""
         return self.num_complete >= self.num_wanted
 
     @property
     def is_over(self) -> bool:
-        """Nothing runs, nothing is to start, and no reward is awaited that could change that."""
+        """True if no group runs, none is to start, and no reward is awaited that could start another."""
         return not (self._running or self._unrewarded) and self._next() is None
 
     def start(self) -> int | None:
-        """The next prompt to start, which counts as running; None: not now."""
+        """Start the next prompt, and return its position. None: no prompt may start now."""
         position = self._next()
         if position is None:
             return None
@@ -80,12 +82,12 @@ class RoundProgress:
         return position
 
     def withdraw(self, position: int) -> None:
-        """It was to start, and no candidate of it has run: the round was cut meanwhile."""
+        """Put back a prompt that was to start. No candidate of it has run, since the round was cut meanwhile."""
         self._running.discard(position)
         (self._to_start if position < len(self.opened.entries) else self._spare).append(position)
 
     def group_over(self, position: int, end: GroupEnd) -> Fate:
-        """A group ended. In a long round it is returned whatever it is."""
+        """Record the end of a group. In a long round the group is returned in any case."""
         self._running.discard(position)
         fate: Fate = "returned"
         if self.opened.kind == "short" and (end.deferred or not end.complete or self.is_cut):
@@ -100,12 +102,12 @@ class RoundProgress:
         return fate
 
     def ended_before(self, position: int, end: GroupEnd) -> Fate:
-        """A group that did not start: it had ended before the round was interrupted."""
+        """Record a group that had ended before the round was interrupted, so that it does not start."""
         (self._to_start if position < len(self.opened.entries) else self._spare).remove(position)
         return self.group_over(position, end)
 
     def lost_before(self) -> list[int]:
-        """Entries whose race was over before the round was interrupted: those that had ended then were enough."""
+        """Defer entries whose race was over before the round was interrupted, and return their positions."""
         if not self.is_cut:
             return []
         lost, self._to_start = self._to_start[::-1], []
@@ -114,9 +116,9 @@ class RoundProgress:
         return lost
 
     def rewarded(self, position: int, rewards: Collection[float]) -> bool:
-        """These are all the rewards that trajectories of a returned group have; whether it is filtered by them.
+        """Record all rewards of a returned group. Returns True if the group is filtered.
 
-        One alone, where the others' grader failed, says nothing of how they differ.
+        A single reward, if the grader failed for the others, does not filter: variance is then unknown.
         """
         if position not in self._unrewarded:
             return False
@@ -128,7 +130,7 @@ class RoundProgress:
         return True
 
     def outcomes(self) -> dict[int, EntryOutcome]:
-        """What became of each entry of a round that is over, by entry number."""
+        """Outcomes of all entries of a round that is over, by entry number."""
         return {
             entry.number: EntryOutcome(self.fates.get(position, "unstarted"), self._max_tokens.get(position, 0))
             for position, entry in enumerate(self.opened.all_entries)

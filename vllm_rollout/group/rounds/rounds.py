@@ -1,12 +1,12 @@
-"""Tail batching: which prompts a round runs, and what becomes of them.
+"""Tail batching: chooses the prompts of each round, and records their outcomes.
 
     hand in -> fresh -> [short round] -> returned
                          |   |  `-----> filtered
                          |   `--------> deferred: the queue -> [long round] -> returned, filtered
                          `------------> not begun: first of the next short round
 
-A short round starts more prompts than it returns, and keeps those that complete first. The others wait in a queue; when
-it holds as many prompts as a round returns, a long round runs them without speculation.
+A short round starts more prompts than it returns, and keeps those that complete first. The others wait in a queue. When
+the queue holds as many prompts as a round returns, a long round runs them without speculation.
 
 Invariant: every prompt that was handed in waits in exactly one place (queue, carried, the open round), or was returned
 or filtered, once.
@@ -31,25 +31,25 @@ ROUND_KINDS: tuple[RoundKind, ...] = get_args(RoundKind)
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 MAX_HISTORY_ROUNDS = 64
-"""Newest rounds that a run tells of."""
+"""Newest rounds in the history of a run."""
 
 MAX_WAITING = 4 * MAX_PROMPTS
-"""Prompts that may wait in one run when a round begins."""
+"""Most prompts that may wait in one run when a round begins."""
 
 
 class RoundError(ValueError):
-    """A round that cannot be opened. The text is for the client: what, value, allowed, remedy."""
+    """A round cannot be opened. The text is for the client: what, value, allowed, remedy."""
 
     def __init__(self, field: str, message: str, *, conflict: bool = False) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.conflict = conflict
-        """What was asked for is right, but not now."""
+        """True if the request is valid, but not in the run's present state."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTerms(RunFields):
-    """What all rounds of a run have in common."""
+    """Terms that all rounds of a run share."""
 
     response_speculation: float = DEFAULT_SPECULATION
 
@@ -65,16 +65,18 @@ class RunTerms(RunFields):
 
     @property
     def num_period_prompts(self) -> int:
-        """What the short rounds of a period take: until as many prompts are deferred as a long round returns; 0 when
-        none are."""
+        """Prompts that the short rounds of one period start. 0 if no prompt is ever deferred.
+
+        A period ends when as many prompts are deferred as a long round returns.
+        """
         spare = self.num_prompts - self.prompts_per_round
         return -(-self.prompts_per_round // spare) * self.num_prompts if spare else 0
 
     def check(self, num_candidates: int) -> None:
-        """Raises: RoundError for terms of which no short round could ever run.
+        """Raises: RoundError for terms under which no short round could ever run.
 
         Args:
-            num_candidates: most that a prompt of a short round has.
+            num_candidates: most candidates that a prompt of a short round has.
         """
         if num_candidates - self.group_size > MAX_GROUP_SIZE:
             raise RoundError(
@@ -97,7 +99,7 @@ class RunTerms(RunFields):
 
 
 def speculated(count: int, factor: float) -> int:
-    """ceil(factor * count), as it is written in decimals: 1.1 * 10 is 11."""
+    """ceil(factor * count), computed as in decimals: 1.1 * 10 is 11."""
     return ceil(round(count * factor, 6))
 
 
@@ -107,13 +109,16 @@ class FreshPrompt:
 
     prompt_id: str
     epoch: int | None = None
-    """Which time it comes, if the trainer says so."""
+    """Epoch that the trainer states for the prompt. None: not stated."""
     content: str = ""
-    """Digest of what it says."""
+    """Digest of the prompt's content."""
 
     @property
     def seed_name(self) -> str:
-        """What its seed follows from: the same in each round that takes it, and another one when it comes again."""
+        """Name from which the prompt's seed is derived.
+
+        It is equal in each round that takes the prompt, and another one if the prompt comes in another epoch.
+        """
         return self.prompt_id if self.epoch is None else f"{self.prompt_id} of epoch {self.epoch}"
 
 
@@ -122,10 +127,10 @@ class Entry:
     """A prompt that was handed in and has not been returned."""
 
     number: int
-    """How many were handed in before it."""
+    """Number of prompts that were handed in before it."""
     prompt: FreshPrompt
     num_deferred: int = 0
-    """Rounds that ended without it."""
+    """Number of rounds that deferred it."""
 
     @property
     def prompt_id(self) -> str:
@@ -134,22 +139,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class OpenRound:
-    """A round that was begun: what it took is in it until it is closed or given up."""
+    """An open round. Its prompts belong to it until it is closed or given up."""
 
     number: int
     key: str
-    """The client's name for it: repeated, it means the same round."""
+    """Idempotency key of the client: the same key means the same round."""
     kind: RoundKind
     entries: tuple[Entry, ...]
     """Prompts to run, in order."""
     reserve: tuple[Entry, ...] = ()
     """Prompts to run in place of filtered ones, in order."""
     num_wanted: int = 0
-    """Complete groups that end it."""
+    """Complete groups that end the round."""
 
     @property
     def wants_all(self) -> bool:
-        """It ends with the last of its prompts, so that it counts which of them begin first."""
+        """True if the round ends with the last of its prompts, so that the order of their start matters."""
         return self.num_wanted == len(self.entries)
 
     @property
@@ -158,19 +163,19 @@ class OpenRound:
 
 
 Fate = Literal["returned", "filtered", "deferred", "unstarted"]
-"""What a round makes of a prompt. `unstarted`: no candidate of it has run; a reserve that was not needed, too."""
+"""Outcome of a prompt in a round. `unstarted`: no candidate of it has run, also for an unused reserve."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryOutcome:
     fate: Fate
     max_tokens: int = 0
-    """Tokens of its longest trajectory, if it was returned or filtered."""
+    """Tokens of the prompt's longest trajectory, if it was returned or filtered."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What is remembered of a round that is over."""
+    """Statistics of a round that is over."""
 
     number: int
     key: str
@@ -179,7 +184,7 @@ class RoundRecord:
     num_filtered: int
     num_deferred: int
     max_tokens: int
-    """Tokens of the longest trajectory that was returned."""
+    """Tokens of the longest returned trajectory."""
     latency_s: float = 0.0
     generated_tokens: int = 0
     returned_tokens: int = 0
@@ -192,40 +197,42 @@ class Run:
     terms: RunTerms
     num_handed_in: int = 0
     num_rounds: int = 0
-    """Closed ones."""
+    """Number of closed rounds."""
     queue: list[Entry] = field(default_factory=list)
-    """Deferred, oldest first."""
+    """Deferred prompts, oldest first."""
     carried: list[Entry] = field(default_factory=list)
-    """Those of short rounds that ended before they were begun."""
+    """Prompts that their short rounds did not start."""
     open: OpenRound | None = None
     num_returned: int = 0
     num_filtered: int = 0
     num_deferred: int = 0
-    """Deferrals, a prompt's each."""
+    """Number of deferrals. A prompt counts once for each."""
     generated_tokens: int = 0
     returned_tokens: int = 0
     latency_s: float = 0.0
-    """Sum over closed rounds, as are the tokens."""
+    """Sum over closed rounds, in seconds. The token counts are sums as well."""
     history: list[RoundRecord] = field(default_factory=list)
-    """Newest last."""
+    """Statistics of closed rounds, newest last."""
     savings: Savings = field(default_factory=Savings)
     receipt: Receipt | None = None
-    """The sum over closed rounds, of those that have one."""
+    """Sum of the receipts of closed rounds. None if no round has one."""
 
     @property
     def next_kind(self) -> RoundKind:
-        """Long when the queue has as many entries as a round returns prompts. Two of one prompt never run in the same
-        round, so that it may return fewer."""
+        """ "long" when the queue has as many entries as a round returns prompts.
+
+        Two entries of one prompt never run in the same round, so that a long round may return fewer.
+        """
         return "long" if len(self.queue) >= self.terms.prompts_per_round else "short"
 
     @property
     def num_fresh(self) -> int:
-        """Prompts that the next round wants from the trainer."""
+        """Number of prompts that the next round takes from the trainer."""
         return 0 if self.next_kind == "long" else max(0, self.terms.num_prompts - len(self.carried))
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that were handed in and are not back, those of an open round excepted."""
+        """Number of prompts that wait, without those of an open round."""
         return len(self.queue) + len(self.carried)
 
     def plan(
@@ -236,10 +243,10 @@ class Run:
         kind: RoundKind | None = None,
         predicted: Mapping[str, float] | None = None,
     ) -> OpenRound:
-        """The next round; nothing changes. `predicted`: mean length of prompts, by id, as far as they are known.
+        """Plan the next round, without any change to the run. `predicted`: mean length of prompts, by id, where known.
 
-        `kind` may be "long" before its time: what waits, and fresh prompts beside it, without speculation. So an epoch
-        ends.
+        `kind` may be "long" before its time, for the end of an epoch. The round then takes all waiting prompts and the
+        fresh ones, without speculation.
 
         Raises: RoundError.
         """
@@ -272,7 +279,7 @@ class Run:
         return OpenRound(self.num_rounds, key, kind, (*old, *new), spare, num_wanted)
 
     def begin(self, planned: OpenRound) -> None:
-        """Take the prompts of a round that was just planned."""
+        """Open a round that was just planned, and take its prompts."""
         assert self.open is None, f"round {planned.number} begins in another one"
         taken = {entry.number for entry in planned.all_entries}
         self.queue = [entry for entry in self.queue if entry.number not in taken]
@@ -288,7 +295,7 @@ class Run:
         returned_tokens: int,
         receipt: Receipt | None = None,
     ) -> RoundRecord:
-        """The open round is over; `outcomes` by entry number, of all its entries."""
+        """Close the open round. `outcomes`: one for each entry, by entry number."""
         opened = self.open
         assert opened is not None, "no round is open"
         assert outcomes.keys() == {e.number for e in opened.all_entries}, "each entry has one outcome"
@@ -327,7 +334,7 @@ class Run:
         return record
 
     def give_up(self) -> OpenRound:
-        """Put back what the open round took, as if it had never begun."""
+        """Put back the prompts of the open round, as if it had never begun."""
         opened = self.open
         assert opened is not None, "no round is open"
         self._put_back(opened.all_entries)
@@ -335,12 +342,15 @@ class Run:
         return opened
 
     def _put_back(self, entries: Sequence[Entry]) -> None:
-        """Entries go to where they came from, or would have waited: before all others."""
+        """Put entries back to the front of the queue, or of the carried prompts if they were never deferred."""
         self.queue = [*(entry for entry in entries if entry.num_deferred), *self.queue]
         self.carried = [*(entry for entry in entries if not entry.num_deferred), *self.carried]
 
     def _in_order(self, predicted: Mapping[str, float]) -> list[Entry]:
-        """The queue as a long round takes from it. A prompt of unknown length counts as the longest: it was cut."""
+        """The queue in the order in which a long round takes from it.
+
+        A prompt of unknown length counts as the longest, since it was cut.
+        """
         if self.terms.queue_order == "first_in":
             return self.queue
         sign = 1.0 if self.terms.queue_order == "shortest" else -1.0

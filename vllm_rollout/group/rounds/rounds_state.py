@@ -1,4 +1,7 @@
-"""A run as JSON, and back. Invariant: a run restored goes on as the saved one; whatever else is a ValueError."""
+"""Converts a run to JSON and back.
+
+Invariant: a restored run goes on as the saved one would. Any other state raises a ValueError.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from vllm_rollout.group.rounds.savings import Savings
 FORMAT = 1
 MAX_ID_CHARS = 256
 MAX_ENTRIES = 2 * MAX_WAITING
-"""Entries in one list of a run: what may wait, and what a round may add to it."""
+"""Most entries in one list of a run: those that may wait, and those that a round may add."""
 MAX_TOKENS = 10_000_000
 MAX_SECONDS = 1e9
 
@@ -59,7 +62,7 @@ def run_to_state(run: Run) -> dict[str, Any]:
 
 
 def run_from_state(state: Any) -> Run:
-    """Raises: ValueError for what no run can have been."""
+    """Restore a run. Raises: ValueError for a state that no run can have."""
     names = ("format", "terms", "counts", "totals", "queue", "carried", "open", "history", "savings")
     receipts = ("receipt",) if isinstance(state, Mapping) and "receipt" in state else ()  # none in older ones
     state = fields_of(state, (*names, *receipts), "a run")
@@ -156,8 +159,7 @@ CHECKS: Mapping[str, Check] = {
     "max_tokens": partial(integer, most=MAX_TOKENS),
     "latency_s": partial(number, least=0, most=MAX_SECONDS),
 }
-"""What is checked of a field of `RunTerms`, `FreshPrompt`, `OpenRound` and `RoundRecord`, by its name; any other one is
-a number of things."""
+"""Checks by field name, for `RunTerms`, `FreshPrompt`, `OpenRound` and `RoundRecord`. Other fields are counts."""
 
 
 def _built(of: type[Built], values: Any, where: str) -> Built:

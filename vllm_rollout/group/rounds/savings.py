@@ -1,4 +1,4 @@
-"""What tail batching saved. Invariant: each prompt that is back counts once."""
+"""Estimates the savings of tail batching. Invariant: each prompt that is back counts once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Savings:
-    """What tail batching saved, in decode steps of the longest trajectory.
+    """Savings of tail batching, in decode steps of the longest trajectory.
 
-    Synchronous rounds would have run the prompts in the order in which they were handed in, P0 at a time, each until
-    its longest trajectory was over. An estimate from below: a prompt of a short round has its first R0 of eta R0
-    candidates, so that its own longest is shorter than it would have been.
+    Synchronous rounds would have run the prompts in the order of arrival, P0 at a time, each round until its longest
+    trajectory was over. The estimate is a lower bound, because a prompt of a short round keeps its first R0 of eta R0
+    candidates. Its longest trajectory is therefore shorter than in a synchronous round.
     """
 
     round_tokens: int = 0
-    """Sum over rounds of their longest trajectory."""
+    """Sum over rounds of the tokens of the longest trajectory."""
     synchronous_tokens: int = 0
-    """The same of synchronous rounds whose prompts are all back."""
+    """Sum over synchronous rounds whose prompts are all back, of the tokens of the longest trajectory."""
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Synchronous round -> (prompts that are back, their longest trajectory), of those that are not all back."""
+    """Synchronous round -> (prompts that are back, tokens of their longest trajectory), while some prompts are not
+    back."""
 
     def returned(self, entries: Iterable[tuple[int, int]], block_size: int) -> None:
-        """Entries of one round came back: (number, tokens of the longest trajectory)."""
+        """Record the entries of one round that came back: (number, tokens of the longest trajectory)."""
         longest = 0
         for number, max_tokens in entries:
             longest = max(longest, max_tokens)
@@ -36,7 +37,7 @@ class Savings:
 
     @property
     def ratio(self) -> float | None:
-        """Synchronous over tail batched; None while no synchronous round is complete."""
+        """Synchronous tokens over tail-batched tokens. None while no synchronous round is complete."""
         pending = sum(block_max for _, block_max in self.blocks.values())
         if not self.synchronous_tokens or not self.round_tokens:
             return None

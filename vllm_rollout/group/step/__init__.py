@@ -1,1 +1,1 @@
-"""The order of one engine step, and groups that leave it for another engine. Runs in the engine core."""
+"""The order of one engine step, and groups that move to another engine. Runs in the engine core."""

@@ -1,7 +1,7 @@
-"""A group between two engines: what the one lets go of and the other takes up.
+"""The state of a group on its way between two engines.
 
-A group moves whole, since its verdicts need all siblings in one place. What has ended stays where it is: its reward
-comes there. Everything else about the group is in one value, which is JSON-able by msgspec.
+A group moves whole, since its verdicts need all siblings in one place. Candidates that have ended stay where they are:
+their rewards arrive there. Everything else about the group is in one value, which msgspec can encode as JSON.
 
 Invariant: at any time a group is in one engine, or in one `DetachedGroup`.
 """
@@ -17,25 +17,25 @@ from vllm_rollout.group.racing.race import RacePlace
 from vllm_rollout.group.types import Assessment, Observation
 
 MoveOutcome = Literal["moved", "over", "stays", "failed", "lost"]
-"""What became of a move.
+"""Result of a move.
 
-moved   it goes on elsewhere
-over    it ended before it could leave
-stays   it cannot leave, for a reason
-failed  it was not taken up elsewhere, and goes on where it was
-lost    nor there: its candidates fail
+moved   the group goes on in the other engine
+over    the group ended before it could leave
+stays   the group cannot leave, for a reason
+failed  the other engine did not take it, and it goes on where it was
+lost    neither engine could take it: its candidates fail
 """
 StayReason = Literal["over", "busy"]
-"""Why a group does not move now.
+"""Reason why a group does not move now.
 
-over  it is not known here: it has ended, or was never here
-busy  an event of it waits for the end of the step
+over  it is unknown here: it has ended, or was never here
+busy  one of its events waits for the end of the step
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DetachedScore:
-    """How a running candidate is judged, and what is known of it already."""
+    """Scoring of a running candidate, with its observation and assessments so far."""
 
     scoring: Scoring
     observation: Observation | None = None
@@ -45,12 +45,12 @@ class DetachedScore:
 
 @dataclass(frozen=True, slots=True)
 class DetachedGroup:
-    """All that the rules know of a group that runs nowhere."""
+    """The state of a group that runs in no engine."""
 
     group_id: str
     group: Group
     scores: dict[int, DetachedScore]
-    """How running candidates are scored, by index."""
+    """Scoring of running candidates, by index."""
     request_ids: dict[int, str]
-    """Requests of running candidates, by index."""
+    """Request ids of running candidates, by index."""
     place: RacePlace | None

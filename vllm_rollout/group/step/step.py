@@ -1,16 +1,16 @@
 """The order of one engine step: events in, verdicts out.
 
     launch, ended            events, while the step is processed
-    cancel, give_up          nobody wants the rest of a group; whoever launched candidates needs them no more
-    detach, attach           between two steps: a group leaves for another engine, or comes from one
-    close_step               1. what ended is told to its group     2. each race that had an event is settled
-                             3. scores of the step are judged       4. races are settled again, where that pruned
-                             5. what is too long is given up        6. what nobody needs is given up
-                             7. races of groups are settled         8. cancelled groups stop
-                             9. the ledger is written, groups that are over are forgotten
+    cancel, give_up          the rest of a group, or some of its candidates, are no longer needed
+    detach, attach           between two steps: a group leaves for another engine, or arrives from one
+    close_step               1. groups record what ended            2. groups with events settle
+                             3. scores of the step are judged, and groups that pruned settle again
+                             4. candidates that are too long stop   5. candidates that were given up stop
+                             6. races between groups settle         7. cancelled groups stop
+                             8. the ledger is written, and groups that are over are forgotten
 
-vLLM's scheduler, the simulator and the tests' engine translate their events into these calls and obey the verdicts;
-none of them has an order of its own.
+vLLM's scheduler, the simulator and the tests' engine translate their events into these calls and obey the verdicts.
+None of them has an order of its own.
 
 Invariant: every candidate that was launched gets exactly one end, and no verdict names one that has ended.
 """
@@ -44,18 +44,19 @@ class LaunchRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What a step decided."""
+    """Decisions of a step."""
 
     stop: Mapping[CandidateId, StopState] = field(default_factory=dict)
-    """Running candidates to stop now, and as what."""
+    """Running candidates to stop now, with their end states."""
     lost_ties: frozenset[CandidateId] = frozenset()
     """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
     over: tuple[str, ...] = ()
-    """Groups that are over since this step."""
+    """Groups that ended in this step."""
     lost_groups: frozenset[str] = frozenset()
     """Groups that completed in this step, but after as many others as their race wanted."""
     broken: Mapping[str, Exception] = field(default_factory=dict)
-    """Groups whose rules raised: they are forgotten, and none of their candidates is named above."""
+    """Groups whose rules raised an exception. They are forgotten, and `stop` and `lost_ties` name none of their
+    candidates."""
 
 
 NO_VERDICTS = Verdicts()
@@ -63,15 +64,15 @@ NO_VERDICTS = Verdicts()
 
 @dataclass(slots=True)
 class _Scored:
-    """What judging a candidate needs."""
+    """Scoring and ledger entry of a candidate."""
 
     scoring: Scoring
     entry: LedgerEntry
-    """The place where what its reward will need is written."""
+    """Ledger entry that keeps the data for the candidate's reward."""
 
 
 class GroupSteps:
-    """All groups of one engine."""
+    """All groups of one engine, step by step."""
 
     def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS, *, contains: bool = False) -> None:
         """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step."""
@@ -79,21 +80,21 @@ class GroupSteps:
         self.races = RaceTable()
         self._table: SiblingTable[Group] = SiblingTable(max_idle)
         self._scored: dict[CandidateId, _Scored] = {}
-        """Candidates that are scored, from launch to end."""
+        """Scored candidates, from launch to end."""
         self._ended: list[tuple[CandidateId, Group, EndReason, int, Observation | None]] = []
-        """Candidates that ended since the last step was closed; the next two tell of that time, too."""
+        """Candidates that ended since the last step closed. The next two attributes also cover that time."""
         self._touched: dict[str, Group] = {}
         self._cancelled: dict[str, Group] = {}
         self._given_up: dict[str, set[int]] = {}
-        """Candidates that nobody needs, by group."""
+        """Indices of candidates that were given up, by group."""
         self._capped: dict[str, Group] = {}
-        """Groups whose running candidates are given up when they reach a length; in each something runs."""
+        """Groups with a length cap and a running candidate."""
         self._contained = (Exception,) if contains else ()
         self._broken: dict[str, Exception] = {}
-        """Groups whose rules raised since the last step was closed."""
+        """Groups whose rules raised an exception since the last step closed."""
 
     def __len__(self) -> int:
-        """Groups that are not over."""
+        """Number of groups that are not over."""
         return len(self._table)
 
     @property
@@ -102,7 +103,7 @@ class GroupSteps:
 
     @property
     def has_events(self) -> bool:
-        """Whether `close_step` has anything to do, even if nothing is due."""
+        """True if `close_step` has work to do, even if no score is due."""
         return bool(self._touched or self._capped)
 
     def launch(
@@ -115,9 +116,10 @@ class GroupSteps:
         scoring: Scoring | None = None,
         place: RacePlace | None = None,
     ) -> tuple[CandidateId, Group]:
-        """A candidate enters the group of that id, which its first candidate makes; without an index it takes the next.
+        """Add a candidate to the group with this id. The first candidate creates the group. Without an index it gets
+        the next.
 
-        Raises: LaunchRefused when the group was made on other terms, or has that index already.
+        Raises: LaunchRefused when the group has other terms, or already has that index.
         """
         group = self._table.find(group_id)
         if group is not None and group.terms != terms:
@@ -146,14 +148,15 @@ class GroupSteps:
         num_tokens: int,
         last: Observation | None = None,
     ) -> None:
-        """A candidate ended without a verdict. `last`: what its last token showed, where that is wanted."""
+        """Record that a candidate ended without a verdict. `last`: the observation of its last token, if it is
+        scored."""
         self._ended.append((candidate_id, group, reason, num_tokens, last))
         self._touched[candidate_id.group_id] = group
 
     def cancel(self, group_id: str) -> bool:
-        """Nobody wants the rest of this group now: what runs at the end of the step stops as `deferred`.
+        """Cancel the rest of this group: candidates that run at the end of the step stop as `deferred`.
 
-        False when there is no such group, for example because it is over.
+        Returns False when there is no such group, for example because it is over.
         """
         group = self._table.find(group_id)
         if group is None:
@@ -162,31 +165,32 @@ class GroupSteps:
         return True
 
     def give_up(self, group_id: str, indices: Iterable[int]) -> None:
-        """Whoever launched these candidates needs them no more: who runs at the end of the step stops as `surplus`."""
+        """Give up these candidates: those that run at the end of the step stop as `surplus`."""
         group = self._table.find(group_id)
         if group is not None:
             self._touched[group_id] = group
             self._given_up.setdefault(group_id, set()).update(indices)
 
     def cut(self, race_id: str) -> None:
-        """Enough groups of this race are complete, here and elsewhere: the others stop as `deferred`, those that are on
-        their way here included."""
+        """End a race, because enough groups of all engines are complete. The other groups stop as `deferred`, also
+        those that arrive later."""
         for group_id in self.races.cut(race_id):
             self.cancel(group_id)
 
     def running(self, group_id: str) -> list[CandidateId]:
-        """Candidates of a group that is known here and not over."""
+        """Running candidates of a group. Empty if the group is unknown or over."""
         group = self._table.find(group_id)
         return [] if group is None else [CandidateId(group_id, index) for index in group.running]
 
     def stays_because(self, group_id: str) -> StayReason | None:
-        """Why this group cannot be detached now; None when it can."""
+        """Reason why this group cannot be detached now. None if it can."""
         if self._table.find(group_id) is None:
             return "over"
         return "busy" if group_id in self._touched else None
 
     def detach(self, group_id: str, request_ids: Mapping[int, str]) -> DetachedGroup:
-        """Let go of a group that nothing keeps here (`stays_because`). `request_ids`: of its running candidates."""
+        """Remove and return a group that can leave (`stays_because`). `request_ids`: of its running candidates, by
+        index."""
         group = self._table.remove(group_id)
         for waiting in (self._touched, self._cancelled, self._given_up, self._capped):
             waiting.pop(group_id, None)
@@ -204,7 +208,7 @@ class GroupSteps:
         return DetachedGroup(group_id, group, scores, dict(request_ids), self.races.leave(group_id))
 
     def attach(self, detached: DetachedGroup, now_s: float = 0.0) -> Group:
-        """Take up a group that another engine let go of, or this one; `now_s` as in `close_step`."""
+        """Add a group that this or another engine detached. `now_s` as in `close_step`."""
         group_id, group = detached.group_id, detached.group
         assert self._table.find(group_id) is None, f"group {group_id} is here already"
         self._table.put(group_id, group)
@@ -222,16 +226,17 @@ class GroupSteps:
         return group
 
     def forget_waiting(self, now_s: float) -> list[str]:
-        """Forgets groups that wait for siblings and have waited too long; returns which."""
+        """Forget groups that have waited too long for siblings, and return their ids."""
         return self._table.forget_waiting(now_s)
 
     def unmet(self, now_s: float) -> list[Group]:
-        """Joined groups of which nothing runs, and siblings have not come for a while; each of them once."""
+        """Joined groups without a running candidate, whose siblings have not come for a while. Each is returned
+        once."""
         overdue = (self._table.find(group_id) for group_id in self._table.overdue(now_s))
         return [group for group in overdue if group is not None and group.joined and group.num_to_come]
 
     def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
-        """The ledger's entry of a candidate, for the reward that may come."""
+        """Open the ledger's entry of a candidate, for a later reward."""
         plan = group.pruning
         assert plan is not None  # nothing else scores
         entry = self.judge.ledger.open(scoring, candidate_id, request_id, plan, _origin(group, plan))
@@ -244,10 +249,10 @@ class GroupSteps:
         """Decide on everything since the last call.
 
         Args:
-            due: what the step showed of candidates that reached their detection length; of those that have ended it is
-                ignored.
+            due: observations of candidates that reached their detection length in this step. For ended candidates
+                they are ignored.
             num_tokens: output tokens of a candidate that has not ended by itself.
-            now_s: by which groups wait for siblings; without it they may wait for ever.
+            now_s: time for groups that wait for siblings, in seconds. Without it they may wait for ever.
         """
         if not (self.has_events or due):
             return NO_VERDICTS
@@ -303,7 +308,7 @@ class GroupSteps:
         return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups), broken)
 
     def _alone(self, group_id: str, rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What concerns one group only, if it is not broken: an exception breaks it, where that is contained."""
+        """Run a rule for one group, unless that group is broken. With `contains`, an exception breaks the group."""
         if group_id in self._broken:
             return None
         try:
@@ -319,7 +324,7 @@ class GroupSteps:
             del stop[id]
 
     def drop(self, group_id: str) -> None:
-        """Forget a group, whatever state it is in. Its rewards, if any come, are unknown."""
+        """Forget a group in any state. Rewards that come for it later are unknown."""
         if self._table.find(group_id) is not None:
             self._table.remove(group_id)
         self.races.leave(group_id)
@@ -330,7 +335,7 @@ class GroupSteps:
             del self._scored[id]
 
     def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
-        """What still runs of what is due, by group; touches these groups."""
+        """Observations of candidates that still run, by group. Marks these groups as touched."""
         siblings: dict[str, dict[int, Observation]] = {}
         for id, observation in due.items():
             group = self._table.find(id.group_id)
@@ -340,13 +345,14 @@ class GroupSteps:
         return siblings
 
     def _in_order(self, siblings: Mapping[str, Mapping[int, Observation]]) -> list[str]:
-        """Groups learn from each other's scores: the order in which they are judged must not be that of the batch."""
+        """Order in which groups are judged. Groups learn from each other's scores, so the batch must not set the
+        order."""
         return sorted(
             siblings, key=lambda group_id: (self._scoring_of(group_id, siblings[group_id]).prompt_id, group_id)
         )
 
     def _judge(self, group_id: str, group: Group, siblings: Mapping[int, Observation]) -> list[int]:
-        """Which of these to prune."""
+        """Judge due candidates of a group, and return those to prune."""
         if group.closed:
             return []
         due = {
@@ -356,13 +362,13 @@ class GroupSteps:
         return self.judge.judge(group, self._scoring_of(group_id, siblings), due)
 
     def _scoring_of(self, group_id: str, siblings: Mapping[int, object]) -> Scoring:
-        """Requests that join a group may bring different seeds: the first one's counts."""
+        """Scoring of the sibling with the lowest index. Requests that join a group may bring different seeds."""
         return self._scored[CandidateId(group_id, min(siblings))].scoring
 
     def _forget(
         self, stop: Mapping[CandidateId, StopState], num_tokens: Callable[[CandidateId], int], now_s: float
     ) -> tuple[str, ...]:
-        """Write down the ends of this step; returns the groups that are over."""
+        """Write the endings of this step to the ledger, and return the groups that are over."""
         for candidate_id, group, _, length, last in self._ended:
             self._alone(candidate_id.group_id, self._write, candidate_id, group, length, last)
         for candidate_id in stop:
@@ -380,7 +386,8 @@ class GroupSteps:
         return over
 
     def _release(self, group_id: str, group: Group, now_s: float) -> bool:
-        """Forget a group that is over (True); one in which nothing runs waits for siblings."""
+        """Forget a group that is over, and return True. A group without running candidates starts to wait for
+        siblings."""
         if not group.num_running:
             self._capped.pop(group_id, None)
         if self._table.find(group_id) is not group:
@@ -404,14 +411,14 @@ class GroupSteps:
 
 
 def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
-    """The kind of group that its labels are of."""
+    """Kind of group that the labels come from."""
     if plan.audit:
         return "audit" if plan.is_instead_of_race else "plain_audit"
     return "race" if group.terms.races else "plain"
 
 
 def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
-    """What a candidate that joins a group says differently."""
+    """Message about the first term in which a candidate that joins a group disagrees."""
     known, named = _fields(terms), _fields(others)
     name = next(name for name in known if known[name] != named[name])
     return (
@@ -421,7 +428,7 @@ def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
 
 
 def _fields(terms: GroupTerms) -> dict[str, object]:
-    """The terms by name; those of a plan that is not there are None."""
+    """Terms by name. Fields of a missing pruning plan are None."""
     said = {each.name: getattr(terms, each.name) for each in fields(GroupTerms) if each.name != "pruning"}
     plan = terms.pruning
     return said | {f"pruning.{each.name}": plan and getattr(plan, each.name) for each in fields(PruningPlan)}
