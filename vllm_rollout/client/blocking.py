@@ -87,7 +87,9 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Sync version of an async method. Its object has the async object as `_awaited` and runs coroutines by `_finish`."""
+    """Sync version of an async method. Its object has the async object as `_awaited` and runs coroutines by
+    `_finish`.
+    """
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -91,7 +91,9 @@ def said(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option_fields(options: Mapping[str, Any], known: type) -> dict[str, Any]:
-    """Options as fields of a body, without those that are None. Raises: TypeError for an option that is not in `known`."""
+    """Options as fields of a body, without those that are None. Raises: TypeError for an option that is not
+    in `known`.
+    """
     if unknown := sorted(options.keys() - known.__annotations__.keys()):
         raise TypeError(f"{unknown[0]} is no option; there are {', '.join(known.__annotations__)}")
     fields = {name: _plain(value) for name, value in said(options).items()}

@@ -15,7 +15,9 @@ SEED_STRIDE, MAX_SEED = 0x9E3779B97F4A7C15, 1 << 62
 
 
 def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int]]:
-    """Runs of equal prompts with their counts. A count is at most `num_generations`, and the rest starts another run."""
+    """Runs of equal prompts with their counts. A count is at most `num_generations`, and the rest starts
+    another run.
+    """
     runs: list[tuple[Any, int]] = []
     for prompt, same in groupby(prompts):
         count = len(list(same))
@@ -101,7 +103,9 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
 
 
 def rows_of(rollout: str, group: GroupAnswer, size: int) -> list[dict[str, Any]]:
-    """One row per completion: TRL's fields, and the completion's address. Raises: RuntimeError for an incomplete group."""
+    """One row per completion: TRL's fields, and the completion's address. Raises: RuntimeError for an
+    incomplete group.
+    """
     if len(group.trajectories) != size:
         raise RuntimeError(
             f"group {group.prompt_id} of {rollout} has {len(group.trajectories)} trajectories, {size} are needed: "

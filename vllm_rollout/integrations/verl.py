@@ -123,7 +123,9 @@ def limit_of(config: Any, num_prompt_tokens: int, sampling_params: Mapping[str, 
 
 
 def end_of(answer: tuple[TokenOutput, int]) -> End:
-    """End of an output, given its length limit. verl also reports "completed" for outputs that were cut at the limit."""
+    """End of an output, given its length limit. verl also reports "completed" for outputs that were cut at
+    the limit.
+    """
     output, limit = answer
     if output.stop_reason != "completed":
         return "stopped"

@@ -15,7 +15,7 @@ from vllm_rollout.on_cpu import this_cpu
 
 
 class CpuExecutor(UniProcExecutor):
-    """Overrides: _init_executor."""
+    """Executor with the worker in the engine core's process. Overrides: _init_executor."""
 
     def _init_executor(self) -> None:
         if parent_process() is not None:  # else it is a trainer's own process, whose threads are its own affair

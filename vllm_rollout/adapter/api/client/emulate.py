@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def number_in(low: float, high: float) -> Callable[[str], float]:
-    """What reads the value of a flag."""
+    """A parser of a flag's value as a number in [low, high]."""
 
     def number(text: str) -> float:
         value = float(text)
@@ -60,7 +60,7 @@ def number_in(low: float, high: float) -> Callable[[str], float]:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where a device cannot be emulated."""
+    """Exit with status 2 and a remedy if a device cannot be emulated with these flags."""
     if args.emulate is None:
         for flag, is_set in (
             ("--emulate-log", args.emulate_log is not None),
@@ -102,7 +102,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
-    """What the engine cores are told; None without --emulate."""
+    """Emulation settings for the engine cores. None without --emulate."""
     if args.emulate is None:
         return None
     return EmulationOptions(

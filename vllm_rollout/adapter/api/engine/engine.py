@@ -65,7 +65,7 @@ from vllm_rollout.server.engine import (
 from vllm_rollout.server.slices import Slices
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class VLLMEngine:
@@ -96,7 +96,7 @@ class VLLMEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way that takes several calls, of which an engine must get all or none."""
+        """True while several calls or a training belong together: an engine must get all of them or none."""
         return self.calls.is_busy or self.learning.is_training
 
     async def prepare(
@@ -250,7 +250,7 @@ class VLLMEngine:
         )
 
     def _limited(self, params: SamplingParams, prompt: PromptInput, token_ids: Sequence[int]) -> SamplingParams:
-        """The parameters with `max_tokens` bounded by the context that the prompt leaves."""
+        """The parameters with `max_tokens` limited by the context that the prompt leaves. Raises: RequestError."""
         max_model_len = self.max_model_len
         vocab_size = self._client.model_config.get_vocab_size()
         if prompt.prompt_token_ids is not None and max(token_ids) >= vocab_size:
@@ -303,7 +303,7 @@ class VLLMEngine:
 
 
 class _CandidateLog:
-    """What one candidate has said so far."""
+    """Output of one candidate so far."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -345,7 +345,7 @@ class _CandidateLog:
         return version_spans(candidate.note.weights, len(self._token_ids))
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
-        """The tokens not sent yet, if there are at least `min_tokens` of them."""
+        """The tokens that were not sent yet, if there are at least `min_tokens` of them."""
         offset = self._num_sent
         if len(self._token_ids) - offset < min_tokens:
             return None
@@ -354,13 +354,13 @@ class _CandidateLog:
         return CandidateTokens(self._index, offset, self._token_ids[offset:], logprobs)
 
     def failed(self, error: str | None = None) -> CandidateEnd:
-        """The end of a candidate that never had one."""
+        """The end of a candidate that has no last output."""
         ending = Ending(self._index, "failed", len(self._token_ids))
         return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, (), error=error)
 
 
 def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
-    """The sampled token's log probability at each position: the first entry of its range."""
+    """Log probability of the sampled token at each position: the first entry of its range."""
     return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
 
 
