@@ -65,7 +65,7 @@ class RewardsProgress:
     """Result of an engine core's call for rewards. If its time ran out, it has accounted for the first ones only."""
 
     heads: set[HeadKey]
-    """Heads that learn from the rollouts and groups of these rewards."""
+    """Heads that learn from the rewards' rollouts and groups, as far as these are known here."""
     statuses: list[RewardStatus]
     num_training: int = 0
     """Number of labels that a head learns."""
@@ -238,7 +238,7 @@ class Operation(Generic[Argument, Result]):
         return self._result.decode(payload)
 
 
-# -- rewards and what they teach
+# -- rewards, labels and training
 POST_REWARDS: Operation[PostedRewards, RewardsProgress] = Operation("post_rewards", PostedRewards, RewardsProgress)
 """Account for rewards until the time of a call is used up."""
 NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)

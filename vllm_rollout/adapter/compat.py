@@ -74,7 +74,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 KV_MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 CORE = "vllm.v1.engine.core.EngineCore"
 
-# What differs between the supported versions, and is asked for
+# Differences between the supported versions that code asks for
 WEIGHT_SPANS = Fact("has", COMPLETION, "weight_versions", since="0.32")
 LOGGING_FLAGS = Fact("has", "vllm.logger", "configure_logging_from_args", since="0.31")
 SCALE_OUT_FLAG = Fact("flag", SERVE, "enable_scale_out", since="0.30")
@@ -84,7 +84,7 @@ REJECTS_WHILE_PAUSED = Fact("has", "vllm.v1.engine.core.EngineCoreProc", "reject
 DEFERRED_WAITING = Fact("has", SCHEDULER, "deferred_waiting", since="0.31")
 ACTIVE_LIMIT = Fact("has", SCHEDULER, "max_num_active_reqs", since="0.31")
 ADOPTS_FOUND = Fact("does", KV_MANAGER, "allocate_slots", "and num_new_computed_tokens == 0", since="0.31")
-# Before, each API process made its sockets by itself and told the launcher where.
+# Before, each API process made its sockets and sent their addresses to the launcher.
 RUST_LISTENERS = Fact(
     "takes",
     "vllm.v1.utils.RustFrontendProcessManager",
@@ -124,7 +124,7 @@ def lacking(version: str = vllm_version) -> list[str]:
 
 
 ALSO = {
-    # from objects whose class nobody says, or by names in strings
+    # of objects without a named class, or by names in strings
     "vllm.engine.arg_utils.AsyncEngineArgs": "tensor_parallel_size",
     "vllm.entrypoints.openai.models.protocol.BaseModelPath": "name",
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels": "base_model_paths lora_requests",
@@ -153,7 +153,7 @@ FLAGS = (
 """Settings of `vllm serve` that we read or set, and that every supported version has."""
 
 CONTRACT = (
-    # -- in which versions differ
+    # -- rows in which versions differ
     WEIGHT_SPANS,
     LOGGING_FLAGS,
     SCALE_OUT_FLAG,
@@ -185,10 +185,10 @@ CONTRACT = (
     Fact("flag", SERVE, "log_level", since="0.31"),
     Fact("flag", SERVE, "logging_config", since="0.31"),
     Fact("flag", SERVE, "grpc_port", since="0.32"),
-    # What NoTokens is for: they send the last output of a request that has sent nothing if its tokens are true.
+    # For NoTokens: these send the last output of a request without earlier output if its tokens are true.
     Fact("does", CHAT_STREAM, "chat_completion_stream_generator", "and not output.token_ids", until="0.32"),
     Fact("does", CHAT_STREAM, "chat_completion_stream_generator_raw", "and not output.token_ids", since="0.33"),
-    # -- which cannot be read out of our code
+    # -- rows that cannot be read from our code
     Fact("does", TEXT_STREAM, "completion_stream_generator", "and not delta_token_ids"),
     Fact("adds", CORE, "rollout_call"),
     Fact(

@@ -81,7 +81,7 @@ def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) 
 
 
 def _name(core: EngineCore, name: str) -> None:
-    if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that nobody hears
+    if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that is not counted
         _count(core)
     core.scheduler.weights.name(name)
 
@@ -100,6 +100,6 @@ def _asked(core: EngineCore, method: str) -> int:
         return 0
     try:
         return max(core.model_executor.collective_rpc(method))
-    except Exception:  # one of ours that has failed ends the engine, which the call itself has said
+    except Exception:  # a failed worker of ours ends the engine, which the call itself reports
         weights.workers_count = False
         return 0

@@ -162,7 +162,7 @@ class EndingNote(msgspec.Struct, frozen=True, array_like=True):
     confidence: tuple[float, float] | None
     """Mean and standard deviation over the trajectory's tokens."""
     weights: list[tuple[int, str]] = []
-    """Pairs of first output token and weight version. vLLM assigns versions when tokens arrive, which is too late for
+    """Pairs of first output token and weight version. vLLM assigns versions when tokens arrive. This is too late for
     tokens that are held or in flight.
     """
     assessment: Assessment | None = None

@@ -145,7 +145,7 @@ class RunningGroup:
                     body["data"] = data(self._prompt)
                 self._begin((await self._declared(body)).to_begin)
             finally:
-                self._its.places.release()  # which its first session takes
+                self._its.places.release()  # for its first session
                 self.has_begun.set()
             listening = asyncio.create_task(self._listen())
             over: GroupOverEvent = await self._is_over
@@ -154,7 +154,7 @@ class RunningGroup:
             if listening is not None:
                 await cancelled([listening])
             if await self._left():
-                with suppress(RolloutError):  # there is none, or no server
+                with suppress(RolloutError):  # the group or the server does not exist
                     await self._client.send(Call("DELETE", self._path, lambda _: None))
 
     async def _declared(self, body: Mapping[str, Any]) -> SessionGroupAnswer:
@@ -163,7 +163,7 @@ class RunningGroup:
         except RolloutError as error:
             if error.status != HTTPStatus.CONFLICT:
                 raise
-            return await self._client.send(self._read)  # nobody else has its id: an answer was lost
+            return await self._client.send(self._read)  # the id is unique, so an earlier answer was lost
 
     async def of_round(self, to_begin: Iterable[str]) -> AgentGroup:
         """Run a group that a round has declared. The round passes events to `hear` and `returned`."""
@@ -205,7 +205,7 @@ class RunningGroup:
                 reward = await self._its.run(session)
                 reward = None if reward is None else as_reward(reward)
             except SessionLost:
-                pass  # or it was cut by a limit, and may be graded
+                pass  # or a limit ended the session, which may still be graded
             except asyncio.CancelledError:
                 if self._calls[session.id].cancelling():
                     raise
@@ -221,7 +221,7 @@ class RunningGroup:
             if session.is_ending or self._calls[session.id].cancelling():
                 return
             try:
-                await cancelled(session.turns)  # that it left behind
+                await cancelled(session.turns)  # turns that the function left behind
                 await self._end(session, reward, void)
             except Exception as error:  # whatever it is, its group must not wait for ever
                 if self._is_over.done():
@@ -239,11 +239,11 @@ class RunningGroup:
         try:
             await (session.end({"void": True}) if void else session.finish(reward))
         except RolloutError as error:
-            if error.status == HTTPStatus.CONFLICT:  # by itself, over a client of its own
+            if error.status == HTTPStatus.CONFLICT:  # the function ended it over a client of its own
                 return
             if error.status != HTTPStatus.NOT_FOUND or void:
                 raise
-            self._errors[session.id] = error  # it never took a turn
+            self._errors[session.id] = error  # the session had no turn
             await session.end({"void": True})
 
     async def _listen(self) -> None:

@@ -41,7 +41,7 @@ class _Blocking(httpx.AsyncByteStream):
         self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        assert isinstance(self._response.stream, httpx.SyncByteStream)  # of a client that blocks
+        assert isinstance(self._response.stream, httpx.SyncByteStream)  # the client blocks
         for chunk in self._response.stream:
             yield chunk
 

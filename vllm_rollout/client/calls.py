@@ -63,7 +63,7 @@ class Call(Generic[T]):
     body: object = None
     """Body of the request. Bytes are sent unchanged, other values as JSON."""
     timeout: float | None = None
-    """Longest silence of the server in seconds; None: the client's `read_timeout_s`."""
+    """Longest silence of the server in seconds. None: the client's `read_timeout_s`."""
     headers: Mapping[str, str] | None = None
     """Headers added to the client's own."""
 

@@ -136,7 +136,7 @@ class AsyncRolloutClient(Sender):
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
     ) -> AsyncRun:
-        id = id or f"run-{uuid.uuid4().hex}"  # here: a request that is sent again makes no second one
+        id = id or f"run-{uuid.uuid4().hex}"  # made here, so that a repeated request makes no second run
         return AsyncRun(self, await self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
 
     run.__doc__ = run_calls.create_run.__doc__

@@ -73,7 +73,7 @@ class RolloutError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status; None when there was no answer."""
+        """HTTP status. None if there was no answer."""
         self.message = message
         self.type = type
         self.param = param
@@ -163,7 +163,7 @@ class EventReader:
         return [self._event(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
-        """Tell the reader that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
+        """Note that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
         if not self._done:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 

@@ -359,7 +359,7 @@ class Fleet(Sender):
     async def _post_rewards(self, id: str, call: Call[Any]) -> RewardsAnswer:
         body = self._body(call)
         parts = self._rollouts.get(id)
-        if parts is None:  # of a round, or of another client
+        if parts is None:  # a rollout of a round, or of another client
             return await self._of_finder(replace(call, read=typed(RewardsAnswer)))
         entries = body["rewards"]
         places: dict[tuple[int, str], list[int]] = {}
@@ -501,7 +501,7 @@ class Fleet(Sender):
             try:
                 given = await give_weights(self, *args, **options)
             except BaseException:
-                # where one refused a pause, the others may have begun theirs
+                # if one server refused a pause, others may have begun theirs
                 with suppress(RolloutError):
                     await self._to_all(Call("POST", "/resume", lambda _: None))
                 raise

@@ -143,7 +143,7 @@ class FleetRollout:
         terms = (max(1, sum(sizes)), max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else None)
         keys = {id: _key(self._prompts[self.positions[id]]) for id in prompt_ids}
         parts: dict[int, Part] = {}
-        # what is wrong with them is said best by a server that has all
+        # if prompts are invalid, a server that gets all of them gives the best message
         is_split = 0 < len(self.positions) == len(self._prompts)
         for id in sorted(keys, key=lambda id: -self._servers.predicted(keys[id], *terms)):
             group = self._servers.place(keys[id], *terms)
@@ -168,7 +168,7 @@ class FleetRollout:
             async with aclosing(self._members[part.server]._events(call)) as events:
                 async for event in events:
                     await self._events.put((part, event))
-        except Exception as error:  # its reader raises what is no answer of a server
+        except Exception as error:  # the reader raises errors that are no answer of a server
             await self._events.put((part, error))
         else:
             await self._events.put((part, None))

@@ -165,7 +165,7 @@ class AsyncRun:
                 return await ask()
             except RolloutError as error:
                 if error.status == HTTPStatus.CONFLICT or time.monotonic() - began > LASTED_S:
-                    patience = _Patience(patience_s)  # it answers that another round runs, or ran this one until now
+                    patience = _Patience(patience_s)  # the server answers: another round runs, or it ran this one
                 await self._client._sleep(patience.wait_s(error))
 
     @takes_options(RoundOptions, RoundRequest)
@@ -212,7 +212,7 @@ class AsyncRun:
         waits = {name: options[name] for name in ("timeout", "patience_s") if name in options}
 
         async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **fed: Any) -> RoundAnswer:
-            if key is not None:  # a round that was asked for before knows what was said of it
+            if key is not None:  # the server has the options of a round that was asked for before
                 return await self.round(key=key, **waits)
             return await self.round(prompts, **fed, **options)
 

@@ -90,7 +90,7 @@ async def give_weights(
                 await self.send(_post("/v1/load_lora_adapter", body))
         sent = time.perf_counter()
         name = await _name_version(self, version)
-        if kv == "recompute":  # after the name, which tells of weights that nobody has heard coming
+        if kv == "recompute":  # after the name, which also counts weights that came unnoticed
             await self.send(_post("/v1/weights/recompute"))
     return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
 
@@ -106,13 +106,13 @@ async def _paused(client: Sender) -> AsyncIterator[None]:
             ):
                 await client.send(_post("/pause?mode=keep&clear_cache=false"))
         except RolloutError as error:
-            # a proxy in front of a server that pauses may have lost patience
+            # a proxy may have timed out before the server paused
             may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         yield
     except BaseException:
         if may_be_paused:
-            with suppress(RolloutError):  # what failed first is told
+            with suppress(RolloutError):  # the first error is raised
                 await client.send(_post("/resume"))
         raise
     await client.send(_post("/resume"))
@@ -130,7 +130,7 @@ async def _name_version(client: Sender, version: str) -> str | None:
 
 @contextmanager
 def _explained(remedy: str) -> Iterator[None]:
-    """Replace a server's 404 by `remedy`, which says how to start the server."""
+    """Replace the message of a server's 404 by `remedy`."""
     try:
         yield
     except RolloutError as error:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rollout_redundancy", type=int, default=0)
     ours, theirs = parser.parse_known_args(argv)
-    # Read, and left to OpenRLHF, whose default it has as well.
+    # Read here, and passed on to OpenRLHF, which has the same default.
     parser.add_argument("--rollout.n_samples_per_prompt", dest="group_size", type=int, default=1)
     group_size = parser.parse_known_args(theirs)[0].group_size
     use_in_actors(group_size, ours.rollout_redundancy)

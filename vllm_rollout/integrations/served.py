@@ -50,6 +50,6 @@ def _shape(config: Any) -> dict[str, Any]:
 def _shape_at(model: str) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
-    with suppress(OSError, ValueError):  # a name that this host does not know says nothing
+    with suppress(OSError, ValueError):  # a name that this host does not know is not compared
         return _shape(AutoConfig.from_pretrained(model))
     return None

@@ -78,7 +78,7 @@ class RacingGymGenerator(SkyRLGymGenerator):
             finally:
                 environment = self._environments.pop(session.id, None)
                 if not has_ended and environment is not None:
-                    await called(environment.close)  # which SkyRL does at the end only
+                    await called(environment.close)  # SkyRL closes it only at the end
             race.outputs[session.id] = output
             return reward_of(output)
 

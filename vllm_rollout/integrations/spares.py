@@ -74,7 +74,7 @@ class Spares(Generic[Answer]):
         try:
             return await waiter
         finally:
-            if waiter in group.waiting:  # its caller went away
+            if waiter in group.waiting:  # the call was cancelled
                 group.waiting.remove(waiter)
                 self._settle(group)
 
@@ -91,7 +91,7 @@ class Spares(Generic[Answer]):
 
     def _ended(self, group: _Group[Answer], task: asyncio.Task[Answer]) -> None:
         group.running.discard(task)
-        if task.cancelled() and not group.waiting:  # it was not needed any more
+        if task.cancelled() and not group.waiting:  # it is not needed any more
             return
         end = "stopped" if task.cancelled() or task.exception() is not None else self._end_of(task.result())
         if end != "finished":
@@ -101,7 +101,7 @@ class Spares(Generic[Answer]):
         self._settle(group)
 
     def _settle(self, group: _Group[Answer]) -> None:
-        while group.truncated and len(group.waiting) > len(group.running):  # too few are left, as the engine has it
+        while group.truncated and len(group.waiting) > len(group.running):  # too few candidates are left
             _give(group.waiting.popleft(), group.truncated.popleft())
         while group.stopped and group.waiting and not group.running:
             _give(group.waiting.popleft(), group.stopped.popleft())

@@ -153,7 +153,7 @@ class Rendering:
 
         self._parse = trl.parse_response
         self._tools = tools
-        self._tokenizer = copy.deepcopy(trainer.processing_class)  # the trainer's goes on reading whole conversations
+        self._tokenizer = copy.deepcopy(trainer.processing_class)  # the trainer's own tokenizer stays as it is
         if all(getattr(self._tokenizer, name, None) is None for name in ("response_template", "response_schema")):
             self._tokenizer = trl.add_response_schema(self._tokenizer)
         if trainer.chat_template is None and not trl.is_chat_template_prefix_preserving(self._tokenizer):

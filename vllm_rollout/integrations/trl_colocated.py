@@ -134,7 +134,7 @@ class colocate:
         from vllm_rollout.adapter.in_process.environment import become_ours
 
         engine = become_ours(trainer.vllm_generation.llm, rewards={NAME: reward})
-        if engine is None:  # it was left to vLLM, which has said why
+        if engine is None:  # it stayed vLLM's, and the log has the reason
             return
         rollouts = ColocatedRollouts(engine, redundancy=self._redundancy, **{**self._options, "reward": NAME})
         trainer.rollout_func = rollouts

@@ -104,7 +104,7 @@ class TRLRollouts:
             answer = self._client.rollout(chosen, size, self._redundancy, sampling=sampling, **self._options)
             return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
 
-        # One size as a rule; two or three where a group is cut in two between processes.
+        # Usually one size. Two or three if a group is split between processes.
         sizes = sorted({count for _, count in runs})
         groups = sorted(self._of_sizes(sizes, roll_out), key=lambda found: found[0])
         rows = [row for place, rollout, group in groups for row in rows_of(rollout, group, runs[place][1])]
@@ -145,8 +145,8 @@ class TRLRollouts:
     def teaching(self, reward_function: RewardFunction, *, threshold: float | None = None) -> RewardFunction:
         """Wrap a reward function so that it also posts its rewards. Pruning learns from them.
 
-        Wrap the function that says whether an answer is right. A reward above `threshold` (None: the server's default,
-        0.5) is positive. A reward of None is not posted. Nothing is posted without the option `pruning`.
+        Wrap the function that checks whether an answer is right. A reward above `threshold` (None: the server's
+        default, 0.5) is positive. A reward of None is not posted. Nothing is posted without the option `pruning`.
 
         Raises: TypeError for a reward model, which TRL calls in another way.
         """
@@ -189,7 +189,7 @@ class TRLRollouts:
             except RolloutError as error:
                 if error.status != 404:
                     raise
-                # The server was started anew since: training goes on, what it would have learned is lost.
+                # The server has been restarted: training goes on, and these rewards are lost.
                 warnings.warn(f"rewards of {rollout} were not taken: {error}", stacklevel=2)
             else:
                 columns.get("log_metric", lambda *_: None)("rollout/rewards_accepted", float(counts.accepted))

@@ -27,7 +27,7 @@ def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
     """
     if num_logprobs < 0 or logprobs.logprobs.ndim < 2 or logprobs.logprobs.shape[1] <= num_logprobs + 1:
         return logprobs
-    # Copied, so that the step's own arrays are let go.
+    # Copied, so that the step's own arrays are freed.
     token_ids, values = (
         array[:, : num_logprobs + 1].copy() for array in (logprobs.logprob_token_ids, logprobs.logprobs)
     )

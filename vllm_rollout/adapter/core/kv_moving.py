@@ -82,7 +82,7 @@ class KVMoves:
         if segments := self._shared.pop(group_id, None):
             try:
                 core.collective_rpc("rollout_drop_kv", args=(segments,))
-            except Exception:  # the group is where it belongs
+            except Exception:  # the group itself has moved, or stays
                 logger.exception("the KV segments of group %s are left", group_id)
 
     def fetch(self, core: EngineCore, group_id: str, kv: KVBlocks, requests: Sequence[Request]) -> None:

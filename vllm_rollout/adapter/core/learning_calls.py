@@ -137,7 +137,7 @@ class LearningCalls:
         self._judge.learn(labels)
 
     def learn_features(self, labelled: LabelledFeatures) -> None:
-        # The labels may still be on their way to this rank: the head must find its place.
+        # The labels may arrive at this rank later. This creates the head's place.
         if self._judge.learning_of(labelled.head) is not None:
             self._worker(
                 "rollout_learn_features", labelled.head, labelled.features, labelled.positives, labelled.weights
@@ -160,7 +160,7 @@ class LearningCalls:
                 f"at most {MAX_ADAPTERS} adapters are learned of, and rewards are awaited for all there are, got a "
                 f"head for {put.adapter!r:.200}: post those rewards first",
             )
-        memory = memories.known(put.adapter) or Memory()  # nothing is given up for a head that is refused
+        memory = memories.known(put.adapter) or Memory()  # no memory is dropped for a head that is refused
         spare = memory.spare(awaits) if memory.is_full else None
         answer = self._worker("rollout_put_head", put.data, list(memory.learnings), spare, put.adapter)
         if isinstance(answer, HeadInfo):
@@ -238,7 +238,7 @@ class LearningCalls:
         """The parts of a state (`saved_state.py`), made as they are read."""
         encode = msgspec.json.Encoder().encode
         yield encode(state_header(self._model)) + b"\n"
-        adapters = self._judge.memories.all().keys()  # of which rows are written
+        adapters = self._judge.memories.all().keys()  # adapters whose rows are written
         for row in self._judge.memories.to_state():
             yield encode(row) + b"\n"
         num_heads = 0

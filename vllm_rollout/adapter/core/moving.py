@@ -2,7 +2,7 @@
 
 A group leaves in two calls. The first call stops it as vLLM preempts: its blocks are free, and a step in flight still
 delivers its tokens. Once no token is in flight, the second call packs the group. A group that comes looks like a
-preempted one to the scheduler: its prompt and its output are computed again, except for blocks in the prefix cache. It
+preempted one to the scheduler. Its prompt and its output are computed again, except for blocks in the prefix cache. It
 may bring blocks along (`kv_moving.py`).
 
 Invariant: a candidate is in one scheduler, packed, or over. Every token of it is sent once. A call that is repeated
@@ -175,7 +175,7 @@ class GroupMoves:
 
     def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[EngineCandidate]) -> Parcel:
         """Pack a group. Steps that may fail come before the scheduler gives up the group."""
-        self._groups.weights.look()  # the salt that goes along is not older than the last change
+        self._groups.weights.look()  # so that the salt is not older than the last change
         kv = self.kv.share(core, group_id, [candidate.request for candidate in candidates])
         moved = [
             MovedCandidate(
@@ -218,7 +218,7 @@ class GroupMoves:
                 groups.detach(group_id, taken)
             self._scheduler.finished_req_ids |= ids  # so that the workers forget them
             raise
-        self._scheduler.finished_req_ids -= ids  # of the step in which they left, if it has not come
+        self._scheduler.finished_req_ids -= ids  # set when they left, if that step has not come
 
     @staticmethod
     def _request(core: EngineCore, moved: MovedCandidate) -> Request:
@@ -226,7 +226,7 @@ class GroupMoves:
         if moved.output_token_ids:
             request.append_output_token_ids(moved.output_token_ids)
             request.status = RequestStatus.PREEMPTED
-            request.num_preemptions = 1  # not counted: it is vLLM's sign that this is no first prefill
+            request.num_preemptions = 1  # not counted: for vLLM it means that this is no first prefill
             request.prefill_stats = None  # they were sent with its first token
         return request
 

@@ -218,7 +218,7 @@ class GroupSchedulerMixin:
         candidate.sampled_by(self.weights.sampling)
         if request.sampling_params.stop:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
-            candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
+            candidate.stop_strings.found_at(moved.output_token_ids)  # finds none, or the candidate would be over
             self._num_with_stop_strings += 1
         return candidate
 
@@ -295,12 +295,12 @@ class GroupSchedulerMixin:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def _fail(self, candidate: EngineCandidate, reason: str) -> None:
-        """End a candidate for this reason: in this step if groups have not been told yet which candidates ended, else
-        in the next.
+        """End a candidate for this reason: in this step if the groups do not know yet which candidates ended, else in
+        the next.
         """
         request_id = candidate.request.request_id
         candidate.error = reason
-        candidate.held = HeldOutputs(1)  # what it holds may be what is wrong
+        candidate.held = HeldOutputs(1)  # the held outputs may be the cause
         self._candidates[request_id] = candidate
         if candidate.end_reason is None:
             self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -357,13 +357,13 @@ class GroupSchedulerMixin:
             return None
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         free_tokens = num_free * self.block_size // len(self.kv_cache_config.kv_cache_groups)
-        mean = min(mean, first.max_tokens)  # it grows no further, however long others became
+        mean = min(mean, first.max_tokens)  # it cannot become longer than this
         return max(len(self.running), most_running(free_tokens, mean))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, *args, **kwargs)
         if request_ids is None and self._candidates:
-            # A pause that aborts: the engine core tells the clients of what it gets from here, with empty outputs that
+            # A pause that aborts: clients of the requests returned here get empty outputs, which
             # would overtake held tokens. Candidates get their last output from the step that now follows.
             return [request for request in finished if request.request_id not in self._candidates]
         return finished
@@ -377,7 +377,7 @@ class GroupSchedulerMixin:
             self.weights.look()
         except Exception as error:
             self.faults.caught("weights", error)
-            self.reset_prefix_cache(reset_running_requests=True)  # nothing of old weights may be read
+            self.reset_prefix_cache(reset_running_requests=True)  # KV of old weights must not be read
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.moves.kv.num_resets += 1
@@ -467,7 +467,7 @@ class GroupSchedulerMixin:
         return due
 
     def _close_step(self, due: Mapping[CandidateId, Observation], model_runner_output: ModelRunnerOutput) -> Verdicts:
-        """Tell the groups which candidates ended, and get their verdicts."""
+        """Report ended candidates to the groups, and get their verdicts."""
         for candidate in self._ended:
             if candidate.is_told:
                 continue
@@ -503,7 +503,7 @@ class GroupSchedulerMixin:
                     keep_first(output, num_kept)
                 if candidate.end_reason is None:
                     self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
-                    # The API process finds the string itself and turns this into finish reason `stop`;
+                    # The API process finds the string itself and turns this into finish reason `stop`.
                     # STOP here would make its detokenizer drop the last token.
                     output.finish_reason = FinishReason.ABORT
                 candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
@@ -558,7 +558,7 @@ class GroupSchedulerMixin:
         """Give candidates that ended without an output in this step (waiting, preempted, aborted) their last one."""
         untold = []
         for candidate in self._ended:
-            if not candidate.is_told:  # it failed while outputs were passed; the next step tells its group
+            if not candidate.is_told:  # it failed while outputs were passed: its group learns in the next step
                 untold.append(candidate)
                 continue
             request = candidate.request
@@ -572,7 +572,7 @@ class GroupSchedulerMixin:
                 )
                 output = self._last_output(candidate, output, verdicts, None)
                 step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
-                # The default list of an EngineCoreOutputs is not ours to append to.
+                # The default list of an EngineCoreOutputs is shared, so it is not appended to.
                 step_outputs.outputs = [*step_outputs.outputs, output]
             self._num_with_stop_strings -= candidate.stop_strings is not None
             if candidate.is_launched:
@@ -580,7 +580,7 @@ class GroupSchedulerMixin:
             self._joining.ended(request.request_id)
         self._ended = untold
         if self.finished_req_ids_dict:
-            # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
+            # Data parallel: super() has delivered its set. Ours must not wait for a step that may never come.
             for client_index, request_ids in self.finished_req_ids_dict.items():
                 step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
                 step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids

@@ -62,7 +62,7 @@ class StepTimes:
             return
         num_tokens = scheduler_output.total_num_scheduled_tokens
         batch_size = len(scheduler_output.num_scheduled_tokens)
-        # The step's own token is in there already.
+        # The count already includes the step's own token.
         context = fmean(request.num_tokens for request in running) - 1
         seconds = now - before
         if self._steps is not None:

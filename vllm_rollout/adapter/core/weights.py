@@ -85,7 +85,7 @@ class Weights:
             self._groups.preempt(request, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self.preempted(request)
-            if not self._is_ours(request):  # under its client's salt KV of older weights may be found
+            if not self._is_ours(request):  # its client's salt also finds KV of older weights
                 request.skip_reading_prefix_cache = True
         return len(running)
 

@@ -2,7 +2,7 @@
 end.
 
 Invariant: values set by the caller stay, and values that cannot work are refused. An engine core ends when its parent
-process says so, or is gone.
+process stops it, or is gone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class UninterruptedProcesses(RankProcesses):
         resource_tracker.ensure_running()  # started below, it would let SIGINT through again
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            super().__init__(local_engine_count, start_index, *args, **kwargs)  # whose processes inherit the mask
+            super().__init__(local_engine_count, start_index, *args, **kwargs)  # its processes inherit the mask
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
     group_size: int | None = None
     strict: bool = False
     emulate: str | None = None
-    """A file as for `vllm-rollout serve --emulate`: the engine has no model, and the file says how long steps take."""
+    """A file as for `vllm-rollout serve --emulate`: the engine has no model, and its step times come from this file."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wanted:
@@ -136,7 +136,7 @@ def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
 def _emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
     """Engine arguments for an emulated device. Raises: ValueError for a file that describes no device."""
     Settings.read(file).at(engine_args.tensor_parallel_size)
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model nothing ends at its length
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model there is no trained length
     device = EmulationOptions(str(Path(file).resolve()), 1.0, None, False, engine_args.data_parallel_size)
     return replace(
         engine_args,

@@ -2,7 +2,7 @@
 event loop for programs without one, which waits for its work.
 
 Invariant: a handler runs when its signal comes, and only its exception waits. The held exception is raised in the end.
-When the loop's `run` has returned or raised, its work has ended: no step of the engine and no turn of the loop is cut
+When the loop's `run` has returned or raised, its work has ended. No step of the engine and no turn of the loop is cut
 in two.
 """
 
@@ -57,7 +57,7 @@ class HeldInterrupts:
     def _let_go(self) -> None:
         try:
             for number, handler in reversed(self._handlers.items()):  # Ctrl-C waits until the last of them is back
-                if signal.getsignal(number) == self._handle:  # otherwise somebody has set another one meanwhile
+                if signal.getsignal(number) == self._handle:  # otherwise other code has set another handler meanwhile
                     signal.signal(number, handler)
         finally:
             self._holds = False
@@ -92,17 +92,17 @@ class WaitingLoop:
             raise RuntimeError(
                 "an event loop runs here already, amid which nothing can wait. Use vllm_rollout.AsyncLLM."
             )
-        # The loop does it: a handler may run before there is a task.
+        # The loop cancels the task: a handler may run before there is a task.
         with HeldInterrupts(lambda: self._loop.call_soon_threadsafe(lambda: task.cancel())) as interrupts:
             task = self._loop.create_task(work)
             try:
                 return self._loop.run_until_complete(task)
             except asyncio.CancelledError:
-                if interrupts.held is None:  # which is raised where the block ends
+                if interrupts.held is None:  # a held exception is raised at the end of the block
                     raise
             finally:
                 if not task.done():  # an exception came through the loop
                     task.cancel()
                     self._loop.run_until_complete(asyncio.wait({task}))
                 if not task.cancelled():
-                    task.exception()  # has been seen
+                    task.exception()  # marks the exception as retrieved

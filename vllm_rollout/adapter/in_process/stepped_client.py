@@ -120,7 +120,7 @@ class EngineRequests:
                         self._unclaimed.append(output)
                 for _ in range(TURNS_PER_STEP):
                     await asyncio.sleep(0)
-        except BaseException as error:  # handed to those who wait
+        except BaseException as error:  # passed to the waiting requests
             told = error if isinstance(error, Exception) else RuntimeError(f"a step was cut in two by {error!r}")
             for queue in self._waiting.values():
                 queue.put_nowait(told)

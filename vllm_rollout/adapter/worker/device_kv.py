@@ -111,7 +111,7 @@ class DeviceMemory:
             error, *answer = getattr(self._runtime, name)(*values)
             if error == self._runtime.cudaError_t.cudaSuccess:
                 continue
-            self._runtime.cudaGetLastError()  # or it would be taken for one of the next call
+            self._runtime.cudaGetLastError()  # clears it, or the next call would report it
             no_room = error == self._runtime.cudaError_t.cudaErrorMemoryAllocation
             raise (MemoryError if no_room else TransferError)(f"{name}: {error.name}")
         return answer

@@ -96,7 +96,7 @@ class Drafts:
 
     def _see_step(self, step: SchedulerOutput) -> None:
         self._learn_cost(step)
-        self._verifying = {  # vLLM may have had room for fewer
+        self._verifying = {  # vLLM may have scheduled fewer
             sequence: self._verifying[sequence][: len(tokens)]
             for id, tokens in step.scheduled_spec_decode_tokens.items()
             if id in self._running and (sequence := self._running[id].sequence) in self._verifying
@@ -138,7 +138,7 @@ class Drafts:
         sampled = [sampled_token_ids[row] for row in rows]
         self._learn_accepted(sequences, np.array(list(map(len, sampled))))
         longest = min(self.rule.longest(len(request_ids)), self._most)
-        # Beside the drafts that are accepted a step makes one token more.
+        # A step makes one token more than the accepted drafts.
         room = np.array([candidate.most_tokens for candidate in candidates]) - num_tokens_no_spec[rows] - 1
         found = self.memory.step(
             sequences, _padded(sampled), np.where(list(map(len, sampled)), room.clip(0, longest), 0)

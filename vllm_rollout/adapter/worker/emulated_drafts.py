@@ -87,7 +87,7 @@ class EmulatedDrafts:
         drafted: list[int] = []
         accepted: list[int] = []
         for row in rows:
-            bins = self._verifying.pop(row.request_id, ())[: row.num_drafts]  # vLLM may have had room for fewer
+            bins = self._verifying.pop(row.request_id, ())[: row.num_drafts]  # vLLM may have scheduled fewer
             if row.num_said:
                 drafted += bins
                 accepted += bins[: row.num_said - 1]

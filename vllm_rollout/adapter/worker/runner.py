@@ -222,7 +222,7 @@ class RunnerMixin:
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _hear_of_new_weights(self) -> None:
-        """Tell the worker's parts of new weights, before the first step that they compute."""
+        """Notify the worker's parts of new weights, before the first step that they compute."""
         self.observing.says_not_finite = True
         if self.drafts is not None:
             self.drafts.new_weights()
@@ -297,7 +297,7 @@ class RunnerV1Mixin(RunnerMixin):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
-            spec_decode_metadata = None  # vLLM from 0.32 on verifies nothing, for which its top_k on a CPU has no rows
+            spec_decode_metadata = None  # without drafts, top_k of vLLM from 0.32 on has no rows on a CPU
         num_rows = self.input_batch.num_reqs
         num_unverified: int | np.ndarray = 0
         if spec_decode_metadata is not None and self._cannot_verify():
@@ -312,7 +312,7 @@ class RunnerV1Mixin(RunnerMixin):
             with self.observing:
                 self.candidate_tracker.observe(request_ids, logits, num_computed, unfinished)
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
-        # After sampling, which tells how many tokens there are. Verification works on copies of the logits.
+        # After sampling, when the number of tokens is known. Verification works on copies of the logits.
         output = super()._sample(logits, spec_decode_metadata, *args, **kwargs)
         with self.observing:
             num_drafted = np.array(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
@@ -339,8 +339,8 @@ class RunnerV1Mixin(RunnerMixin):
         return logits.index_select(0, first), num_drafted
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
-        # vLLM's answer is a draft model's: while any request is near the end of the context, no, and then token 0 is
-        # proposed to all. Ours looks to the end of each request.
+        # vLLM's answer is for a draft model: False while any request is near the end of the context. Then token 0 is
+        # proposed for all requests. Our proposer checks the end of each request.
         if self.drafts is not None:
             return common_attn_metadata is not None
         return super()._input_fits_in_drafter(common_attn_metadata, *args, **kwargs)

@@ -86,7 +86,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         super().load_model(*args, **kwargs)
         listen(self.model_runner.get_model())
 
-    # Weights may also come without the model's `load_weights`, copied by vLLM into where they belong.
+    # Weights may also come without the model's `load_weights`, copied by vLLM into place.
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         Changes.num += 1

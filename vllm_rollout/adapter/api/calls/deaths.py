@@ -1,7 +1,7 @@
 """Engine cores that die while others live: detection, and notice to the API processes.
 
-The process that started the engine cores (the API process, or the launcher of several) writes a line for each dead core
-into a file of the server's folder.
+The process that started the engine cores is the API process, or the launcher of several. It writes a line for each dead
+core into a file of the server's folder.
 
 Invariant: the server lives as long as one rank lives. When the last rank dies, the server stops, as vLLM alone does
 when the first one dies.
@@ -48,7 +48,7 @@ class Deaths:
         return None if folder is None else cls(folder / "deaths")
 
     def write(self, death: Death) -> None:
-        with suppress(FileNotFoundError), self._path.open("a") as file:  # it has gone with a server that ends
+        with suppress(FileNotFoundError), self._path.open("a") as file:  # a server that ends has deleted the folder
             file.write(f"{death.rank} {death.exit_code}\n")
 
     def read(self) -> list[Death]:

@@ -95,7 +95,7 @@ class EngineCalls:
         payload = operation.encode_argument(argument)
         try:
             async with self._turn_of[rank]:
-                core = self._client.engine_core  # of now: while it waited the engine may have been rebuilt
+                core = self._client.engine_core  # read here: the engine may have been rebuilt during the wait
                 answer = await self.unless_dead(
                     core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
                 )

@@ -29,7 +29,7 @@ def of_a_server() -> Iterator[None]:
         before = {name: os.environ.get(name) for name in (VARIABLE, SOCKETS)}
         os.environ[VARIABLE] = folder
         if len(os.fsencode(folder)) + NAME_BYTES <= MAX_SOCKET_PATH:
-            os.environ[SOCKETS] = folder  # vLLM's sockets, too, are where nobody else comes in
+            os.environ[SOCKETS] = folder  # vLLM's sockets, too, are not open to other users
         try:
             yield
         finally:

@@ -158,7 +158,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
         try:
             stopped = await found(names)
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # a dead engine is reported elsewhere
             return []
         if stopped:
             spawn(stop_the_rest(), "abort")
@@ -189,7 +189,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     @asynccontextmanager
     async def _passing(self, tag: CandidateTag | None) -> AsyncIterator[None]:
         async with self.door.passing():
-            if tag is not None:  # asked inside: whoever has not passed can still find another engine there
+            if tag is not None:  # inside: a request that has not passed may reach another engine
                 await self.lost_weights.found(self.get_weight_version)
             yield
 
@@ -238,7 +238,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         target = core.core_engines[rank]
         for request_id in request_ids:
             before = core.reqs_in_flight.get(request_id)
-            if before is None:  # it ended on this side, a moment ago
+            if before is None:  # it has just ended on this side
                 continue
             core.reqs_in_flight[request_id] = target
             core.engine_inflight[before] -= 1

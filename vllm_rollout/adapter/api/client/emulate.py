@@ -117,7 +117,7 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
 def switch_on(args: argparse.Namespace) -> None:
     args.worker_cls = EMULATED_WORKER_CLS
     args.distributed_executor_backend = EMULATED_EXECUTOR_CLS
-    args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for
+    args.async_scheduling = False  # as the platform requires. The executor restores the user's setting
     args.enforce_eager = True
-    # Without a model nothing ends at the length it was trained for.
+    # Without a model there is no trained length.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")

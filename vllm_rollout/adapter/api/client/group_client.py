@@ -212,7 +212,7 @@ class GroupClient:
         return first_of_completion(request_id)
 
     def _refuse_unnamed(self, join: GroupJoin) -> None:
-        """Raises: VLLMValidationError if siblings may reach another API process, which has other groups. Routes that
+        """Raises: VLLMValidationError if siblings may reach another API process, which has other groups. Endpoints that
         join groups pass all such requests to the first process.
         """
         if join.name is None and self.client_index > 0:
@@ -293,7 +293,7 @@ class GroupClient:
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         candidates: FanIn[CandidateOutput | CandidateFailed] = FanIn(plan.num_candidates)
         params = params.clone()
-        params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below
+        params.skip_clone = True  # siblings share fields that they only read. Others are copied below
         delta = params.output_kind == RequestOutputKind.DELTA
         interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
 
@@ -329,7 +329,7 @@ class GroupClient:
                 raise
             except Exception as error:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
-                cause = error.__cause__ or error  # vLLM's own says nothing
+                cause = error.__cause__ or error  # vLLM's own error has no details
                 yield CandidateFailed(index, f"{type(cause).__name__}: {cause}")
 
         for index, before in before_each.items():
@@ -384,7 +384,7 @@ class GroupClient:
         if plan.pruning is not None:
             name = answer_name(request_id, client_namespace(), plan.group_size)
             await self._name_choices(name, group_id, indices)
-        answer = finals[indices[0]]  # its prompt was computed, if that of any candidate was
+        answer = finals[indices[0]]  # its prompt was computed if any candidate's was
         answer.request_id = request_id
         answer.outputs = choices_of(plan, indices, finals)
         answer.finished = True

@@ -68,7 +68,7 @@ class Life:
                     if death.rank not in self.dead:
                         self._bury(death)
             await asyncio.sleep(LOOK_S)
-        # vLLM tells whoever waits when it reads from a dead engine, but its client may be closed before it does.
+        # vLLM fails waiting requests when it reads from a dead engine, but its client may be closed before.
         self._client.output_processor.propagate_error(EngineDeadError())
 
     def _bury(self, death: Death) -> None:
@@ -91,5 +91,5 @@ class Life:
         lost = core.requests_of(rank)
         logger.error("vllm_rollout: rank %d has died, and %d requests with it; the other ranks go on", rank, len(lost))
         client.lose(lost, RankDied.of(rank))
-        if client.logger_manager is not None:  # what it said last would be shown for ever
+        if client.logger_manager is not None:  # its last statistics would be shown for ever
             client.logger_manager.record(scheduler_stats=SchedulerStats(), iteration_stats=None, engine_idx=rank)

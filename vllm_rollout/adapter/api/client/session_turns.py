@@ -138,7 +138,7 @@ async def heard(
         async for output, note in outputs:
             said.take(output)
             if output.finished and any(map(isnan, said.logprobs or ())):
-                service.leave(turn)  # vLLM answers with a 400, because JSON has no NaN: it has not happened
+                service.leave(turn)  # vLLM answers with a 400, because JSON has no NaN: the turn does not count
             elif output.finished:
                 service.end(
                     turn,

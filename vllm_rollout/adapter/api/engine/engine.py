@@ -108,7 +108,7 @@ class VLLMEngine:
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
-        await self._client.door.opened()  # an engine that is being rebuilt will have lost its weights
+        await self._client.door.opened()  # a rebuilt engine has lost its weights
         try:
             await self._client.lost_weights.found(self._client.get_weight_version)
         except GracefulHTTPError as error:
@@ -278,7 +278,7 @@ class VLLMEngine:
             else:
                 text_or_ids = prompt.prompt if prompt.prompt is not None else list(prompt.prompt_token_ids or ())
                 rendered = await self._renderer.render_completion(CompletionRequest(prompt=text_or_ids, max_tokens=1))
-        except Exception as error:  # a chat template may raise anything; it is the prompt's fault
+        except Exception as error:  # a chat template may raise anything: the prompt is to blame
             raise _bad_prompt(prompt, f" cannot be rendered: {_first_line(error)}") from error
         if isinstance(rendered, ErrorResponse):
             raise _bad_prompt(prompt, f": {rendered.error.message}")

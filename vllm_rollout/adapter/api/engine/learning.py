@@ -179,7 +179,7 @@ class EngineLearning:
     async def _put_on_others(self, put: HeadToPut) -> None:
         for rank in self._calls.living_ranks[1:]:
             refusal = await self._calls.call_if_alive(rank, PUT_HEAD, put)
-            if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
+            if isinstance(refusal, Refusal):  # that rank awaits rewards for the maximum of other detection lengths
                 logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
@@ -187,7 +187,7 @@ class EngineLearning:
         known = {each.head.detection_length: each for each in learned}
         length = self._choose(detection_length, known, "anything learned")
         key = HeadKey(length, adapter)
-        # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
+        # Every rank's calibration has every label. Verdicts and awaited rewards each rank has only of its own.
         found = [each for each in learned if each.head == key]
         windows = (await self._calls.call_if_alive(rank, LEARNING_WINDOW, key) for rank in self._calls.living_ranks)
         window = LearningWindow()
@@ -268,7 +268,7 @@ class EngineLearning:
             if self._calls.num_ranks > 1:
                 await self._share_heads()
             self._calls.after_change()
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # a dead engine is reported elsewhere
             logger.warning("training of the quality head ended with the engine")
 
     async def settled(self) -> None:
@@ -293,7 +293,7 @@ class EngineLearning:
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))
         if detection_length is None:
-            meant = set(known) - {WHOLE} or set(known)  # whole trajectories are asked for by name, beside any other
+            meant = set(known) - {WHOLE} or set(known)  # whole trajectories are only meant if they are alone
             if len(meant) == 1:
                 return meant.pop()
             if known:

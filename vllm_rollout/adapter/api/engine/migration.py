@@ -51,7 +51,7 @@ class MigrationWatch:
             if not is_look_due(num_left, num_left_at_look):
                 continue
             num_left_at_look = num_left
-            with survived("planning moves"), suppress(EngineStopped):  # it says so elsewhere
+            with survived("planning moves"), suppress(EngineStopped):  # a dead engine is reported elsewhere
                 moves, delay = await self._next_moves(delay)
                 for move in moves:
                     await self._moves.move_group(move.group_id, move.target)

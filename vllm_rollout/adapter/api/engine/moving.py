@@ -231,10 +231,10 @@ class EngineMoves:
         before: frozenset[int] = frozenset()
         while not self._client.errored:
             await asyncio.sleep(FOLLOW_S)
-            with survived("following holds"), suppress(EngineStopped):  # it says so elsewhere
+            with survived("following holds"), suppress(EngineStopped):  # a dead engine is reported elsewhere
                 async with self._one_move:
                     held = self._held(await self.engine_loads())
-                    if len(held) < self.num_ranks or held == before:  # else drains that meet, and give back
+                    if len(held) < self.num_ranks or held == before:  # else drains collide, and one is released
                         self._client.routes.hold(held)
                     before = held
                 for rank in self._client.routes.held:
@@ -259,7 +259,7 @@ class EngineMoves:
         async with self._one_move:
             routes = self._client.routes
             if target in routes.held and route.rank in routes.held and routes.has_open:
-                target = routes.next_rank()  # it has to leave, to wherever
+                target = routes.next_rank()  # it has to leave its rank, so any other rank will do
             if target in routes.held:
                 return Move("stays", f"rank {target} takes no groups any more")
             if route.rank == target:
@@ -288,7 +288,7 @@ class EngineMoves:
             return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
         try:
             await self._calls.call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
-            if target in self._client.life.dead:  # it died with the group, whose requests nobody looked for there
+            if target in self._client.life.dead:  # it died with the group, whose requests were not known to be there
                 raise RankDied.of(target)
         except Exception as error:
             logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)

@@ -90,7 +90,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def switch_on(args: argparse.Namespace) -> None:
     if args.parallelism == "auto":
-        # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
+        # A forked copy of a server with threads may wait for ever for one of them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 

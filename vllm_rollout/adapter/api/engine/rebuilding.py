@@ -68,7 +68,7 @@ class ClosedEngine:
     def die(self) -> None:
         self.resources.engine_dead = True
         self._next.set_exception(EngineDeadError())
-        self._next.exception()  # read, for there may be nobody who waits
+        self._next.exception()  # read here, because it may not be awaited
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.is_stopping = True
@@ -90,7 +90,7 @@ def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> A
     core = EngineCoreClient.make_async_mp_client(
         vllm_config=config, executor_class=Executor.get_class(config), log_stats=log_stats
     )
-    if closed.is_stopping:  # nobody else is left who would stop it
+    if closed.is_stopping:  # no other code would stop it
         core.shutdown()
     return core
 
@@ -167,7 +167,7 @@ class Resizer:
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
             await EngineLearning(EngineCalls(CalledCores(core, config)), self._options).set_learning_state(learned)
         except BaseException:
-            client.output_handler = handler  # which is done: so vLLM sees that the engine is dead
+            client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()
             raise
         client.read_from(core, config)

@@ -97,7 +97,7 @@ class StateFile(Unkept):
             for path in self._files("head"):
                 try:
                     await self._learning.restore_head(PUT_HEAD.decode_argument(path.read_bytes()))
-                except (RequestError, msgspec.DecodeError) as error:  # its PUT was answered so
+                except (RequestError, msgspec.DecodeError) as error:  # its PUT got the same answer
                     logger.warning("vllm_rollout: the head in %s is not taken: %s", path, error)
 
     @asynccontextmanager
@@ -250,7 +250,7 @@ class StateFile(Unkept):
         try:
             asyncio.run_coroutine_threadsafe(self._save_with_drafts(), self._loop).result(SAVE_TIMEOUT_S)
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
-        except Exception as error:  # the server is going, with or without us
+        except Exception as error:  # the server ends in any case
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)
 
 

@@ -30,12 +30,12 @@ class Listener:
         self._serving: asyncio.Task[None] | None = None
 
     def has_sessions(self) -> None:
-        """Tell all processes that sessions exist: from now on a session header makes a request a turn."""
+        """Mark for all processes that sessions exist: from now on a session header makes a request a turn."""
         self._in_use.touch()
 
     def serve(self, app: FastAPI) -> None:
         """Serve the app on the socket, in the first process, as long as its event loop runs."""
-        # Who calls gives idle connections up first. Logs are as vLLM's server sets them.
+        # Clients give idle connections up first. Logs are as vLLM's server sets them.
         config = uvicorn.Config(
             app, uds=str(self.socket), lifespan="off", log_config=None, timeout_keep_alive=int(2 * IDLE_S)
         )

@@ -28,7 +28,7 @@ def runs_in_core(args: argparse.Namespace) -> bool:
         and args.tensor_parallel_size * args.pipeline_parallel_size == 1
         and args.data_parallel_backend == "mp"
         and args.parallelism == "fixed"
-        and args.rollout_judge is None  # with a judge, cores are shared out among processes
+        and args.rollout_judge is None  # with a judge, cores are divided among processes
         and os.environ.get(BINDING, "nobind") == "nobind"
     )
 

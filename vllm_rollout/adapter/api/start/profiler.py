@@ -96,7 +96,7 @@ class Profiler:
                 companion = asyncio.create_task(
                     self._generate(self._new_prompt(1), self._max_model_len - 1, "companion")
                 )
-                await self._generate(self._new_prompt(1), 1)  # the companion runs when this one is through
+                await self._generate(self._new_prompt(1), 1)  # the companion runs once this request has ended
             await self._generate(self._new_prompt(chunk_tokens), 1)
         steps = await self._steps()
         await self._client.abort("companion")

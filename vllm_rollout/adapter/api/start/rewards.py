@@ -62,7 +62,7 @@ async def begin_grading(
     not work here.
     """
     try:
-        # How many wait is bounded by what rollouts are promised, which are refused before they begin.
+        # The queue needs no bound: rollouts that would overload it are refused before they begin.
         grader = Grader({**ALWAYS, **rewards}, num_processes=num_processes, limits=limits, max_waiting=sys.maxsize)
         await grader.__aenter__()
         if rewards:

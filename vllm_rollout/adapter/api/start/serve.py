@@ -336,7 +336,7 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
     if args.rollout_drafts == "on":
         args.speculative_config = dict(DRAFTS_CONFIG)
     if args.allowed_origins == ["*"] and not _says(arguments, "--allowed-origins"):
-        args.allowed_origins = []  # as vLLM has it from 0.32 on: no page may, unless the user says so
+        args.allowed_origins = []  # as in vLLM from 0.32 on: pages need the user's permission
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS

@@ -96,7 +96,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     client.answer_grader = AnswerGrader(service.grading, service.learning)
     listener = Listener() if client.num_api_processes > 1 else None
     if listener is not None and not is_first:
-        # Around all middleware: what is answered elsewhere passes that of the process that answers.
+        # Around all middleware: a request for another process passes that process's middleware.
         own = app.middleware_stack or app.build_middleware_stack()
         app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
         return engine

@@ -70,7 +70,7 @@ async def update_weights(request: Request) -> JSONResponse:
         return _error(HTTPStatus.BAD_REQUEST, f"weight_dir must be a folder or null, got {folder!r:.200}.")
     try:
         await load_weights(client, folder)
-    except NoWeights as error:  # prime-rl repeats what fails on the server's side
+    except NoWeights as error:  # prime-rl repeats requests that fail on the server's side
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"weight_dir {error}")
     return JSONResponse({"status": "ok"})
 
