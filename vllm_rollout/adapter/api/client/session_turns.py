@@ -61,7 +61,7 @@ async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_mod
 
 
 def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
-    """The parameters, limited by the session's remaining tokens."""
+    """The parameters, with `max_tokens` limited to the tokens that the turn may generate."""
     if turn.max_tokens is not None and (params.max_tokens is None or params.max_tokens > turn.max_tokens):
         params.max_tokens = turn.max_tokens
         params.min_tokens = min(params.min_tokens, turn.max_tokens)
