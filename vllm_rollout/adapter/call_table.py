@@ -1,11 +1,11 @@
-"""What an API process may ask of an engine core: one row per operation, with the codecs of both ends.
+"""The operations that an API process may call on an engine core: one row each, with the codecs of both ends.
 
     API process   service -> EngineCalls.call_rank(rank, OPERATION, argument)  -- encode_argument
     engine core   rollout_call(name, payload) -- decode_argument -> LearningCalls, ... -- encode_result
     API process   decode_result
 
-Invariant: an operation has the same name in the API process, here and in the engine core; what travels is one value of
-the named type each way. An error that concerns the client is a value (`Refusal`); an exception is a bug.
+Invariant: an operation has the same name in the API process, here and in the engine core. One value of the named type
+travels each way. An error that concerns the client is a value (`Refusal`). An exception is a bug.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ from vllm_rollout.group.step.moving import StayReason
 from vllm_rollout.group.types import BASE_MODEL, HeadKey, HeldGroups
 
 CALL_METHOD = "rollout_call"
-"""The one method that is added to vLLM's EngineCore: `rollout_call(operation: str, payload: bytes) -> bytes`."""
+"""The only method added to vLLM's EngineCore: `rollout_call(operation: str, payload: bytes) -> bytes`."""
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 
 class Refusal(NamedTuple):
-    """Why a head or a state is not taken; nothing has changed."""
+    """Reason why a head or a state was refused. Nothing has changed."""
 
     kind: Literal["mismatch", "invalid"]
-    """It is of another model, or no state at all."""
+    """`mismatch`: it is of another model or hidden size. `invalid`: any other reason."""
     message: str
 
 
 class PostedRewards(NamedTuple):
-    """Rewards, for the engine cores that may have run their candidates."""
+    """Rewards for all engine cores that may have run the candidates."""
 
     rewards: list[NamedReward]
     share: bool
-    """Answer labels with their features, for other engine cores to learn; else they are learned here and now."""
+    """True: return labels with their features, for other engine cores to learn. False: learn them here."""
 
 
 class Features(NamedTuple):
     """Hidden states, [num_states, hidden_size]."""
 
     data: bytes
-    """Row by row."""
+    """The bytes row by row."""
     dtype: Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(slots=True)
 class RewardsProgress:
-    """How far an engine core got within its time: the rewards it has accounted for are the first ones."""
+    """Result of an engine core's call for rewards. If its time ran out, it has accounted for the first ones only."""
 
     heads: set[HeadKey]
-    """That candidates of the rollouts and groups teach that are known here."""
+    """Heads that learn from the rewards' rollouts and groups, as far as these are known here."""
     statuses: list[RewardStatus]
     num_training: int = 0
-    """Labels that a head learns."""
+    """Number of labels that a head learns."""
     labels: list[Label] = field(default_factory=list)
-    """To be shared, and so are these:"""
+    """Labels for other engine cores to learn."""
     features: dict[HeadKey, LabelledFeatures] = field(default_factory=dict)
-    """By the head that trains on them."""
+    """Features with labels for other engine cores, by the head that trains on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledFeatures:
-    """What a head trains on."""
+    """Training data of a head."""
 
     head: HeadKey
     features: Features
@@ -87,7 +87,7 @@ class LabelledFeatures:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one engine core has seen of one detection length of a served name."""
+    """Counts of one engine core for one head."""
 
     head: HeadKey
     num_awaiting: int
@@ -99,7 +99,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class LearningWindow:
-    """What a report is made of."""
+    """Data of one head for a report."""
 
     outcomes: list[RewardedCandidate] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -107,13 +107,13 @@ class LearningWindow:
 
 
 class NamedChoices(NamedTuple):
-    """The candidates of a group that are choices in the answer of a request."""
+    """Candidates of a group that are choices in a request's answer."""
 
     name: str
-    """The request's."""
+    """Name of the request."""
     group_id: str
     choices: dict[int, int]
-    """Choice -> index of the candidate."""
+    """Index of the candidate, by choice."""
 
 
 class HeadToRead(NamedTuple):
@@ -123,25 +123,25 @@ class HeadToRead(NamedTuple):
 
 class HeadToPut(NamedTuple):
     data: bytes
-    """It says for which detection length it is."""
+    """Bytes of the head. They contain its detection length."""
     adapter: str
 
 
 class StateToPut(NamedTuple):
     data: bytes
     only_check: bool
-    """Say whether it would be taken; nothing changes."""
+    """True: only check whether the state would be taken."""
 
 
 class Piece(NamedTuple):
-    """The next bytes of what is read piece by piece."""
+    """The next bytes of a reading."""
 
     data: bytes
     is_last: bool
 
 
 class ObservedGroup(NamedTuple):
-    """Lengths of a group that is over."""
+    """Lengths of a group that has ended."""
 
     key: str
     lengths: list[ObservedLength]
@@ -162,12 +162,12 @@ class PromptsToRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostToCompare:
-    """A profile that live steps are compared with."""
+    """A profile with which real steps are compared."""
 
     cost: CostModel
     model: str
     profile: str
-    """Its file; this and the rest are for the warning."""
+    """Path of the profile. This and the other fields are for the warning."""
     batch_sizes: Sequence[int]
 
 
@@ -177,16 +177,16 @@ class WiderRace(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """The newest output tokens of a candidate that has not ended."""
+    """The newest output tokens of a running candidate."""
 
     index: int
     offset: int
-    """Number of its output tokens before these."""
+    """Number of the candidate's output tokens before these."""
     token_ids: list[int]
 
 
 class Hold(NamedTuple):
-    """Whether somebody keeps an engine core empty (`group/ranks/placement.py`)."""
+    """Begin or end of a hold, which keeps an engine core empty (`group/ranks/placement.py`)."""
 
     owner: str
     held: bool
@@ -195,19 +195,19 @@ class Hold(NamedTuple):
 class GroupToRelease(NamedTuple):
     group_id: str
     epoch: int
-    """The epoch of the move. A call that is repeated has the same, and is answered as before."""
+    """Number of the move. A repeated call has the same number and gets the same answer."""
 
 
 class Released(NamedTuple):
-    """What became of a group that was to leave an engine core."""
+    """Result of a call to release a group from an engine core."""
 
     outcome: Literal["released", "in_flight", "refused"] | StayReason
-    """`released`: it is in the parcel. `in_flight`: it has stopped, and a token of it is on its way: ask again."""
+    """`released`: the group is packed. `in_flight`: it has stopped, but has a token in flight, so ask again."""
     parcel: bytes = b""
     request_ids: Sequence[str] = ()
-    """The requests that are in the parcel."""
+    """Ids of the packed requests."""
     reason: str = ""
-    """Why it was refused."""
+    """Reason of a refusal."""
 
 
 class GroupToAdopt(NamedTuple):
@@ -217,7 +217,7 @@ class GroupToAdopt(NamedTuple):
 
 
 class Operation(Generic[Argument, Result]):
-    """One row: a name, what it takes, what it answers."""
+    """One row: an operation's name, the type of its argument and the type of its result."""
 
     def __init__(self, name: str, argument: Any, result: Any) -> None:
         self.name = name
@@ -238,36 +238,36 @@ class Operation(Generic[Argument, Result]):
         return self._result.decode(payload)
 
 
-# -- rewards and what they teach
+# -- rewards, labels and training
 POST_REWARDS: Operation[PostedRewards, RewardsProgress] = Operation("post_rewards", PostedRewards, RewardsProgress)
-"""Account for rewards until the time of a call is spent."""
+"""Account for rewards until the time of a call is used up."""
 NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)
-"""What a client may call the candidates of a group from now on."""
+"""Names for the candidates of a group, by which clients refer to them from now on."""
 LEARN_LABELS: Operation[list[Label], None] = Operation("learn_labels", list[Label], None)
 """Labels of another engine core's candidates, for calibration."""
 LEARN_FEATURES: Operation[LabelledFeatures, None] = Operation("learn_features", LabelledFeatures, None)
-"""Features of another engine core's candidates, for the head; rank 0 only, which trains."""
+"""Features of another engine core's candidates, for the head. Rank 0 only, because it trains."""
 TRAIN: Operation[float, int] = Operation("train", float, int)
-"""Train for so many seconds; answers how many optimizer steps are left."""
+"""Train for this many seconds. Returns the number of optimizer steps that are left."""
 # -- quality heads
 HEADS: Operation[None, list[HeadInfo]] = Operation("heads", None, list[HeadInfo])
 PUT_HEAD: Operation[HeadToPut, HeadInfo | Refusal] = Operation("put_head", HeadToPut, HeadInfo | Refusal)
 OPEN_HEAD: Operation[HeadToRead, bool] = Operation("open_head", HeadToRead, bool)
-"""Begin to read a trained head; false when there is none."""
+"""Begin to read a trained head. False if there is none."""
 # -- report and state
 LEARNED: Operation[None, list[Learned]] = Operation("learned", None, list[Learned])
 LEARNING_WINDOW: Operation[HeadKey, LearningWindow | None] = Operation(
     "learning_window", HeadKey, LearningWindow | None
 )
-"""What was learned at one detection length; None when nothing was."""
+"""Data learned for one head. None if there is none."""
 OPEN_STATE: Operation[str, None] = Operation("open_state", str, None)
-"""Begin to read all that was learned, under the name of a reader."""
+"""Begin to read the whole learned state, under the name of a reader."""
 READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
-"""The next piece for a reader; None when others have taken its place."""
+"""The next piece for a reader. None if newer readings have replaced it."""
 TRIED_LENGTHS: Operation[str, list[TriedCandidate]] = Operation("tried_lengths", str, list[TriedCandidate])
 """Candidates of a served name that were scored at several lengths, and rewarded."""
 OPEN_PROMPTS: Operation[PromptsToRead, None] = Operation("open_prompts", PromptsToRead, None)
-"""Begin to read what is known of each prompt: lines of JSON, lists of rows (`group/judging/known_prompts.py`)."""
+"""Begin to read the known prompts: lines of JSON, lists of rows (`group/judging/known_prompts.py`)."""
 PUT_STATE: Operation[StateToPut, Refusal | None] = Operation("put_state", StateToPut, Refusal | None)
 # -- lengths
 OBSERVE_LENGTHS: Operation[ObservedGroup, None] = Operation("observe_lengths", ObservedGroup, None)
@@ -281,35 +281,38 @@ SET_COST_MODEL: Operation[CostToCompare | None, None] = Operation("set_cost_mode
 STEP_DRIFT: Operation[None, list[StepDrift]] = Operation("step_drift", None, list[StepDrift])
 # -- groups
 CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str], None)
-"""Stop what runs of these groups as `deferred`, in the next step; unknown ones are passed over."""
+"""Stop the running candidates of these groups as `deferred`, in the next step. Unknown groups are ignored."""
 ABORT_REQUESTS: Operation[list[str], list[str]] = Operation("abort_requests", list[str], list[str])
-"""Names of requests -> ids in the engine of their candidates that ran and end as aborted ones, in the next step."""
+"""Abort candidates in the next step, by the names of their requests. Returns the ids of those that ran."""
 RECOMPUTE: Operation[list[str] | None, int] = Operation("recompute", list[str] | None, int)
-"""Names of requests, or None for all groups -> how many of their candidates compute their KV again, by the newest
-weights."""
+"""Compute the KV of candidates again by the newest weights. The argument has names of requests, or is None for all
+groups. Returns the number of these candidates.
+"""
 GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
-"""Candidates, by group, that their API process needs no more: stop those that run as `surplus`, in the next step."""
+"""Stop running candidates as `surplus` in the next step, by group. Their API process needs them no more."""
 CUT_RACE: Operation[str, None] = Operation("cut_race", str, None)
-"""Enough groups of this race are complete on all ranks: stop the others as `deferred`, in the next step."""
+"""Stop the other groups of a race as `deferred` in the next step: enough groups are complete on all ranks."""
 WIDEN_RACE: Operation[WiderRace, None] = Operation("widen_race", WiderRace, None)
-"""More groups have to complete: some of those that did were filtered."""
+"""Raise the number of groups that have to complete, because some complete ones were filtered."""
 FORGET_RACE: Operation[str, None] = Operation("forget_race", str, None)
-"""The round is over."""
+"""Forget a race whose round is over."""
 HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
 ENGINE_LOAD: Operation[None, EngineLoad] = Operation("engine_load", None, EngineLoad)
 LAST_TOKENS: Operation[str, list[LastTokens]] = Operation("last_tokens", str, list[LastTokens])
-"""What candidates of a group that have not ended say; nothing of a group that is not here."""
+"""Last tokens of a group's running candidates. Empty for a group that is not here."""
 # -- groups that move from one engine core to another
 HOLD: Operation[Hold, None] = Operation("hold", Hold, None)
-"""Whether this engine core is kept empty: it remembers for whom, and all API processes send it nothing then."""
+"""Keep this engine core empty, or end that. It stores the owner, and no API process sends it groups while
+it is held.
+"""
 RELEASE_GROUP: Operation[GroupToRelease, Released] = Operation("release_group", GroupToRelease, Released)
-"""Stop a group between two steps and hand it over. Unless it is `released` it goes on here, or will: `keep_group`."""
+"""Stop a group between two steps and pack it. Unless it is `released`, it continues here (`keep_group`)."""
 KEEP_GROUP: Operation[GroupToRelease, None] = Operation("keep_group", GroupToRelease, None)
-"""It does not leave: take it up again, also after it was released."""
+"""Continue a group that does not leave, even after it was released."""
 ADOPT_GROUP: Operation[GroupToAdopt, None] = Operation("adopt_group", GroupToAdopt, None)
-"""Go on with a group of another engine core."""
+"""Continue a group of another engine core."""
 CONFIRM_MOVE: Operation[GroupToRelease, None] = Operation("confirm_move", GroupToRelease, None)
-"""It has arrived elsewhere: forget the parcel."""
+"""Drop the packed group: it has arrived elsewhere."""
 
 OPERATIONS: Mapping[str, Operation[Any, Any]] = {
     operation.name: operation

@@ -1,12 +1,12 @@
-"""The contract with vLLM, as far as it cannot be read out of our code, and what differs between the supported versions.
+"""The contract with vLLM, as far as it cannot be read from our code, and the differences between supported versions.
 
-What the adapter imports, calls, reads and overrides is in no list: `tests/adapter/vllm_snapshot.py` reads it out of our
-source, and `tests/adapter/snapshots/` has what each supported version says of it. Here are the rows in which versions
-differ, and what no name and no signature shows.
+`tests/adapter/vllm_snapshot.py` reads from our source what the adapter imports, calls, reads and overrides.
+`tests/adapter/snapshots/` has these facts for each supported version. This file has the rows in which versions differ,
+and facts that no name and no signature shows.
 
-Invariant: `tests/adapter/test_compat.py` holds the snapshot against the installed vLLM, our code against all snapshots,
-and the rows against both. So the next vLLM fails there first, line by line. Whoever has to know what differs asks
-`has(ROW)`, and nothing else asks for a version.
+Invariant: `tests/adapter/test_compat.py` compares the snapshot with the installed vLLM, our code with all snapshots,
+and the rows with both. So the next vLLM fails there first, line by line. Code that depends on a difference calls
+`has(ROW)`, and nothing else reads the version.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from vllm_rollout.versions import SUPPORTED_VLLM, minor_of, vllm_refusal
 
 
 def check_vllm_version(version: str = vllm_version) -> None:
-    """Raises: RuntimeError when vLLM is not a version whose seams this package knows."""
+    """Raises: RuntimeError if vLLM is not a supported version."""
     if refusal := vllm_refusal(version):
         raise RuntimeError(refusal)
 
 
 Kind = Literal["has", "takes", "adds", "replaces", "flag", "does"]
-"""
+"""Kinds of facts:
+
 has         a module or class has this name
 takes       a function, method or class can be called with these parameters: names for positions, `name=` for keywords
-adds        a name that we put on vLLM's class: free, or something of vLLM's would be lost
+adds        a name that we put on vLLM's class: vLLM must not use it
 replaces    a name that we replace in its module, and the function that must look it up there when it is called
 flag        a setting of `vllm serve` that we read or set
-does        a function that behaves in some way, which neither name nor signature shows; parameters: what stands in its
-            source then
+does        a function whose behavior no name and no signature shows. parameters: text in its source for this behavior
 """
 
 
 class Fact(NamedTuple):
-    """Something of vLLM's that the adapter relies on."""
+    """A property of vLLM on which the adapter relies."""
 
     kind: Kind
     of: str
@@ -45,19 +45,19 @@ class Fact(NamedTuple):
     name: str
     parameters: str = ""
     since: str = SUPPORTED_VLLM[0]
-    """The first supported version that has it."""
+    """First supported version with this fact."""
     until: str = SUPPORTED_VLLM[-1]
-    """The last one."""
+    """Last supported version with this fact."""
 
     def holds_for(self, version: str) -> bool:
-        """Whether a version has it; of one that is not supported, whether the last supported one has."""
+        """True if a version has this fact. An unsupported version counts as the last supported one."""
         minor = minor_of(version)
         place = SUPPORTED_VLLM.index(minor) if minor in SUPPORTED_VLLM else len(SUPPORTED_VLLM) - 1
         return SUPPORTED_VLLM.index(self.since) <= place <= SUPPORTED_VLLM.index(self.until)
 
 
 def has(fact: Fact) -> bool:
-    """Whether the installed vLLM has what this row says."""
+    """True if the installed vLLM has this fact."""
     return fact.holds_for(vllm_version)
 
 
@@ -74,7 +74,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 KV_MANAGER = "vllm.v1.core.kv_cache_manager.KVCacheManager"
 CORE = "vllm.v1.engine.core.EngineCore"
 
-# What differs between the supported versions, and is asked for
+# Differences between the supported versions that code asks for
 WEIGHT_SPANS = Fact("has", COMPLETION, "weight_versions", since="0.32")
 LOGGING_FLAGS = Fact("has", "vllm.logger", "configure_logging_from_args", since="0.31")
 SCALE_OUT_FLAG = Fact("flag", SERVE, "enable_scale_out", since="0.30")
@@ -84,7 +84,7 @@ REJECTS_WHILE_PAUSED = Fact("has", "vllm.v1.engine.core.EngineCoreProc", "reject
 DEFERRED_WAITING = Fact("has", SCHEDULER, "deferred_waiting", since="0.31")
 ACTIVE_LIMIT = Fact("has", SCHEDULER, "max_num_active_reqs", since="0.31")
 ADOPTS_FOUND = Fact("does", KV_MANAGER, "allocate_slots", "and num_new_computed_tokens == 0", since="0.31")
-# Before, each API process made its sockets by itself and told the launcher where.
+# Before, each API process made its sockets and sent their addresses to the launcher.
 RUST_LISTENERS = Fact(
     "takes",
     "vllm.v1.utils.RustFrontendProcessManager",
@@ -99,12 +99,12 @@ SKIPS_ZEROING = Fact(
 
 
 class Feature(NamedTuple):
-    """Something that a user asks of us or of vLLM, and that some supported versions lack."""
+    """A feature of ours or of vLLM that some supported versions lack."""
 
     name: str
     row: Fact
     instead: str
-    """What happens where it is missing."""
+    """Behavior of versions without the feature."""
 
 
 FEATURES = (
@@ -115,7 +115,7 @@ FEATURES = (
 
 
 def lacking(version: str = vllm_version) -> list[str]:
-    """The features that a version lacks, each with the version that brings it and what there is instead."""
+    """Features that a version lacks, each with the first version that has it and the replacement."""
     return [
         f"{feature.name} (since {feature.row.since}; {feature.instead})"
         for feature in FEATURES
@@ -124,7 +124,7 @@ def lacking(version: str = vllm_version) -> list[str]:
 
 
 ALSO = {
-    # from objects whose class nobody says, or by names in strings
+    # of objects without a named class, or by names in strings
     "vllm.engine.arg_utils.AsyncEngineArgs": "tensor_parallel_size",
     "vllm.entrypoints.openai.models.protocol.BaseModelPath": "name",
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels": "base_model_paths lora_requests",
@@ -141,7 +141,7 @@ ALSO = {
     "vllm.v1.kv_cache_interface.KVCacheSpec": "block_size page_size_bytes",
     "vllm.v1.worker.gpu_worker.Worker": "check_health",
 }
-"""What of vLLM's every supported version has and our code uses without saying whose it is."""
+"""Names of vLLM that every supported version has, and that our code uses without naming their owner."""
 
 FLAGS = (
     "additional_config api_server_count async_scheduling block_size data_parallel_backend data_parallel_external_lb "
@@ -150,10 +150,10 @@ FLAGS = (
     "mm_device_do_normalize model model_tag nnodes pipeline_parallel_size runner scheduler_cls served_model_name "
     "speculative_config tensor_parallel_size worker_cls worker_extension_cls"
 )
-"""Settings of `vllm serve` that we read or set and that every supported version has."""
+"""Settings of `vllm serve` that we read or set, and that every supported version has."""
 
 CONTRACT = (
-    # -- in which versions differ
+    # -- rows in which versions differ
     WEIGHT_SPANS,
     LOGGING_FLAGS,
     SCALE_OUT_FLAG,
@@ -185,10 +185,10 @@ CONTRACT = (
     Fact("flag", SERVE, "log_level", since="0.31"),
     Fact("flag", SERVE, "logging_config", since="0.31"),
     Fact("flag", SERVE, "grpc_port", since="0.32"),
-    # What NoTokens is for: they send the last output of a request that has sent nothing if its tokens are true.
+    # For NoTokens: these send the last output of a request without earlier output if its tokens are true.
     Fact("does", CHAT_STREAM, "chat_completion_stream_generator", "and not output.token_ids", until="0.32"),
     Fact("does", CHAT_STREAM, "chat_completion_stream_generator_raw", "and not output.token_ids", since="0.33"),
-    # -- which cannot be read out of our code
+    # -- rows that cannot be read from our code
     Fact("does", TEXT_STREAM, "completion_stream_generator", "and not delta_token_ids"),
     Fact("adds", CORE, "rollout_call"),
     Fact(
@@ -220,4 +220,4 @@ CONTRACT = (
     *(Fact("has", owner, name) for owner, names in ALSO.items() for name in names.split()),
     *(Fact("flag", SERVE, name) for name in FLAGS.split()),
 )
-"""Every row; `has(ROW)` is asked of the named ones."""
+"""All rows. Code calls `has(ROW)` with the named ones."""

@@ -1,6 +1,6 @@
 """Exceptions of our own code where vLLM would end the engine: in an engine core's step, and in a worker's.
 
-Invariant: whoever catches one here fails the candidate or the group that it concerns, and nobody else.
+Invariant: code that catches an exception here fails only the candidate or the group that it concerns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 class Faults:
-    """The exceptions that were caught in this process."""
+    """Exceptions caught in this process."""
 
     def __init__(self) -> None:
         self._num_by_place: Counter[str] = Counter()
@@ -25,7 +25,7 @@ class Faults:
     def caught(self, place: str, error: BaseException) -> str:
         """Log an exception, the first one of a place with its traceback, and count it.
 
-        Returns what clients are told.
+        Returns the text for clients.
         """
         self._num_by_place[place] += 1
         reason = f"internal error in {place}: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""A request that joins a group by its own fields -> its tag.
+"""Tags of requests that join a group by their own fields.
 
-Invariant: which group it joins depends on its fields, prompt and adapter only, in whichever process they are read;
-where it names none, also on which group of its prompt is open there.
+Invariant: the group depends only on fields, prompt and adapter, in every process. If the fields name no group, it also
+depends on which group of the prompt is open in the process.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from vllm_rollout.group.plans.prompt_key import key_of_content, num_bytes, seed_
 from vllm_rollout.group.plans.terms import GroupTerms
 
 MAX_ID_BYTES = 512
-"""The longest id of a request that joins a group, as vLLM makes it of the client's."""
+"""Longest id of a request that joins a group, as vLLM makes it from the client's id."""
 
 COMPLETION_ID = re.compile(r"(cmpl-.+)-(\d+)")
 
 
 def first_of_completion(request_id: str) -> str:
-    """The request of the first prompt of the same answer, which comes first."""
+    """Id of the request of the answer's first prompt."""
     several = COMPLETION_ID.fullmatch(request_id)
     return request_id if several is None else f"{several[1]}-0"
 
 
 def too_long(request_id: str) -> str | None:
-    """Why a request of that id cannot join a group: it is remembered under it until its reward has come."""
+    """Reason if an id is too long to join a group, else None. The id is kept until the reward has come."""
     if num_bytes(request_id) <= MAX_ID_BYTES:
         return None
     return (
@@ -40,10 +40,10 @@ def too_long(request_id: str) -> str | None:
 
 
 def answer_name(request_id: str, client: str = "", num_choices: int = 1, namespace: str = "") -> AnswerName:
-    """The name of a request that has so many choices; `client`: whose it is, `namespace`: that it says.
+    """Name of a request. `client`: its owner. `num_choices`: choices per prompt. `namespace`: from its fields.
 
-    vLLM's /v1/completions makes a request of each prompt, `ID-0`, `ID-1` and so on, and one answer `ID` of them, with
-    the choices of one prompt after the other. Everywhere else the answer has the request's id.
+    vLLM's /v1/completions makes a request from each prompt (`ID-0`, `ID-1`, …) and one answer `ID` from all of them. It
+    has the choices of one prompt after the other. Other endpoints use the request's id for the answer.
     """
     several = COMPLETION_ID.fullmatch(request_id)
     if several is None:
@@ -61,7 +61,7 @@ def tag_of(
     *,
     output_interval: int,
 ) -> CandidateTag:
-    """The tag of one sibling. `content` names its prompt; `answer`, `parent`: as of `Scoring`."""
+    """Tag of one sibling. `content`: digest of its prompt. `answer`, `parent`: as of `Scoring`."""
     scoring = join.pruning and scoring_of(group_id, content, params, answer, parent)
     terms = GroupTerms(
         join.group_size, join.num_candidates, join.early_stop, pruning=join.pruning, audit_ratio=join.audit_ratio
@@ -76,9 +76,10 @@ def scoring_of(
     answer: AnswerName | None = None,
     parent: AnswerName | None = None,
 ) -> Scoring:
-    """How a group is scored that no rollout made: in the ledger it is one of its own.
+    """Scoring of a group outside a rollout. In the ledger the group counts as a rollout of its own.
 
-    Chance: the same seeded request gets the same verdicts, others do not. `answer`: of a candidate that is one itself.
+    A seeded request gets the same verdicts each time, others do not. `answer`: name of a candidate that is an answer
+    itself.
     """
     seed = secrets.randbits(62) if params.seed is None else seed_for(params.seed, content)
     return Scoring(group_id, content, seed, answer, parent, key_of_content(content))

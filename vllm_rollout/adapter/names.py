@@ -1,6 +1,6 @@
-"""What vLLM is told to build engines of, and what its adapters are called.
+"""Names of our classes in vLLM's settings, and names of adapters.
 
-Invariant: the former are names in `vllm_rollout`, so that anybody can write them; every process says the latter alike.
+Invariant: public class names are in `vllm_rollout`, so that users can write them. Every process names an adapter alike.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ EMULATED_EXECUTOR_CLS = "vllm_rollout.adapter.worker.emulated_executor.EmulatedE
 
 
 NUMBER_FOLLOWS = "\x1f"
-"""Between a served name and an adapter's number. No client can send it in a name of vLLM's."""
+"""Separates a served name and an adapter's number. No client can send it in a name of vLLM's."""
 MAX_NAMES = 1024
-"""Served names that are remembered; who names each step's adapter anew makes no end of them."""
+"""Limit of remembered served names, for clients that name each step's adapter anew."""
 
 
 def learned_name(lora: LoRARequest | None) -> str:
-    """Under which what is learned of an adapter is kept: the name that it is served by."""
+    """Name under which an adapter's learned data are kept: its served name."""
     return BASE_MODEL if lora is None else kept_name(lora.lora_name.partition(NUMBER_FOLLOWS)[0])
 
 
 class AdapterNames:
-    """Gives each adapter a name of its own inside the engine.
+    """Gives each adapter a unique name inside the engine.
 
-    vLLM takes adapters of one name for one adapter. Unloaded and loaded again under its name, the old one still runs
-    beside the new one: a step then prepares only one of the two, and ends the engine where it looks for the other. The
-    prefix cache goes by the name as well.
+    vLLM treats adapters with the same name as one adapter. If an adapter is unloaded and loaded again under its name,
+    the old one may still run beside the new one. A step then prepares only one of the two, and looking for the other
+    ends the engine. The prefix cache uses the name as well.
     """
 
     def __init__(self) -> None:
         self._first: OrderedDict[str, int] = OrderedDict()
-        """The number of the first adapter that was served by a name: that one keeps it."""
+        """Number of the first adapter with a served name. This adapter keeps the name."""
 
     def told_apart(self, lora: LoRARequest) -> LoRARequest:
-        """`lora` itself, or one of another name where the name was an earlier adapter's."""
+        """`lora` itself, or a copy with another name if an earlier adapter had the name."""
         if NUMBER_FOLLOWS in lora.lora_name:
             return lora
         first = self._first.setdefault(lora.lora_name, lora.lora_int_id)

@@ -1,4 +1,4 @@
-"""Our own settings of an engine, on their way through vLLM's `additional_config`, which every process sees."""
+"""Our own settings of an engine. They travel in vLLM's `additional_config`, which every process gets."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ DRAFTS_CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class EmulationOptions:
-    """The flags --rollout-emulate*."""
+    """Values of the emulation flags."""
 
     file: str
     speed: float
     log: str | None
     async_scheduling: bool
-    """The platform may have switched vLLM's own setting off."""
+    """The user's setting. The platform may have switched vLLM's own setting off."""
     num_ranks: int
-    """How many data-parallel ranks there are; an engine core of a dense model is told of itself only."""
+    """Number of data-parallel ranks. (An engine core of a dense model knows only itself.)"""
     log_goes_on: bool = False
-    """The engine takes the place of another one, whose steps stay in the log."""
+    """True if the engine replaces another one, whose steps stay in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `vllm-rollout serve` was told beyond vLLM's flags."""
+    """Values of our own flags of `vllm-rollout serve`."""
 
     train_budget_s: float = TRAIN_BUDGET_S
     feature_ring_bytes: int = FEATURE_RING_BYTES
     emulation: EmulationOptions | None = None
     forks: bool = False
-    """Engine cores begin as copies of the server on the CPU platform too, where vLLM starts them anew."""
+    """True if engine cores begin as copies of the server on the CPU platform too, where vLLM starts new processes."""
     moves_kv: bool = True
-    """A group that moves takes its KV blocks along."""
+    """True if a group that moves takes its KV blocks along."""
     moves_kv_by_nixl: bool = False
-    """It takes them to other hosts, too."""
+    """True if it takes them to other hosts too."""
     audit_ratio: float = DEFAULT_AUDIT_RATIO
-    """The ratio for requests that learn and name none."""
+    """Audit ratio of requests that learn and set none."""
     draft_memory_bytes: int = DRAFT_MEMORY_BYTES
-    """For answers that serve as drafts."""
+    """Host memory of answers that serve as drafts, in bytes."""
     drafts_file: str | None = None
-    """Where a rank keeps them between two starts; its number is added."""
+    """Path of the file for drafts between two starts. A rank appends its number."""
     beside_rust: bool = False
-    """vLLM's Rust front end is the engine cores' first client: it knows no groups, ranks on hold or dead ones."""
+    """True if vLLM's Rust front end is the engine cores' first client. It knows no groups, held ranks or dead ranks."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> ServeOptions:
@@ -65,19 +65,21 @@ class ServeOptions:
 
     @property
     def of_next_engine(self) -> ServeOptions:
-        """For an engine that takes the place of one with these."""
+        """Settings of an engine that replaces one with these."""
         emulation = self.emulation
         return self if emulation is None else replace(self, emulation=replace(emulation, log_goes_on=True))
 
     def into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
-        """`additional_config` with these settings; unchanged when they are the defaults, since vLLM's compile cache
-        depends on it."""
+        """`additional_config` with these settings. Unchanged for default settings, because vLLM's compile cache depends
+        on it.
+        """
         return additional_config if self == ServeOptions() else {**additional_config, KEY: asdict(self)}
 
 
 def observing_refusal(vllm_config: VllmConfig) -> str | None:
-    """Why rows of the sampler's logits are not this step's requests, so that no candidate can be observed or scored;
-    None when they are."""
+    """Reason if rows of the sampler's logits are not this step's requests, else None. Then no candidate can be observed
+    or scored.
+    """
     if vllm_config.speculative_config is not None and (
         vllm_config.scheduler_config.async_scheduling or vllm_config.use_v2_model_runner
     ):
@@ -94,8 +96,9 @@ def observing_refusal(vllm_config: VllmConfig) -> str | None:
 
 
 def each_worker_schedules(vllm_config: VllmConfig) -> bool:
-    """Whether several schedulers have to decide the same, each by what its own worker says: an engine of several
-    workers that a trainer has launched (torchrun)."""
+    """True if several schedulers must decide alike, each from its own worker's report: an engine of several workers
+    that a trainer has launched (torchrun).
+    """
     parallel = vllm_config.parallel_config
     is_launched = parallel.distributed_executor_backend == "external_launcher"
     return is_launched and parallel.world_size > parallel.data_parallel_size

@@ -1,7 +1,7 @@
-"""The text of output tokens, as vLLM's own incremental detokenizers make it.
+"""Text of output tokens, as vLLM's own incremental detokenizers make it.
 
-Invariant: the text has nothing of the prompt. By itself, vLLM's detokenizer for fast tokenizers repeats the whole
-prompt if it ends inside a UTF-8 character, and finds stop strings there.
+Invariant: the text contains nothing of the prompt. If a prompt ends inside a UTF-8 character, vLLM's detokenizer for
+fast tokenizers repeats the whole prompt, and finds stop strings there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm_rollout.adapter.wire import TAG_KEY
 
 MARK_KEY = "vllm_rollout_output_text"
-"""In `extra_args` of a request that is no candidate, but whose text is graded."""
+"""Key in `extra_args` of a request that is no candidate, but whose text is graded."""
 NUM_BEFORE = 8
-"""Tokens of the prompt that a detokenizer is given. It reads them for the space before the first word only."""
+"""Prompt tokens that a detokenizer gets. It uses them only for the space before the first word."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a detokenizer waits behind: bytes that may be the beginning of a character."""
+"""Replacement character. A detokenizer waits after it, because the bytes may be the beginning of a character."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Detokenized:
-    """What vLLM's detokenizers read of a request."""
+    """Fields of a request that vLLM's detokenizers read."""
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
@@ -38,14 +38,16 @@ class _Detokenized:
 def detokenizer_of(
     tokenizer: TokenizerLike, request_id: str, prompt_token_ids: Sequence[int] | None, params: SamplingParams
 ) -> IncrementalDetokenizer:
-    """A detokenizer for output tokens behind this prompt."""
+    """A detokenizer for output tokens after this prompt."""
     before = None if prompt_token_ids is None else _read_before(tokenizer, prompt_token_ids, params.skip_special_tokens)
     request = _Detokenized(request_id, before, params)
     return IncrementalDetokenizer.from_new_request(tokenizer, request)  # type: ignore[arg-type]
 
 
 def _read_before(tokenizer: TokenizerLike, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The last tokens of the prompt whose text ends with a whole character; none if that is too far from its end."""
+    """Last tokens of the prompt whose text ends with a whole character. Empty if that is too far from the
+    prompt's end.
+    """
     num_tokens = len(prompt_token_ids)
     for end in range(num_tokens, max(0, num_tokens - NUM_BEFORE), -1):
         before = list(prompt_token_ids[max(0, end - NUM_BEFORE) : end])
@@ -55,7 +57,7 @@ def _read_before(tokenizer: TokenizerLike, prompt_token_ids: Sequence[int], skip
 
 
 class OutputTextOnly:
-    """Mixin for vLLM's OutputProcessor: candidates and graded requests. Overrides: add_request."""
+    """Mixin of vLLM's OutputProcessor for candidates and graded requests. Overrides: add_request."""
 
     tokenizer: TokenizerLike | None
     request_states: dict[str, Any]
@@ -72,6 +74,6 @@ class OutputTextOnly:
 
 
 def keep_to_output_text(processor: OutputProcessor) -> None:
-    """Give an output processor our mixin. Its class changes, since vLLM constructs it inline."""
+    """Add our mixin to an output processor. Its class changes, because vLLM constructs it inline."""
     cls = type(processor)
     processor.__class__ = type(f"Rollout{cls.__name__}", (OutputTextOnly, cls), {})

@@ -1,10 +1,10 @@
-"""A group on its way from one engine core to another: what travels, and the codec of both ends.
+"""A packed group on its way from one engine core to another, with the codec of both ends.
 
     source worker  `WorkerState` of each candidate  -> source engine core: `Parcel` -> bytes
     bytes -> API process, which does not look into them -> target engine core: `Parcel` -> target worker
     source worker  blocks of the KV cache -> memory that others can read (`KVSegment`) -> target worker
 
-Invariant: a candidate in a parcel is in no scheduler, and every token of it that the API process has not got is here.
+Invariant: a packed candidate is in no scheduler. Tokens of it that the API process has not got are in the pack.
 """
 
 from __future__ import annotations
@@ -25,77 +25,78 @@ from vllm_rollout.tracker.tracker import TrackedCandidate
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker knows of a candidate beside its tokens."""
+    """A worker's data about a candidate, beside its tokens."""
 
     generator: bytes | None = None
-    """State of its random generator (model runner V1, seeded requests)."""
+    """State of the request's random generator (model runner V1, seeded requests)."""
     tracked: TrackedCandidate | None = None
     features: dict[int, Features] = field(default_factory=dict)
-    """The hidden states that await its reward, by detection length."""
+    """Hidden states that wait for the candidate's reward, by detection length."""
     fate: Fate | None = None
-    """What becomes of it, on an emulated device."""
+    """Length and outcome of the candidate on an emulated device."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedCandidate:
-    """A candidate that runs nowhere."""
+    """A candidate that has left its engine core and runs nowhere."""
 
     index: int
     request: EngineCoreRequest
-    """As it came."""
+    """The request as an API process would send it."""
     output_token_ids: list[int]
     output_interval: int
     passes_next: bool
-    """The next output is to be sent at once."""
+    """True if the next output is to be sent at once."""
     held: EngineCoreOutput | None
-    """Tokens that wait for others to make a message."""
+    """Tokens that wait for others to fill a message."""
     weights: list[tuple[int, int]]
-    """From which output token on which weights sampled it. All engine cores count the same changes."""
+    """Pairs of first output token and number of the weights change. All engine cores count the same changes."""
     state: WorkerState | None
-    """None when it has no output tokens."""
+    """None if the candidate has no output tokens."""
 
 
 KVWay = Literal["host_memory", "cuda_ipc", "nixl"]
-"""How KV blocks get from worker to worker; only the last leads to another host."""
+"""Ways of KV blocks from worker to worker. Only `nixl` reaches other hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSegment:
-    """Where one worker's part of some KV blocks is."""
+    """Location of one worker's part of some KV blocks."""
 
     rank: int
-    """The worker's rank in its engine."""
+    """Rank of the worker in its engine."""
     name: str
     way: KVWay
     host: str
     address: bytes
-    """What the way needs to find it."""
+    """Data by which the target finds the segment."""
     layout: list[str]
-    """The layout of a block in each layer: both ends must have the same."""
+    """Layout of a block in each layer. Both ends must have the same."""
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class KVBlocks:
-    """What the source has computed of a group and still has: full blocks, each once."""
+    """KV blocks of a group that the source still has: full blocks, each once."""
 
     segments: list[KVSegment]
-    """One per worker."""
+    """One segment per worker."""
     slots: list[list[int]]
-    """For each candidate: where in the segments its first block is, its second, and so on as far as they are there.
-    Positions rather than hashes, since each engine core may hash with a seed of its own."""
+    """Positions of each candidate's blocks in the segments, in the order of its blocks, as far as they exist. Positions
+    are used, because each engine core may hash with a seed of its own.
+    """
     num_resets: int
-    """How often the source's prefix cache was reset: what was computed before a reset is worth nothing after it."""
+    """Resets of the source's prefix cache so far. Blocks from before a reset are void."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A whole group."""
+    """A packed group."""
 
     detached: DetachedGroup
     candidates: list[MovedCandidate]
     kv: KVBlocks | None
-    """None: the target computes all anew."""
+    """KV blocks. None: the target computes all of them."""
 
     def encode(self) -> bytes:
         # Several buffers, since vLLM's encoder does not copy large arrays.
@@ -107,7 +108,7 @@ class Parcel:
 
 
 def request_to_move(request: Request, cache_salt: str | None) -> EngineCoreRequest:
-    """What an API process would send to make this request anew, with another salt."""
+    """The request as an API process would send it anew, with another salt."""
     return EngineCoreRequest(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,

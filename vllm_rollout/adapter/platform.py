@@ -1,4 +1,4 @@
-"""Which of vLLM's platforms a server runs on, where that is ours to say. Imported before vLLM, which chooses then."""
+"""Choice of vLLM's platform. Imported before vLLM, which chooses its platform on import."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vllm_rollout.process import runs_on_cpu
 
 
 def choose_platform(arguments: Iterable[str]) -> None:
-    """An emulated device needs none: with --rollout-emulate it is the CPU platform, whatever is built in or plugged in.
+    """With --rollout-emulate, choose vLLM's CPU platform: an emulated device needs no GPU.
 
-    On a CPU the threads of a model wait asleep, so that other programs may run beside it.
+    On a CPU, waiting threads of a model sleep, so that other programs can run.
     """
     if runs_on_cpu():
         os.environ.setdefault(*WAIT_POLICY)

@@ -1,5 +1,6 @@
-"""General plugin, loaded in every process. Invariant: unless VLLM_PLUGINS or VLLM_ROLLOUT names us it changes
-nothing."""
+"""General plugin, loaded in every process. Invariant: it changes nothing unless VLLM_PLUGINS or
+VLLM_ROLLOUT names us.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 def register() -> None:
-    """Called before the API process looks up its engine client class, and before engine cores are started.
+    """Replace vLLM's classes. Called before the API process looks up its engine client class, and before engine cores
+    start.
 
     vLLM has no setting for these classes. It looks up their names when it builds the objects, so each name is replaced
-    by a subclass, which leaves what we have nothing to do with to the original.
+    by a subclass. The subclass leaves everything that does not concern us to the original.
     """
     take_engines()
     if PLUGIN not in os.environ.get("VLLM_PLUGINS", "").split(","):
@@ -39,7 +41,7 @@ def register() -> None:
 
 
 def take_engines() -> None:
-    """Engines that are built in this process while VLLM_ROLLOUT is set are ours (`in_process/environment.py`)."""
+    """Give engines groups that are built in this process while VLLM_ROLLOUT is set (`in_process/environment.py`)."""
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_engine_config

@@ -1,4 +1,4 @@
-"""All that was learned as bytes: a header, the memory's rows and the heads, so that it can be written in parts.
+"""The learned state as bytes: a header, the memory's rows and the heads, so that it can be written in parts.
 
     {"format": 2, "model": ...}     one line of JSON, as are:
     ["learning", ...] ...           the rows of `group/judging/memory.py`
@@ -6,7 +6,7 @@
     ["head", num_bytes, adapter]
     ["end", num_heads]
 
-Invariant: what is read was written so, or it is a ValueError that says what is wrong.
+Invariant: bytes that are read have this form. Otherwise a ValueError says what is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ MAX_MODEL_CHARS = 4096
 
 
 MAX_LINE_BYTES = 2**23
-"""Longest row: eight times the largest that is written. A small file may not become a large object."""
+"""Longest row in bytes: eight times the largest that is written. This keeps a small file from becoming a
+large object.
+"""
 
 
 class SavedHead(NamedTuple):
@@ -38,9 +40,9 @@ class SavedHead(NamedTuple):
 class SavedState(NamedTuple):
     model: str
     rows: Iterator[Any]
-    """The rows of the memories, unchecked, read as they are taken. Raises: ValueError."""
+    """Rows of the memories, unchecked, read as they are taken. Raises: ValueError."""
     heads: Callable[[Collection[str]], list[SavedHead]]
-    """The heads of these adapters, to be called when the rows have been taken. Raises: ValueError."""
+    """Reads the heads of these adapters. Call it once the rows have been taken. Raises: ValueError."""
 
 
 def state_header(model: str) -> dict[str, Any]:
@@ -48,12 +50,12 @@ def state_header(model: str) -> dict[str, Any]:
 
 
 def head_line(num_bytes: int, adapter: str) -> list[Any]:
-    """Before the bytes of a head."""
+    """The line before the bytes of a head."""
     return [HEAD, num_bytes] if adapter == BASE_MODEL else [HEAD, num_bytes, adapter]
 
 
 def parse_state(data: bytes) -> SavedState:
-    """Raises: ValueError."""
+    """Parse a state. Raises: ValueError."""
     lines = _Lines(data)
     kind = lines.next(_Header)
     if kind.format != FORMAT:
@@ -62,7 +64,7 @@ def parse_state(data: bytes) -> SavedState:
 
 
 def _decoded(line: memoryview, type: Any) -> Any:
-    """Raises: ValueError."""
+    """Parse a line as `type`. Raises: ValueError."""
     try:
         return msgspec.json.decode(line, type=type)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -84,7 +86,7 @@ class _Lines:
         """The line that ended the rows."""
 
     def next(self, type: Any = Any) -> Any:
-        """Raises: ValueError."""
+        """The next line, parsed as `type`. Raises: ValueError."""
         if self._at == len(self._data):
             raise ValueError("it was cut off: its end is missing")
         end = self._data.find(b"\n", self._at)

@@ -1,10 +1,10 @@
-"""New weights, noticed where they arrive: in a model's `load_weights`, and in the calls of a worker that bring some.
+"""Detection of new weights where they arrive: in a model's `load_weights`, and in a worker's calls that bring weights.
 
-The worker counts. Each step's report says by which weights the step was computed, so that a token's version is that of
-the step which sampled it, whichever loop runs and whoever pauses. The engine core asks for the count after each call of
-a trainer, before it schedules the next step.
+The worker counts changes. Each step's report has the count by which the step was computed. So a token's version is that
+of the step which sampled it, for every step loop and every kind of pause. The engine core asks for the count after each
+call of a trainer, before it schedules the next step.
 
-Invariant: a process counts for itself. Where the worker has the engine core's process, both read the same number.
+Invariant: a process counts for itself. If the worker is in the engine core's process, both read the same number.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import nn
 from vllm.v1.engine.core import EngineCore
 
 OWN_CALLS = "rollout_"
-"""How the methods of our own worker begin: none of them brings weights."""
+"""Prefix of our own worker's methods. None of them brings weights."""
 
 
 class Changes:
-    """Of this process."""
+    """Weights changes of this process."""
 
     num = 0
-    """How often weights have changed; 0 means that they are those of the start."""
+    """Number of weights changes. 0: the weights of the start."""
 
 
 def listen(model: nn.Module) -> None:
-    """Count each time that weights are loaded into this model."""
+    """Count each load of weights into this model."""
     load_weights = model.load_weights
 
     @wraps(load_weights)
@@ -40,10 +40,10 @@ def listen(model: nn.Module) -> None:
 
 
 def listen_to_calls() -> None:
-    """Have each engine core of this process look for new weights after every call that may bring some.
+    """Let each engine core of this process look for new weights after every call that may bring some.
 
-    vLLM's utility calls reach an engine core by name, and none of them tells its scheduler. Where workers are processes
-    of their own, the scheduler would hear of new weights by the first step that they compute, one step late.
+    vLLM's utility calls reach an engine core by name, and none of them informs its scheduler. If workers are separate
+    processes, the scheduler would learn of new weights from the first step computed with them, one step late.
     """
     for name, followed_by in (
         ("collective_rpc", _look),
@@ -73,14 +73,15 @@ def _look(core: EngineCore, method: object, *args: Any, **kwargs: Any) -> None:
 
 
 def _look_at_adapter(core: EngineCore, adapter: Any, *args: Any, **kwargs: Any) -> None:
-    """An adapter that is loaded in place of one with its number is a change for everybody: KV is told apart as a
-    whole."""
+    """Count an adapter that replaces another one in place as a weights change, because KV has one version for all
+    adapters.
+    """
     if adapter.load_inplace:
         _count(core)
 
 
 def _name(core: EngineCore, name: str) -> None:
-    if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that nobody hears
+    if core.scheduler.weights.is_named_otherwise(name):  # they have come by a way that is not counted
         _count(core)
     core.scheduler.weights.name(name)
 
@@ -91,12 +92,14 @@ def _count(core: EngineCore) -> None:
 
 
 def _asked(core: EngineCore, method: str) -> int:
-    """What the workers say. Those that are not ours have no such method, and are asked once."""
+    """Largest count of the workers. 0 if the workers are not ours. They have no such method, and are asked
+    only once.
+    """
     weights = core.scheduler.weights
     if not weights.workers_count:
         return 0
     try:
         return max(core.model_executor.collective_rpc(method))
-    except Exception:  # one of ours that has failed ends the engine, which the call itself has said
+    except Exception:  # a failed worker of ours ends the engine, which the call itself reports
         weights.workers_count = False
         return 0

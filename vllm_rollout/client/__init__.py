@@ -1,1 +1,1 @@
-"""Clients of our endpoints."""
+"""Clients of the server's endpoints."""

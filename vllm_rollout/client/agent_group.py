@@ -1,6 +1,6 @@
-"""One prompt's sessions: a call of a user's function for each, cancelled when its session has lost.
+"""Sessions of one prompt: one call of a user's function per session, cancelled once the session has lost.
 
-Invariant: whatever a function raises is told in its group's result, and a group has one, whatever its functions do.
+Invariant: every group has a result, whatever its functions do. The result carries the exceptions that they raised.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RunAgent = Callable[[AgentSession], Awaitable[float | None]]
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """What became of one session."""
+    """Result of one session."""
 
     session_id: str
     number: int
@@ -62,30 +62,32 @@ class AgentResult:
     reward: float | None
     num_turns: int
     num_tokens: int
-    """That the policy generated."""
+    """Tokens that the policy generated."""
     messages: list[dict[str, Any]] | None
-    """The messages of its last `chat`, and the answer; None where the function used another way."""
+    """Messages of the session's last `chat` call with its answer appended. None if the function did not use `chat`."""
     turns: list[TurnAnswer]
-    """With how each went on from the one before; empty where the group did not return it."""
+    """Turns, each with how it continued the turn before. Empty for a session that the group did not return."""
     segments: list[SegmentAnswer] | None
-    """Tokens as the engine saw them, with masks and log probabilities; None where the group did not return it."""
+    """Token ids as the engine saw them, with masks and log probabilities. None for a session that the group did not
+    return.
+    """
     error: Exception | None
-    """What its function raised."""
+    """Exception that the function raised, or the error that kept the session from finishing. None: no error."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentGroup:
-    """What became of one prompt."""
+    """Result of one prompt."""
 
     prompt: Any
     position: int
-    """In `prompts`."""
+    """Position of the prompt in `prompts`, from 0."""
     group_id: str
     status: GroupStatus
     reason: str | None
-    """Why it is not complete."""
+    """Reason if the group is not complete."""
     trajectories: list[AgentResult]
-    """That it returns: `group_size` of them if it is complete."""
+    """Sessions that the group returns: `group_size` of them if it is complete."""
     others: list[AgentResult]
     generated_tokens: int
     returned_tokens: int
@@ -93,7 +95,7 @@ class AgentGroup:
 
 
 class Shared:
-    """What the groups of one call of `agents` have together."""
+    """State shared by the groups of one `agents` call."""
 
     def __init__(self, client: Sender, run: RunAgent, body: Mapping[str, Any], max_concurrent: int) -> None:
         if max_concurrent < 1:
@@ -102,14 +104,14 @@ class Shared:
         self.num_sessions: int = body.get("group_size", 1) + body.get("redundancy", 0)
         self.places = asyncio.Semaphore(max_concurrent)
         self.calls: set[asyncio.Task[Any]] = set()
-        """Calls of the user's function, and turns, that have not ended."""
+        """Running calls of the user's function, and running turns."""
 
 
 class RunningGroup:
-    """One prompt's sessions."""
+    """Runs the sessions of one prompt."""
 
     def __init__(self, its: Shared, position: int, prompt: Any, id: str | None = None) -> None:
-        """`id`: of one that is declared."""
+        """`id`: the id of a group that is already declared. None: a new id."""
         self._its, self._client = its, its.client
         self._position, self._prompt = position, prompt
         self._id = id or f"agents-{uuid.uuid4().hex}"
@@ -119,12 +121,15 @@ class RunningGroup:
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._errors: dict[str, Exception] = {}
         self.has_begun = asyncio.Event()
-        """Its sessions wait for places."""
+        """Set once the group's sessions wait for places."""
         self._is_over = asyncio.get_running_loop().create_future()
-        """With the event that says so."""
+        """Future of the event that ends the group."""
 
     async def result(self) -> AgentGroup:
-        """Declares it, runs it, and reads what it returns. Its first session has a place. Raises: RolloutError."""
+        """Declare the group, run it, and read what it returns. The caller holds a place for its first session.
+
+        Raises: RolloutError.
+        """
         try:
             async with self._its.client._placed(self._its.num_sessions) as self._client:
                 return await self._result()
@@ -140,7 +145,7 @@ class RunningGroup:
                     body["data"] = data(self._prompt)
                 self._begin((await self._declared(body)).to_begin)
             finally:
-                self._its.places.release()  # which its first session takes
+                self._its.places.release()  # for its first session
                 self.has_begun.set()
             listening = asyncio.create_task(self._listen())
             over: GroupOverEvent = await self._is_over
@@ -149,7 +154,7 @@ class RunningGroup:
             if listening is not None:
                 await cancelled([listening])
             if await self._left():
-                with suppress(RolloutError):  # there is none, or no server
+                with suppress(RolloutError):  # the group or the server does not exist
                     await self._client.send(Call("DELETE", self._path, lambda _: None))
 
     async def _declared(self, body: Mapping[str, Any]) -> SessionGroupAnswer:
@@ -158,10 +163,10 @@ class RunningGroup:
         except RolloutError as error:
             if error.status != HTTPStatus.CONFLICT:
                 raise
-            return await self._client.send(self._read)  # nobody else has its id: an answer was lost
+            return await self._client.send(self._read)  # the id is unique, so an earlier answer was lost
 
     async def of_round(self, to_begin: Iterable[str]) -> AgentGroup:
-        """Runs one that a round has declared, which says what becomes of it (`hear`, `returned`)."""
+        """Run a group that a round has declared. The round passes events to `hear` and `returned`."""
         try:
             self._begin(to_begin)
             event: ReturnedEvent = await self._is_over
@@ -175,7 +180,7 @@ class RunningGroup:
             self._is_over.set_result(event)
 
     async def _left(self) -> bool:
-        """Whether it is not over, and never will be: then its functions have ended."""
+        """If the group stopped without a result, cancel its functions and return True."""
         is_left = not self._is_over.done() or self._is_over.cancelled() or self._is_over.exception() is not None
         if is_left:
             await cancelled([*self._calls.values(), *self._turns])
@@ -183,7 +188,7 @@ class RunningGroup:
 
     @property
     def _turns(self) -> list[asyncio.Task[Any]]:
-        """On their way."""
+        """Turns that are running."""
         return [turn for session in self._sessions.values() for turn in session.turns]
 
     def _begin(self, ids: Iterable[str]) -> None:
@@ -193,14 +198,14 @@ class RunningGroup:
                 self._sessions[id], self._calls[id] = session, begin(self._call(session), self._its.calls)
 
     async def _call(self, session: AgentSession) -> None:
-        """The user's function, and what follows from how it ends."""
+        """Call the user's function, then finish its session or make it void."""
         async with self._its.places:
             void, reward = False, None
             try:
                 reward = await self._its.run(session)
                 reward = None if reward is None else as_reward(reward)
             except SessionLost:
-                pass  # or it was cut by a limit, and may be graded
+                pass  # or a limit ended the session, which may still be graded
             except asyncio.CancelledError:
                 if self._calls[session.id].cancelling():
                     raise
@@ -216,7 +221,7 @@ class RunningGroup:
             if session.is_ending or self._calls[session.id].cancelling():
                 return
             try:
-                await cancelled(session.turns)  # that it left behind
+                await cancelled(session.turns)  # turns that the function left behind
                 await self._end(session, reward, void)
             except Exception as error:  # whatever it is, its group must not wait for ever
                 if self._is_over.done():
@@ -230,19 +235,19 @@ class RunningGroup:
             logger.warning("session %s is void, its function raised %r", session.id, error)
 
     async def _end(self, session: AgentSession, reward: float | None, void: bool) -> None:
-        """Which sessions are wanted for it, events say."""
+        """Finish the session, or make it void. Sessions that replace it come as events."""
         try:
             await (session.end({"void": True}) if void else session.finish(reward))
         except RolloutError as error:
-            if error.status == HTTPStatus.CONFLICT:  # by itself, over a client of its own
+            if error.status == HTTPStatus.CONFLICT:  # the function ended it over a client of its own
                 return
             if error.status != HTTPStatus.NOT_FOUND or void:
                 raise
-            self._errors[session.id] = error  # it never took a turn
+            self._errors[session.id] = error  # the session had no turn
             await session.end({"void": True})
 
     async def _listen(self) -> None:
-        """What becomes of its sessions. A stream that breaks is opened again, and begins with what has happened."""
+        """Follow the events of the group's sessions. A stream that breaks is opened again and repeats past events."""
         try:
             while not self._is_over.done():
                 with suppress(httpx.TransportError):
@@ -269,7 +274,7 @@ class RunningGroup:
             self._stop(event.session_id)
 
     def _stop(self, id: str) -> None:
-        """Cancels its function. One that has ended is left to say so."""
+        """Mark the session as lost and cancel its function, unless the function is already finishing the session."""
         self._sessions[id].has_lost = True
         if not self._sessions[id].is_ending:
             cancel(self._calls[id])
@@ -280,8 +285,9 @@ class RunningGroup:
         return self.made(answer, await asyncio.gather(*(self._sessions[id].read() for id in over.selected)))
 
     async def _see_out(self, selected: Sequence[str]) -> None:
-        """Until the functions of what it returns have ended, which bring rewards; they may take as long as a session
-        may be silent."""
+        """Wait until the functions of `selected` sessions have ended, because they bring rewards. Other functions are
+        cancelled. The wait lasts at most `idle_timeout_s`.
+        """
         for id in self._calls.keys() - selected:
             self._stop(id)
         lasting = {self._calls[id]: id for id in selected} | dict.fromkeys(self._turns, "")
@@ -297,7 +303,7 @@ class RunningGroup:
     def made(
         self, answer: SessionGroupAnswer | ReturnedEvent, trajectories: Collection[TrajectoryAnswer]
     ) -> AgentGroup:
-        """What the server has answered of a group that is over, with what its functions have returned."""
+        """Result of an ended group: the server's answer together with the results of the functions."""
         known, selected = {each.id: each for each in answer.sessions}, {each.id for each in trajectories}
         others = [self._told(known.get(id) or _unbegun(id)) for id in {**self._sessions, **known} if id not in selected]
         assert answer.status != "running"
@@ -332,5 +338,5 @@ class RunningGroup:
 
 
 def _unbegun(id: str) -> SessionAnswer:
-    """One that lost before its first turn."""
+    """Answer for a session that lost before its first turn."""
     return SessionAnswer(id=id, state="surplus", ended_by="race", num_turns=0, num_tokens=0, reward=None)

@@ -1,6 +1,6 @@
-"""A round of agents: a call of a user's function per session of all its prompts.
+"""A round of agents: one call of a user's function per session of every prompt.
 
-Invariant: when it has a result, or fails, no call of it goes on.
+Invariant: once the round has a result or fails, none of its calls runs on.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ _EVENT: TypeAdapter[SessionRoundEvent] = TypeAdapter(Annotated[SessionRoundEvent
 
 @dataclass(frozen=True, slots=True)
 class AgentRound:
-    """What became of one round."""
+    """Result of one round."""
 
     groups: list[AgentGroup]
-    """That it returns, each as of `agents`; `position` counts in this round."""
+    """Groups that the round returns, as from `agents`. `position` counts within this round."""
     summary: SessionRoundDoneEvent
-    """Its kind, what it deferred, and what the run wants next."""
+    """The round's kind, its deferred prompts, and what the run needs next."""
 
 
 class RunningRound:
-    """One round."""
+    """Runs one round."""
 
     def __init__(self, its: Shared, call: EventsCall) -> None:
         self._its, self._call = its, call
         self._groups: dict[str, RunningGroup] = {}
         self._tasks: dict[str, asyncio.Task[AgentGroup]] = {}
-        """By group."""
+        """Running groups by group id."""
         self._group_of: dict[str, str] = {}
-        """By prompt: the last one that was declared."""
+        """Id of the last declared group, by prompt id."""
         self._ended: list[AgentGroup] = []
-        """Those that were over before the round was asked for, or asked for again."""
+        """Groups that were over before the round was asked for, or asked for again."""
 
     @property
     def _num_groups(self) -> int:
         return len(self._groups) + len(self._ended)
 
     async def result(self) -> AgentRound:
-        """Raises: RolloutError; what a function raised that is no Exception."""
+        """Run the round. Raises: RolloutError, and whatever a function raised that is no Exception (such as
+        SystemExit).
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 summary = await self._read(tasks)

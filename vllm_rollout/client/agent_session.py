@@ -1,6 +1,6 @@
-"""One conversation of a group of agents, as the user's function has it.
+"""One conversation of a group of agents, as passed to the user's function.
 
-Invariant: turns that its function left behind are known, and a finish is sent until the session has ended.
+Invariant: turns that the function left behind are tracked. A finish is sent again until the session has ended.
 """
 
 from __future__ import annotations
@@ -19,55 +19,57 @@ from vllm_rollout.client.sender import Sender
 from vllm_rollout.server.sessions.body import FinishAnswer, TrajectoryAnswer
 
 AGAIN_S = 0.2
-"""A finish that overtook the end of a turn, such as one whose call was cancelled, is sent again after so long."""
+"""Seconds until a finish is sent again that arrived before the end of a turn, such as a turn whose call was cancelled.
+"""
 OPEN = frozenset({"turn", "between_turns"})
 UNWANTED = frozenset({"surplus", "pruned", "deferred", "void"})
-"""States of sessions whose function is to stop."""
+"""States of a session in which its function is to stop."""
 
 
 class SessionLost(Exception):
-    """Nobody needs this session's turns any more: let it pass, so that the function ends."""
+    """The session has lost and needs no more turns. Do not catch this, so that the function ends."""
 
 
 class Void(Exception):
-    """Raise it where a tool or a sandbox failed: the session counts for nothing, and another one takes its place."""
+    """Raise this if a tool or a sandbox failed. The session is discarded, and another session replaces it."""
 
 
 class AgentSession:
-    """One conversation: what a user's function is called with."""
+    """One conversation: the argument of the user's function."""
 
     def __init__(self, client: Sender, id: str, prompt: Any, number: int, on_their_way: set[asyncio.Task[Any]]) -> None:
-        """`on_their_way`: tasks that end with the caller; turns of this session come to them."""
+        """`on_their_way`: set to which running turns are added. The caller cancels its tasks at the end."""
         self._client, self._on_their_way = client, on_their_way
         self.id = id
         self.prompt = prompt
         """The element of `prompts`."""
         self.number = number
-        """Among the sessions of its group, from 0."""
+        """Position among the sessions of its group, from 0."""
         self.messages: list[dict[str, Any]] | None = None
-        """The messages of the last `chat`, and its answer; None before the first."""
+        """Messages of the last `chat` call with its answer appended. None before the first call."""
         self.is_ending = False
-        """It was finished, or is being."""
+        """True once a finish is being sent or was sent."""
         self.has_lost = False
         self.turns: set[asyncio.Task[dict[str, Any]]] = set()
-        """On their way."""
+        """Turns that are running."""
 
     @property
     def base_url(self) -> str:
-        """For an OpenAI client of any kind, with `headers`."""
+        """Base URL for any OpenAI client. Use it with `headers`."""
         return f"{self._client.base_url}/v1"
 
     @property
     def headers(self) -> dict[str, str]:
-        """That make a request a turn of this session."""
+        """HTTP headers that make a request a turn of this session."""
         return {"X-Session-ID": self.id, **self._client.key_headers}
 
     async def chat(self, messages: Iterable[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-        """One turn by POST /v1/chat/completions, with any of its `fields`; the parsed answer.
+        """Send one turn by POST /v1/chat/completions, with any of its `fields`. Returns the parsed answer.
 
         Asks for log probabilities, which the trajectory holds, unless `logprobs=False`.
 
-        Raises: SessionLost; RolloutError with the server's words, such as a prompt that is too long.
+        Raises: SessionLost. RolloutError with the server's words, for example if the prompt is too long. TypeError for
+        `stream`.
         """
         sent = [dict(message) for message in messages]
         answer = await self._turn("chat/completions", {"messages": sent, "logprobs": True, **fields})
@@ -75,14 +77,17 @@ class AgentSession:
         return answer
 
     async def complete(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
-        """One turn by POST /v1/completions, as `chat`. Log probabilities: unless `logprobs=None`."""
+        """Send one turn by POST /v1/completions, like `chat`. Asks for log probabilities unless `logprobs=None`."""
         prompt = prompt if isinstance(prompt, str) else list(prompt)
         return await self._turn("completions", {"prompt": prompt, "logprobs": 0, **fields})
 
     async def finish(self, reward: float | None = None) -> FinishAnswer:
-        """The session is over. Where a function does not say so, its return does.
+        """End the session. If the function does not call this, the session ends when the function returns.
 
-        None: the group's reward function grades it, if it has one. Raises: RolloutError, 409 for a second time.
+        `reward`: None leaves grading to the group's reward function, if it has one.
+
+        Raises: RolloutError, 409 if the session has already ended. ValueError or TypeError if `reward` is no finite
+        number.
         """
         return await self.end({} if reward is None else {"reward": as_reward(reward)})
 
@@ -101,7 +106,7 @@ class AgentSession:
                 return answer
 
     async def read(self) -> TrajectoryAnswer:
-        """What it has become so far. Raises: RolloutError, 404 before its first turn."""
+        """The trajectory so far. Raises: RolloutError, 404 before the session's first turn."""
         return await self._client.send(Call("GET", f"/v1/sessions/{quote(self.id, safe='')}", typed(TrajectoryAnswer)))
 
     async def _turn(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +131,7 @@ class AgentSession:
 
 
 def as_reward(value: Any) -> float:
-    """Raises: ValueError, TypeError."""
+    """The value as a finite float. Raises: ValueError, TypeError."""
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"a reward must be a finite number, got {reward}. Return None for none, or raise Void.")
@@ -134,13 +139,13 @@ def as_reward(value: Any) -> float:
 
 
 def cancel(task: asyncio.Task[Any]) -> None:
-    """Once: a second time would interrupt what closes its sandbox."""
+    """Cancel a task at most once. A second cancellation would interrupt the cleanup of the user's function."""
     if not task.cancelling():
         task.cancel()
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Once they have ended; what they raise is of no interest any more."""
+    """Cancel these tasks and wait until they have ended. Their exceptions are dropped."""
     tasks = list(tasks)
     for task in tasks:
         cancel(task)

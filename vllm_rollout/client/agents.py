@@ -1,4 +1,4 @@
-"""Groups of agents from Python: a call of a user's function per session, cancelled when its session has lost.
+"""Groups of agents from Python: one call of a user's function per session, cancelled once the session has lost.
 
 Invariant: no call outlives the generator.
 """
@@ -18,11 +18,12 @@ from vllm_rollout.client.sender import Sender
 from vllm_rollout.server.sessions.body import SessionGroupRequest
 
 MAX_CONCURRENT = 512
-"""Sessions at once by default. Each has a connection while it has a turn, and each group one for its events."""
+"""Default limit of concurrent sessions. Each session has a connection during a turn. Each group has one for its events.
+"""
 
 
 class AgentOptions(TypedDict, total=False):
-    """Options of `agents`, in the words of `POST /v1/groups`."""
+    """Options of `agents`. They are fields of `POST /v1/groups`."""
 
     early_stop: bool
     selection: str
@@ -41,7 +42,7 @@ class AgentOptions(TypedDict, total=False):
 
 
 async def _groups(its: Shared, prompts: Iterable[Any]) -> AsyncGenerator[AgentGroup, None]:
-    """Each when it is over. A group is declared when there is a place for one of its sessions."""
+    """Yield each group when it is over. A group is declared once a place is free for one of its sessions."""
     waiting: Iterator[tuple[int, Any]] = enumerate(prompts)
     running: set[asyncio.Task[Any]] = set()
     place: asyncio.Task[Any] | None = asyncio.create_task(its.places.acquire())
@@ -69,7 +70,7 @@ async def _groups(its: Shared, prompts: Iterable[Any]) -> AsyncGenerator[AgentGr
 
 
 async def _place_after(its: Shared, group: RunningGroup) -> None:
-    """One that none of that group's sessions wants."""
+    """Acquire a place after the sessions of that group have queued for theirs."""
     await group.has_begun.wait()
     await its.places.acquire()
 
@@ -85,21 +86,26 @@ def agents(
     max_concurrent: int = MAX_CONCURRENT,
     **options: Unpack[AgentOptions],
 ) -> AsyncGenerator[AgentGroup, None]:
-    """Groups of sessions, one for each of `prompts`, which are values of any kind; each result when it is over.
+    """Run one group of sessions for each of `prompts`, which are values of any kind. Yields each result when it is
+    over.
 
     `run` is an async function. It is called with an `AgentSession` for each of the `group_size + redundancy` sessions
-    of a prompt, and for those that are wanted later; what it returns is the session's reward, None for none or for the
-    server's `reward`. When its session has lost it is cancelled: it sees an asyncio.CancelledError, so that its
-    `finally` blocks close sandboxes. Raising `Void`, or anything else, makes the session void; what was raised is the
-    `error` of its result, and a warning if it is not `Void`.
+    of a prompt, and for sessions that replace others. It returns the session's reward. None: no reward, or the reward
+    of the server's `reward` function.
 
-    `max_concurrent`: calls of `run` at once. A group is declared when there is a place for one of its sessions.
+    If a session has lost, its call is cancelled: it gets an asyncio.CancelledError, so that its `finally` blocks close
+    sandboxes. If the call raises `Void` or another exception, the session becomes void. The exception is the `error` of
+    its result. A warning is logged unless it is `Void`.
+
+    `max_concurrent`: calls of `run` at the same time. A group is declared once a place is free for one of its sessions.
     `data` may be a function of the prompt.
 
-    Leaving the generator early (`contextlib.aclosing`) cancels all calls and deletes groups that are not over. There is
-    no such method of the sync client, whose caller has no event loop: `asyncio.run` a function that uses this one.
+    Leaving the generator early (`contextlib.aclosing`) cancels all calls and deletes groups that are not over. The sync
+    client has no such method, because its caller has no event loop. Call `asyncio.run` with a function that uses this
+    method.
 
-    Raises: RolloutError when the server refuses a group, or cannot be reached.
+    Raises: RolloutError if the server refuses a group, or cannot be reached. TypeError for a single prompt. ValueError
+    if `max_concurrent` is less than 1.
     """
     if isinstance(prompts, str | Mapping):
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")

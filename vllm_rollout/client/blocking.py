@@ -1,7 +1,7 @@
-"""What is written with await, for who does without. Invariant: a coroutine that is finished here never waits.
+"""Sync versions of async code. Invariant: a coroutine that `finished` runs never waits.
 
-Its client sends over `BlockingTransport` and sleeps by blocking, so that each coroutine runs to its end at once. A
-client that waits for several servers at once cannot do that: its coroutines run in the loop of a `LoopThread`.
+The sync client sends over `BlockingTransport` and sleeps by blocking, so that each coroutine runs to its end at once. A
+client of several servers waits for all of them at once. Its coroutines run in the loop of a `LoopThread`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ P = ParamSpec("P")
 
 
 class BlockingTransport(httpx.AsyncBaseTransport):
-    """Sends by a client that blocks. Overrides: handle_async_request, aclose."""
+    """Sends requests by a blocking httpx client. Overrides: handle_async_request, aclose."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -35,13 +35,13 @@ class BlockingTransport(httpx.AsyncBaseTransport):
 
 
 class _Blocking(httpx.AsyncByteStream):
-    """Bytes of an answer as they come, still to be decoded. Overrides: __aiter__, aclose."""
+    """Undecoded bytes of an answer as they arrive. Overrides: __aiter__, aclose."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        assert isinstance(self._response.stream, httpx.SyncByteStream)  # of a client that blocks
+        assert isinstance(self._response.stream, httpx.SyncByteStream)  # the client blocks
         for chunk in self._response.stream:
             yield chunk
 
@@ -50,7 +50,7 @@ class _Blocking(httpx.AsyncByteStream):
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that never waits."""
+    """Run a coroutine that never waits, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -60,7 +60,7 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, which ends with the process at the latest."""
+    """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ class LoopThread:
         self._thread.start()
 
     def finished(self, awaitable: Awaitable[T]) -> T:
-        """What it returns. If this is interrupted, it is cancelled."""
+        """Wait for the result of an awaitable. An interrupt cancels the awaitable."""
         future = asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
         try:
             return future.result()
@@ -87,8 +87,9 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """This method without await. Its object has the one with await as `_awaited`, and finishes coroutines by
-    `_finish`."""
+    """Sync version of an async method. Its object has the async object as `_awaited` and runs coroutines by
+    `_finish`.
+    """
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -101,7 +102,7 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> C
 def blocking_generator(
     method: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[Any, P], Generator[T, None, None]]:
-    """The same for a method that yields."""
+    """Sync version of an async generator method, like `blocking`."""
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:

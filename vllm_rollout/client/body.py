@@ -1,5 +1,6 @@
-"""What a client asks for, as the body of `POST /v1/rollouts`. Invariant: what an option means, and its default, is said
-by the server's body, and nowhere else.
+"""The body of `POST /v1/rollouts`, built from a client's arguments.
+
+Invariant: meanings and defaults of options are defined by the server's body, and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, An
 """Text, token ids, chat messages, or a whole prompt (`{"id": …, "messages": …}`)."""
 
 Selection = str | Mapping[str, Any] | DualEndSelection
-"""`"first"`, `"shortest"` or `{"dual_end": {"num_longest": 1, "patience": 1.5}}`."""
+"""`"first"`, `"shortest"` or `{"dual_end": {"num_longest": 1, "patience": 1.5}}`, as JSON."""
 
 Redundancy = int | str | Mapping[str, Any]
 """Spare candidates per prompt, `"auto"`, or `{"auto": {"tradeoff": 2.0}}`."""
 
 
 class GroupOptions(TypedDict, total=False):
-    """What can be said of the groups of a rollout and of a round."""
+    """Options for the groups of a rollout or a round."""
 
     early_stop: bool | str | None
     selection: Selection
@@ -44,7 +45,7 @@ class GroupOptions(TypedDict, total=False):
 
 
 class RolloutOptions(GroupOptions, total=False):
-    """Options of `rollout` and `stream` of both clients. `help` says what they mean, in the server's words."""
+    """Options of `rollout` and `stream` of both clients. `help` shows their meaning, in the server's words."""
 
     order: str
     priority: int
@@ -62,9 +63,9 @@ def rollout_body(
     stream_tokens: int | None = None,
     **options: Unpack[RolloutOptions],
 ) -> dict[str, Any]:
-    """The body of POST /v1/rollouts. Values are the server's to judge; only a prompt's form is decided here.
+    """The body of POST /v1/rollouts. The server checks the values. Only the forms of prompts are checked here.
 
-    Raises: TypeError for a prompt of no known form, and for an option that there is not.
+    Raises: TypeError for a prompt of unknown form, and for an unknown option.
     """
     if isinstance(prompts, (str, Mapping, Prompt)):
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")
@@ -80,12 +81,14 @@ def rollout_body(
 
 
 def said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that say something: None does not."""
+    """Fields without those that are None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def option_fields(options: Mapping[str, Any], known: type) -> dict[str, Any]:
-    """Options as fields of a body; None says nothing. Raises: TypeError for one that is not among the known ones."""
+    """Options as fields of a body, without those that are None. Raises: TypeError for an option that is not
+    in `known`.
+    """
     if unknown := sorted(options.keys() - known.__annotations__.keys()):
         if (renamed := remedy_for(unknown[0], known.__annotations__)) is not None:
             raise TypeError(f"{unknown[0]}: {renamed}")
@@ -100,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 
 def takes_options(known: type, body: type[BaseModel]) -> Callable[[Method], Method]:
-    """Lets `help` show the known options, as the body says them, where a method says `**options`."""
+    """Decorator: signature and help of a method with `**options` show the known options, as the body describes them."""
     fields = {name: body.model_fields[name] for name in known.__annotations__}
 
     def decorate(method: Method) -> Method:
@@ -118,7 +121,10 @@ def takes_options(known: type, body: type[BaseModel]) -> Callable[[Method], Meth
 
 
 def prompt_body(prompt: PromptLike, position: int) -> dict[str, Any]:
-    """A prompt in one of its forms, as the body has it. Raises: TypeError for one of no known form."""
+    """A prompt of any form as an object of the body. `position` is for the message.
+
+    Raises: TypeError for an unknown form.
+    """
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Prompt):

@@ -1,6 +1,7 @@
-"""What a server can be asked, one description per call. Invariant: a call is said once, for both clients.
+"""The calls of a server, one description per call.
 
-A call's arguments, defaults and words are those of the clients' method of the same name.
+Invariant: a call is described once, for both clients. Arguments, defaults and docstring of a call are those of the
+clients' method of the same name.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ NamedRewardLike = tuple[str, int, float] | Mapping[str, Any] | NamedRewardEntry
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request, and how its answer is read."""
+    """One request, and the function that reads its answer."""
 
     method: str
     path: str
     read: Callable[[httpx.Response], T]
     body: object = None
-    """Bytes are sent as they are, anything else as JSON."""
+    """Body of the request. Bytes are sent unchanged, other values as JSON."""
     timeout: float | None = None
-    """Longest silence of the server in seconds; None: the client's `read_timeout_s`."""
+    """Longest silence of the server in seconds. None: the client's `read_timeout_s`."""
     headers: Mapping[str, str] | None = None
-    """Beside the client's own."""
+    """Headers added to the client's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,11 @@ class EventsCall:
 
 
 class QualityHead(NamedTuple):
-    """A trained head, to be kept or put back."""
+    """A trained quality head, to keep or to put back."""
 
     head: HeadAnswer
     weights: bytes
-    """safetensors with metadata."""
+    """The head as a safetensors file with metadata."""
 
 
 class _Model(BaseModel):
@@ -96,7 +97,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def typed(form: type[T]) -> Callable[[httpx.Response], T]:
-    """Reads an answer of that form."""
+    """A function that parses an answer as `form`."""
 
     def read(response: httpx.Response) -> T:
         answer: T = parse(_adapter(form), response.content)
@@ -114,15 +115,15 @@ def rollout(
     timeout: float | None = None,
     **options: Unpack[RolloutOptions],
 ) -> Call[RolloutAnswer]:
-    """Run `group_size + redundancy` candidates per prompt; each complete group has `group_size` trajectories.
+    """Run `group_size + redundancy` candidates per prompt. Each complete group has `group_size` trajectories.
 
-    With redundancy "auto" the server shares out up to `group_size` spare candidates per prompt, by what it has seen
-    of lengths: give prompts ids that stay theirs.
+    With redundancy "auto" the server distributes up to `group_size` spare candidates per prompt, by the lengths that it
+    has observed. For this, give each prompt an id that stays the same.
 
     `timeout`: longest silence of the server in seconds, in place of the client's `read_timeout_s`. Cancelling the async
     client's call closes the connection, and the server aborts the candidates.
 
-    Raises: RolloutError with the server's words; TypeError for a prompt of no known form.
+    Raises: RolloutError with the server's words. TypeError for a prompt of unknown form, and for an unknown option.
     """
     body = rollout_body(prompts, group_size, redundancy, stream=False, stream_tokens=None, **options)
     return Call("POST", "/v1/rollouts", typed(RolloutAnswer), body, timeout)
@@ -140,15 +141,15 @@ def stream(
 ) -> EventsCall:
     """Like `rollout`, as events: trajectories and candidates, then their `group`, and `done` at the end.
 
-    `stream_tokens`: also send `tokens` events, in chunks of at least that many tokens per candidate, the last one
-    of a candidate excepted. Its chunks join without a gap (checked here) and make up its trajectory; a `candidate`
-    event says that it is out and that no more of its tokens come. A reader may take its time: generation goes on,
-    and later chunks are longer.
+    `stream_tokens`: also send `tokens` events, in chunks of at least this many tokens per candidate. The last chunk of
+    a candidate may be shorter. The chunks of a candidate join without a gap (checked here) and make up its trajectory.
+    After a `candidate` event no more tokens of that candidate come. A slow reader does not stop generation: later
+    chunks are longer.
 
     The request is sent when the first event is asked for. Closing the generator (`contextlib.closing` or `aclosing`, or
     dropping it) closes the connection, and the server aborts the candidates.
 
-    Raises: RolloutError as `rollout`, at an `error` event, when the stream is cut and where tokens do not join.
+    Raises: RolloutError as `rollout`, at an `error` event, if the stream is cut, and if tokens do not join.
     """
     body = rollout_body(prompts, group_size, redundancy, stream=True, stream_tokens=stream_tokens, **options)
     return EventsCall(body, timeout)
@@ -160,12 +161,12 @@ def models() -> Call[list[str]]:
 
 
 def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: float | None = None) -> Call[RewardsAnswer]:
-    """Say what a rollout's trajectories were worth: (prompt_id, index, reward) each. Safe to repeat.
+    """Post rewards of a rollout's trajectories: (prompt_id, index, reward) each. Safe to repeat.
 
-    `threshold`: a reward above it is positive; None: the server's default, 0.5.
+    `threshold`: a reward above it is positive. None: the server's default, 0.5.
 
-    Raises: RolloutError, 404 when the rollout is not known; TypeError for a reward of no known form; ValueError for
-    one that is not finite.
+    Raises: RolloutError, 404 for an unknown rollout. TypeError for a reward of unknown form. ValueError for a reward
+    that is not finite.
     """
     entries = [_entry(reward, position, "prompt_id") for position, reward in enumerate(rewards)]
     body = said({"rewards": entries, "threshold": threshold})
@@ -175,12 +176,13 @@ def post_rewards(rollout_id: str, rewards: Iterable[RewardLike], threshold: floa
 def post_named_rewards(
     rewards: Iterable[NamedRewardLike], threshold: float | None = None, namespace: str | None = None
 ) -> Call[NamedRewardsAnswer]:
-    """Say what candidates of any groups were worth: (request_id, index, reward) each, where the request's id is that of
-    an OpenAI answer and the index that of its choice; or {"group_id": …, "index": …, "reward": …}. Safe to repeat.
+    """Post rewards of candidates of any groups: (request_id, index, reward) each, or {"group_id": …, "index": …,
+    "reward": …}. The request id is the id of an OpenAI answer, the index that of its choice. Safe to repeat.
 
-    `namespace`: the rollout_namespace that the requests came with.
+    `threshold`: a reward above it is positive. None: the server's default. `namespace`: the requests'
+    rollout_namespace.
 
-    Raises: RolloutError; TypeError for a reward of no known form; ValueError for one that is not finite.
+    Raises: RolloutError. TypeError for a reward of unknown form. ValueError for a reward that is not finite.
     """
     entries = [_entry(reward, position, "request_id") for position, reward in enumerate(rewards)]
     body = said({"rewards": entries, "threshold": threshold, "namespace": namespace})
@@ -188,30 +190,36 @@ def post_named_rewards(
 
 
 def quality_head(detection_length: int | None = None, model: str | None = None) -> Call[QualityHead]:
-    """The trained head; None: the only one there is. `model`: of a LoRA adapter, by its served name.
+    """The trained quality head. `detection_length`: in tokens. None: the only head. `model`: a LoRA adapter, by its
+    served name.
 
-    Raises: RolloutError, 404 while there is none.
+    Raises: RolloutError, 404 while there is no head.
     """
     query = _query(detection_length=detection_length, model=model)
     return Call("GET", f"/v1/quality_head{query}", _read_quality_head)
 
 
 def set_quality_head(weights: bytes, model: str | None = None) -> Call[HeadAnswer]:
-    """Put a head in place. Raises: RolloutError, 409 for one of another model or hidden size."""
+    """Put a quality head in place. Raises: RolloutError, 409 for a head of another model or hidden size."""
     return Call("PUT", f"/v1/quality_head{_query(model=model)}", typed(HeadAnswer), bytes(weights))
 
 
 def report(detection_length: int | None = None, model: str | None = None) -> Call[LearningReport]:
-    """What calibration and head are worth. Raises: RolloutError, 404 while nothing was learned."""
+    """Report on the accuracy of calibration and quality head. Arguments as of `quality_head`.
+
+    Raises: RolloutError, 404 while nothing was learned.
+    """
     query = _query(detection_length=detection_length, model=model)
     return Call("GET", f"/v1/quality_head/report{query}", typed(LearningReport))
 
 
 def detection_lengths(keep_ratio: float | None = None, model: str | None = None) -> Call[LengthTrialReport]:
-    """What rollouts that named several detection lengths say of them, and which one is recommended.
+    """Comparison and recommendation of detection lengths, from rollouts that named several of them.
 
-    `keep_ratio`: of the pruning that is considered; None: the default of pruning. `model`: of a LoRA adapter, by its
-    served name. Raises: RolloutError.
+    `keep_ratio`: of the pruning to compare for. None: the default of pruning. `model`: a LoRA adapter, by its served
+    name.
+
+    Raises: RolloutError.
     """
     query = _query(keep_ratio=keep_ratio, model=model)
     return Call("GET", f"/v1/quality_head/detection_lengths{query}", typed(LengthTrialReport))
@@ -223,22 +231,25 @@ def prompts(
     sort: PromptOrder = "last_seen",
     model: str | None = None,
 ) -> Call[PromptsAnswer]:
-    """What is known of each prompt: lengths, success, when it was seen; a page of at most `limit`.
+    """One page of known prompts: lengths, success and last use of each.
 
-    `sort`: "last_seen", the last one first, or "success", the least successful first, without rewards last. `after`:
-    the `key` of the last prompt of the page before. Raises: RolloutError, 404 for one that is not known.
+    `limit`: prompts per page at most. `after`: the `key` of the last prompt of the page before. `sort`: "last_seen"
+    (latest first) or "success" (lowest first, prompts without rewards last). `model`: a LoRA adapter, by its served
+    name.
+
+    Raises: RolloutError, 404 for an unknown `after`.
     """
     query = _query(limit=limit, after=after, sort=sort, model=model)
     return Call("GET", f"/v1/rollouts/prompts{query}", typed(PromptsAnswer))
 
 
 def state() -> Call[bytes]:
-    """All that was learned, for a checkpoint: opaque bytes for `set_state`."""
+    """The learned state, for a checkpoint: opaque bytes for `set_state`."""
     return Call("GET", "/v1/rollouts/state", lambda response: response.content)
 
 
 def set_state(state: bytes) -> Call[None]:
-    """Restore what `state` gave. Raises: RolloutError, 409 for a state of another model."""
+    """Restore bytes from `state`. Raises: RolloutError, 409 for a state of another model."""
     return Call("PUT", "/v1/rollouts/state", lambda _: None, bytes(state))
 
 
@@ -252,10 +263,12 @@ def vote(
     correct: str | None = None,
     k: int | None = None,
 ) -> Call[VoteAnswer]:
-    """What a group answered: by its `answers`, or by `texts` in which `answer_pattern` finds them; None abstains.
+    """Vote on a group's answer, by its `answers` or by `texts` in which `answer_pattern` finds answers. None abstains.
 
-    `method`: "majority", "confidence" or "quality", the latter two with `weights`. With `correct` and `k` also
-    maj@k. Raises: RolloutError with the server's words.
+    `method`: "majority", "confidence" or "quality". The latter two need `weights`, one per answer. With `correct` and
+    `k` the result also has maj@k.
+
+    Raises: RolloutError with the server's words.
     """
     body = {
         "answers": None if answers is None else list(answers),
@@ -270,26 +283,26 @@ def vote(
 
 
 def engines() -> Call[list[EngineAnswer]]:
-    """Each rank and its load."""
+    """State and load of each rank."""
     return Call("GET", "/v1/engines", lambda response: typed(EnginesAnswer)(response).engines)
 
 
 def engines_advice() -> Call[AdviceAnswer]:
-    """Whether half of the ranks could be freed now."""
+    """Advice whether half of the ranks could be freed now."""
     return Call("GET", "/v1/engines/advice", typed(AdviceAnswer))
 
 
 def drain(rank: int, timeout_s: float = DEFAULT_DRAIN_S) -> Call[DrainAnswer]:
-    """Move all groups of a rank elsewhere, and keep it empty until `restore`. Safe to repeat.
+    """Move all groups of a rank to other ranks, and keep the rank empty until `restore`. Safe to repeat.
 
-    `timeout_s`: so long the answer waits for what cannot move. Raises: RolloutError, 409 for the last rank.
+    `timeout_s`: longest wait in seconds for groups that cannot move. Raises: RolloutError, 409 for the last rank.
     """
     body = {"timeout_s": float(timeout_s)}
     return Call("POST", f"/v1/engines/{rank}/drain", typed(DrainAnswer), body, timeout=timeout_s + 60)
 
 
 def restore(rank: int) -> Call[EngineAnswer]:
-    """Groups are sent to this rank again. Safe to repeat."""
+    """Let a drained rank take groups again. Safe to repeat."""
     return Call("POST", f"/v1/engines/{rank}/restore", typed(EngineAnswer))
 
 

@@ -1,7 +1,7 @@
-"""Clients of our endpoints, async and sync. Invariant: importing this needs neither vllm nor torch.
+"""Clients of the server's endpoints, async and sync. Invariant: importing this needs neither vllm nor torch.
 
-What can be asked, and how an answer is read, is said in `calls.py`; how it is sent, once, in `sender.py`: the sync
-client is the async one over a transport that blocks (`blocking.py`).
+`calls.py` describes requests and the reading of answers. `sender.py` sends them. The sync client is the async client
+over a transport that blocks (`blocking.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _described_by(describe: Callable[..., Any], returns: object) -> Callable[[Method], Method]:
-    """Gives a method the name, words and signature of the description of its call."""
+    """Decorator: gives a method the name, docstring and signature of the call's description."""
 
     def decorate(method: Method) -> Method:
         wraps(describe)(method)
@@ -76,7 +76,7 @@ def _described_by(describe: Callable[..., Any], returns: object) -> Callable[[Me
 
 
 def _answer_of(describe: Callable[..., Call[T]]) -> Any:
-    """The type that a call is answered with."""
+    """Type of a call's answer."""
     (answer,) = get_args(get_type_hints(describe)["return"])
     return answer
 
@@ -136,13 +136,13 @@ class AsyncRolloutClient(Sender):
     async def run(
         self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
     ) -> AsyncRun:
-        id = id or f"run-{uuid.uuid4().hex}"  # here: a request that is sent again makes no second one
+        id = id or f"run-{uuid.uuid4().hex}"  # made here, so that a repeated request makes no second run
         return AsyncRun(self, await self.send(run_calls.create_run(group_size, prompts_per_round, id, **options)))
 
     run.__doc__ = run_calls.create_run.__doc__
 
     async def health(self) -> bool:
-        """Whether the server answers and its engine is alive."""
+        """True if the server answers and its engine is alive. False without an answer or while the server starts."""
         try:
             response = await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)
         except httpx.TransportError:
@@ -150,7 +150,9 @@ class AsyncRolloutClient(Sender):
         return is_healthy(response)
 
     async def wait_until_ready(self, timeout_s: float = 600.0) -> None:
-        """Wait until `health()`. Raises: TimeoutError after `timeout_s` seconds."""
+        """Wait until `health()` is True. Raises: TimeoutError after `timeout_s` seconds. RolloutError for other
+        answers.
+        """
         deadline = time.monotonic() + timeout_s
         while not await self.health():
             await self._sleep(poll_s(deadline, timeout_s, self.base_url))
@@ -166,11 +168,11 @@ class AsyncRolloutClient(Sender):
 
 
 class _FleetClient(Fleet, AsyncRolloutClient):
-    """One of several servers. What it does otherwise than one of a single server, `Fleet` says."""
+    """Async client of several servers. `Fleet` has the differences from a client of one server."""
 
 
 class _BlockingClient(AsyncRolloutClient):
-    """One whose coroutines never wait. Overrides: __init__, _sleep, _aside."""
+    """Client whose coroutines never wait, for one server. Overrides: __init__, _sleep, _aside."""
 
     def __init__(self, *args: Any, transport: Any = None, **settings: Any) -> None:
         http = httpx.Client(limits=LIMITS, transport=transport)

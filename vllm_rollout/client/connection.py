@@ -1,6 +1,6 @@
-"""How a client reaches a server: settings, timeouts, retries, and reading what comes back.
+"""Connection of a client to a server: settings, timeouts, retries, and parsing of answers.
 
-Invariant: only what never got an answer is retried, and every failure is a RolloutError.
+Invariant: a request is retried only if no answer came. Every failure is a RolloutError.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from vllm_rollout.server.learning.body import ADMIN_HEADER
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 10.0
 NUM_RETRIES = 3
-"""Further attempts after a connection error."""
+"""Retries after a connection error."""
 BACKOFF_S = 0.5
-"""Wait before the first retry; doubles with each further one."""
+"""Seconds before the first retry. The wait doubles with each further retry."""
 HEALTH_TIMEOUT_S = 5.0
-"""Longest wait for an answer of /health."""
+"""Longest wait for an answer of /health, in seconds."""
 POLL_INTERVAL_S = 0.5
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-"""A trainer may wait on hundreds of rollouts at once; the server queues them, not the client."""
+"""No limit of connections: a trainer may wait on hundreds of rollouts at once. The server queues them, not the client.
+"""
 MAX_ERROR_CHARS = 500
-"""How much of an answer that is not an error body goes into the error's message."""
+"""Characters of an unparsed error answer that go into the error's message."""
 
 CONNECTION_LOST = (
     httpx.ConnectError,
@@ -39,16 +40,17 @@ CONNECTION_LOST = (
     httpx.WriteError,
     httpx.RemoteProtocolError,
 )
-"""What is retried, and only before the first byte of an answer. A read timeout is not: the rollout may be running."""
+"""Errors that are retried, before the first byte of an answer only. A read timeout is not: the rollout may be running.
+"""
 
 INCOMPLETE = "IncompleteStream"
-"""Type of the error when a stream lacks something."""
+"""Error type of a stream that ended early or has gaps."""
 
 _ROUND_DONE = "round_done"
 
 
 def _event_type(event: Any) -> Any:
-    """Which class an event belongs to: the last one of a round says more than that of a rollout."""
+    """Tag of an event's class. The `done` event of a round has another class than that of a rollout."""
     if not isinstance(event, dict):
         return None
     return _ROUND_DONE if event.get("type") == "done" and "run" in event else event.get("type")
@@ -64,20 +66,20 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(_FORM)
 
 
 class RolloutError(Exception):
-    """The server refused or failed, or could not be reached. The message is the server's own."""
+    """The server refused or failed, or could not be reached. A server's refusal keeps the server's message."""
 
     def __init__(
         self, status: int | None, message: str, type: str, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status; None when there was no answer."""
+        """HTTP status. None if there was no answer."""
         self.message = message
         self.type = type
         self.param = param
-        """The field the server complains about."""
+        """Name of the field that the server refused."""
         self.retry_after_s = retry_after_s
-        """When the server thinks that it is worth trying again."""
+        """Seconds after which the server suggests another attempt."""
 
     def __str__(self) -> str:
         return f"{self.status or self.type}: {self.message}"
@@ -91,18 +93,18 @@ class RolloutError(Exception):
 
 
 class EventLines:
-    """Bytes of an event stream in, its whole lines out.
+    """Splits the bytes of an event stream into lines.
 
-    Splits at line feeds itself: httpx's line iterator also splits at characters such as U+2028, which JSON allows in
+    Splits at line feeds only. httpx's line iterator also splits at characters such as U+2028, which JSON allows in
     text.
     """
 
     def __init__(self) -> None:
         self._begun: list[bytes] = []
-        """Parts of a line: a group of conversations is one of many megabytes."""
+        """Parts of an unfinished line. A group of conversations is one line of many megabytes."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Those that this chunk completes."""
+        """Lines that this chunk completes."""
         first, *rest = chunk.split(b"\n")
         self._begun.append(first)
         if not rest:
@@ -113,14 +115,14 @@ class EventLines:
 
 
 class EventData:
-    """Bytes of an event stream in, the data of its events out."""
+    """Splits the bytes of an event stream into the data of its events."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that this chunk completes."""
+        """Data of the events that this chunk completes."""
         found = []
         for line in self._lines.feed(chunk):
             if line.startswith(b"data:"):
@@ -132,8 +134,10 @@ class EventData:
 
 
 async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """The data of an answer's events as they come; closes it. Raises: RolloutError for an answer that is an error;
-    httpx.TransportError."""
+    """Yield the data of an answer's events as they come, and close the answer at the end.
+
+    Raises: RolloutError for an answer that is an error. httpx.TransportError.
+    """
     try:
         if not response.is_success:
             await response.aread()
@@ -147,7 +151,7 @@ async def event_data(response: httpx.Response) -> AsyncGenerator[bytes, None]:
 
 
 class EventReader:
-    """Bytes of a rollout's event stream in, events out."""
+    """Parses the bytes of a rollout's event stream as events."""
 
     def __init__(self, *, streams_tokens: bool = False) -> None:
         self._joints = Joints() if streams_tokens else None
@@ -155,11 +159,11 @@ class EventReader:
         self._done = False
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events this chunk completes. Raises: RolloutError at an `error` event and where tokens do not join."""
+        """Events that this chunk completes. Raises: RolloutError at an `error` event, and if tokens do not join."""
         return [self._event(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
-        """The stream has ended. Raises: RolloutError when it was cut."""
+        """Note that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
         if not self._done:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
@@ -174,7 +178,7 @@ class EventReader:
 
 
 class Connection:
-    """A client's settings, and what follows from them."""
+    """A client's settings: address, keys, timeouts, retries."""
 
     def __init__(
         self,
@@ -188,14 +192,16 @@ class Connection:
         backoff_s: float = BACKOFF_S,
         transport: Any = None,
     ) -> None:
-        """`base_url`: the server, with or without `/v1`. `api_key`: what the server was given as --api-key, by default
-        the environment's VLLM_API_KEY; `admin_key`: as --rollout-admin-key.
+        """`base_url`: the server, with or without `/v1`. `api_key`: the server's --api-key. None: the environment's
+        VLLM_API_KEY. `admin_key`: the server's --rollout-admin-key.
 
-        `read_timeout_s`: longest silence of the server, in seconds; None waits for as long as a rollout takes.
-        `num_retries`, `backoff_s`: after a connection error before any answer, and only then, try again that many
-        times, waiting backoff_s, 2 backoff_s, 4 backoff_s, …. `transport`: an httpx transport in place of the network.
+        `connect_timeout_s`: longest wait for a connection, in seconds. `read_timeout_s`: longest silence of the server,
+        in seconds. None waits as long as a rollout takes.
 
-        Raises: ValueError for an address that is none of HTTP.
+        `num_retries`, `backoff_s`: retries after a connection error, only while no answer has come. The waits are
+        backoff_s, 2 backoff_s, 4 backoff_s, … seconds. `transport`: an httpx transport in place of the network.
+
+        Raises: ValueError for an address that is not HTTP.
         """
         if httpx.URL(base_url).scheme not in ("http", "https"):
             raise ValueError(f"base_url must begin with http:// or https://, got {base_url!r}.")
@@ -204,7 +210,7 @@ class Connection:
         self._num_retries, self._backoff_s = num_retries, backoff_s
         api_key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self.key_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        """By which the server knows whose requests these are."""
+        """Header with the API key. Empty without a key."""
         headers = self.key_headers | ({} if admin_key is None else {ADMIN_HEADER: admin_key})
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
@@ -227,9 +233,9 @@ class Connection:
         return self._http.build_request(method, path, **settings)
 
     def _delay_s(self, error: httpx.TransportError, attempt: int, url: object) -> float:
-        """Seconds to wait before the next attempt (`attempt` counts from 0).
+        """Seconds to wait before the next attempt. `attempt` counts from 0.
 
-        Raises: RolloutError when there must be none.
+        Raises: RolloutError if there must be no further attempt.
         """
         if not isinstance(error, CONNECTION_LOST):
             raise transport_error(error, url) from error
@@ -280,7 +286,7 @@ def _words(error: Exception) -> str:
 
 
 STARTING = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
-"""What a server says that is not ready, or a proxy in front of one that is not there."""
+"""HTTP statuses of a server that is not ready, or of a proxy whose server is missing."""
 
 
 def is_healthy(response: httpx.Response) -> bool:
@@ -291,7 +297,7 @@ def is_healthy(response: httpx.Response) -> bool:
 
 
 def poll_s(deadline: float, timeout_s: float, url: str) -> float:
-    """Seconds until the next look. Raises: TimeoutError past the deadline."""
+    """Seconds until the next poll. Raises: TimeoutError past the deadline."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError(f"{url} was not ready within {timeout_s} s. See the server's log, or wait longer.")

@@ -1,10 +1,10 @@
-"""Several servers as one: where each call goes. There is no process in between.
+"""Several servers as one client: each call goes to the right servers. There is no process in between.
 
-Rollouts are split by `fleet_rollout.py`. Runs and groups of sessions stay at the server that has them, rewards go
-there, weights go to all.
+`fleet_rollout.py` splits rollouts. Runs and groups of sessions stay at the server that has them. Their rewards go to
+that server. Weights go to all servers.
 
-Invariants: while weights are given, no group begins. A server that was lost comes back when its weights have the
-version of the others'. Every error names its server.
+Invariants: while weights are given, no group begins. A lost server comes back once its weights have the version of the
+other servers. Every error names its server.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_S = 1.0
-"""Servers are asked for their load at most so often."""
+"""Shortest interval between two requests for the servers' load, in seconds."""
 RETRY_S = 10.0
-"""A server that is out is tried again after so long."""
+"""Seconds until a lost server is tried again."""
 MAX_ROLLOUTS = 1024
-"""Rollouts of which it is known where their groups ran, so that rewards find them."""
+"""Rollouts whose groups' servers are remembered, so that rewards go to the right server."""
 KEEPALIVE = (
     [
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -66,7 +66,7 @@ KEEPALIVE = (
     if hasattr(socket, "TCP_KEEPIDLE")
     else []
 )
-"""A host that fails closes no connection: the kernel finds it out after a minute."""
+"""Socket options. A failed host closes no connection: with these, the kernel detects it after a minute."""
 BEGINS_GROUPS = re.compile(r"/v1/(rollouts|runs/[^/]+/rounds|groups)")
 REWARDS = re.compile(r"/v1/rollouts/([^/]+)/rewards")
 OF_ENGINE = re.compile(r"/v1/engines/(\d+)/(drain|restore)")
@@ -79,17 +79,17 @@ TO_ANY = {"/v1/models", "/v1/votes"}
 
 
 class FleetEngine(EngineAnswer):
-    """One engine of one of several servers; `rank` counts through all of them."""
+    """One engine of one of several servers. `rank` counts through all servers."""
 
     server: str
     server_rank: int
 
 
 class Member(Sender):
-    """One of several servers. Overrides: __init__, _attempt, _open, _events."""
+    """Client of one of several servers. Overrides: __init__, _attempt, _open, _events."""
 
     def __init__(self, url: str, gate: asyncio.Lock, **settings: Any) -> None:
-        """gate: held while no group may begin."""
+        """`gate`: held while no group may begin."""
         if settings.get("transport") is None:
             settings["transport"] = httpx.AsyncHTTPTransport(limits=LIMITS, socket_options=KEEPALIVE)
         super().__init__(url, **settings)
@@ -136,7 +136,9 @@ class Member(Sender):
 
 
 class Fleet(Sender):
-    """Overrides: __init__, send, _events, _placed; of the client that it is mixed into, what concerns each server."""
+    """Sends each call to the right servers. Overrides: __init__, send, _events, _placed, and the methods of the async
+    client that concern each server.
+    """
 
     def __init__(self, base_url: Sequence[str], **settings: Any) -> None:
         urls = [url.rstrip("/").removesuffix("/v1") for url in base_url]
@@ -147,18 +149,19 @@ class Fleet(Sender):
         self.base_url, self.key_headers = ", ".join(urls), self._members[0].key_headers
         self._servers = Servers(len(urls), random.randrange(len(urls)))
         self._engines: list[list[EngineAnswer]] = [[] for _ in urls]
-        """Of each server, when it was last looked at."""
+        """Engines of each server, as of the last look."""
         self._reasons: dict[int, str] = {}
-        """Why servers are out."""
+        """Reasons for lost servers, by number."""
         self._versions: set[str] = set()
-        """Of the weights of those that are not, when they were last looked at."""
+        """Weight versions of the servers that are not lost, as of the last look."""
         self._unsure: frozenset[int] = frozenset()
-        """Servers that were lost amid an update: they may be paused, or have old weights by the new name."""
+        """Servers that were lost during a weights update. They may be paused, or have old weights under the new name.
+        """
         self._looking = asyncio.Lock()
         self._looked_s = -float("inf")
         self._tried_s = -float("inf")
         self._rollouts: OrderedDict[str, Mapping[str, Part]] = OrderedDict()
-        """By id of a rollout, the part that each of its prompts came back from."""
+        """Part that returned each prompt, by rollout id."""
 
     @property
     def _alive(self) -> list[int]:
@@ -172,9 +175,10 @@ class Fleet(Sender):
         self._reasons[number] = error.message
 
     async def _look(self, *, any_weights: bool = False) -> None:
-        """Which servers there are, and what they have to do. Raises: RolloutError where none is left.
+        """Update the servers' state and load, unless that was done in the last `LOOK_S` seconds. Raises: RolloutError
+        if no server is left.
 
-        any_weights: of a server that comes back.
+        `any_weights`: also take back lost servers with other weights.
         """
         async with self._looking:
             now = time.monotonic()
@@ -225,8 +229,10 @@ class Fleet(Sender):
         return RolloutError(None, f"no server is left: {'; '.join(self._reasons.values())}", "ConnectError")
 
     async def _seen(self, number: int) -> list[EngineAnswer] | RolloutError | None:
-        """Its engines; an error of one that is gone; None for one that has no time to answer. Raises: RolloutError for
-        a server that is none of ours."""
+        """The server's engines. An error if the server is gone. None if it did not answer in time.
+
+        Raises: RolloutError if the server is not one of ours.
+        """
         member = self._members[number]
         try:
             response = await member._http.get("/v1/engines", timeout=HEALTH_TIMEOUT_S)
@@ -280,7 +286,10 @@ class Fleet(Sender):
         return call.body
 
     async def _to_all(self, call: Call[T]) -> T:
-        """The first one's answer; a server that is gone is left out. Raises: RolloutError, when all have answered."""
+        """Send a call to all servers and return the first answer. Servers that are gone are left out.
+
+        Raises: RolloutError of a server, once all have answered, or if no server is left.
+        """
         numbers = self._alive
         sent = (self._members[number].send(call) for number in numbers)
         answers = await asyncio.gather(*sent, return_exceptions=True)
@@ -301,7 +310,7 @@ class Fleet(Sender):
         raise self._none_left()
 
     async def _ask(self, number: int, call: Call[T]) -> T | None:
-        """Its answer; None: it is gone."""
+        """Send a call to one server. Returns None, and marks the server as lost, if it is gone."""
         try:
             return await self._members[number].send(call)
         except RolloutError as error:
@@ -329,7 +338,9 @@ class Fleet(Sender):
         return FleetRollout(self._members, self._servers, call, self._lose_amid)
 
     async def _lose_amid(self, number: int, error: RolloutError) -> None:
-        """Before its prompts begin elsewhere. Raises: RolloutError where no server is left."""
+        """Mark a server as lost during a rollout, before its prompts begin elsewhere. Raises: RolloutError if none is
+        left.
+        """
         self._lose(number, error)
         await self._look()
 
@@ -348,7 +359,7 @@ class Fleet(Sender):
     async def _post_rewards(self, id: str, call: Call[Any]) -> RewardsAnswer:
         body = self._body(call)
         parts = self._rollouts.get(id)
-        if parts is None:  # of a round, or of another client
+        if parts is None:  # a rollout of a round, or of another client
             return await self._of_finder(replace(call, read=typed(RewardsAnswer)))
         entries = body["rewards"]
         places: dict[tuple[int, str], list[int]] = {}
@@ -385,7 +396,7 @@ class Fleet(Sender):
         )
 
     async def _of_finder(self, call: Call[T]) -> T:
-        """The answer of the server that has what this is about. Raises: RolloutError, 404 where none has."""
+        """Answer of the server that has the requested object. Raises: RolloutError, 404 if no server has it."""
         await self._look()
         found = await self._found(call)
         if isinstance(found, RolloutError):
@@ -393,7 +404,9 @@ class Fleet(Sender):
         return found[1]
 
     async def _found(self, call: Call[T]) -> tuple[int, T] | RolloutError:
-        """The server that has what this is about, with its answer. Else a server's 404, or that none is left."""
+        """The server that has the requested object, with its answer. Otherwise an error: a server's 404, or that none
+        is left.
+        """
         missing: RolloutError | None = None
         for number in self._alive:
             try:
@@ -408,7 +421,7 @@ class Fleet(Sender):
         return missing or self._none_left()
 
     async def _post_named_rewards(self, call: Call[Any]) -> NamedRewardsAnswer:
-        """Each server takes those of its own candidates."""
+        """Post named rewards to all servers. Each takes the rewards of its own candidates."""
         await self._look()
         sent = replace(call, read=typed(NamedRewardsAnswer))
         said = await asyncio.gather(*(self._ask(number, sent) for number in self._alive))
@@ -426,7 +439,7 @@ class Fleet(Sender):
         )
 
     async def _all_engines(self) -> list[FleetEngine]:
-        """Those of servers that are out, too, as dead."""
+        """Engines of all servers. Engines of lost servers have the state "dead"."""
         await self._look()
         found: list[FleetEngine] = []
         for number, member in enumerate(self._members):
@@ -488,7 +501,7 @@ class Fleet(Sender):
             try:
                 given = await give_weights(self, *args, **options)
             except BaseException:
-                # where one refused a pause, the others may have begun theirs
+                # if one server refused a pause, others may have begun theirs
                 with suppress(RolloutError):
                     await self._to_all(Call("POST", "/resume", lambda _: None))
                 raise
@@ -498,7 +511,7 @@ class Fleet(Sender):
             return given
 
     async def health(self) -> bool:
-        """Whether all servers answer and their engines are alive."""
+        """True if all servers answer and their engines are alive."""
         return all(await asyncio.gather(*map(self._is_healthy, self._members)))
 
     @staticmethod
@@ -515,5 +528,5 @@ class Fleet(Sender):
 
 
 def _num_changes(engines: Sequence[EngineAnswer]) -> int:
-    """How often weights have come to these engines since their start."""
+    """Weights updates of these engines since their start."""
     return sum(each.num_weight_changes for each in engines)

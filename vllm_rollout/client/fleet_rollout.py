@@ -1,7 +1,7 @@
-"""One rollout at several servers: each gets a part of the prompts, and its events come back as those of one rollout.
+"""One rollout at several servers. Each server gets a part of the prompts, and all events form one stream.
 
-Invariant: each prompt's group comes back once. If a server is lost, the groups that it had not ended run at the others,
-and a `restarted` event takes back what was sent of them.
+Invariant: each prompt's group comes back once. If a server is lost, its unfinished groups run at the other servers. A
+`restarted` event then takes back the events that were sent of such a group.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from vllm_rollout.server.answers import (
 )
 
 MAX_UNREAD = 256
-"""Events that wait for a reader: if it is slow, servers are read no further, and start no more groups."""
+"""Events that wait for the reader. If the reader is slow, servers are read no further and start no more groups."""
 LOST = frozenset({error.__name__ for error in CONNECTION_LOST} | {INCOMPLETE})
 GONE = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 def is_loss(error: RolloutError) -> bool:
-    """Whether the server is gone, and not only this request refused."""
+    """True if the error means that the server is gone, not only that it refused this request."""
     if error.status is None:
         return error.type in LOST
     return error.status in GONE and error.retry_after_s is None
@@ -54,14 +54,14 @@ def is_loss(error: RolloutError) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Prompts that one server was sent, and what it says at the end."""
+    """Prompts sent to one server, and its final event."""
 
     server: int
     began_s: float
     prompt_ids: list[str]
     done: DoneEvent | None = None
     usage: Usage = field(default_factory=Usage)
-    """Of its groups that are over, as long as it has not said so itself."""
+    """Usage of the part's ended groups, for a server that is lost before its final event."""
 
 
 @dataclass(slots=True)
@@ -71,9 +71,9 @@ class OpenGroup:
     group: ServedGroup
     part: Part
     group_id: str | None = None
-    """None: nothing was sent of it."""
+    """None: no event of this group was sent."""
     ends: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Output tokens and end of its candidates, by index."""
+    """Output tokens and end of the group's candidates, by index."""
 
     def lengths(self) -> list[ObservedLength]:
         known = [(num, end) for num, end in self.ends.values() if num and end != "failed"]
@@ -81,7 +81,7 @@ class OpenGroup:
 
 
 class FleetRollout:
-    """One rollout on its way."""
+    """One running rollout."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class FleetRollout:
         call: EventsCall,
         lose: Callable[[int, RolloutError], Awaitable[None]],
     ) -> None:
-        """lose: called for a server that is gone. It raises where none is left."""
+        """`lose`: called for a server that is gone. It raises if no server is left."""
         self._members, self._servers, self._call, self._lose = members, servers, call, lose
         self.id = f"rollout-{uuid.uuid4().hex}"
         prompts: Sequence[Mapping[str, Any]] = call.body.get("prompts") or []
@@ -102,16 +102,16 @@ class FleetRollout:
         self._open: dict[str, OpenGroup] = {}
         self.parts: list[Part] = []
         self.part_of: dict[str, Part] = {}
-        """The part that gave a prompt's group, by prompt."""
+        """Part that returned the prompt's group, by prompt id."""
         self._events: asyncio.Queue[tuple[Part, Event | Exception | None]] = asyncio.Queue(MAX_UNREAD)
         self._reading: dict[Part, asyncio.Task[None]] = {}
         self._num_restarted = 0
         self._losses: Counter[str] = Counter()
-        """Servers that were lost, by prompt."""
+        """Number of servers lost with the prompt, by prompt id."""
         self._first_s: float | None = None
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Raises: RolloutError when a server refuses, and when none is left."""
+        """Run the rollout. Raises: RolloutError if a server refuses, and if none is left."""
         self._began_s = time.perf_counter()
         try:
             self._begin(list(self.positions))
@@ -136,14 +136,14 @@ class FleetRollout:
                 self._servers.over(its.group)
 
     def _begin(self, prompt_ids: Iterable[str]) -> None:
-        """Sends these prompts to servers, the longest groups first. Raises: NoServerLeft."""
+        """Send these prompts to servers, the longest groups first. Raises: NoServerLeft."""
         body, wanted = self._call.body, self._call.body.get("redundancy", 0)
         sizes = [size for size in (body.get("group_size"), wanted) if isinstance(size, int)]
         max_tokens = (body.get("sampling_params") or {}).get("max_tokens")
         terms = (max(1, sum(sizes)), max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else None)
         keys = {id: _key(self._prompts[self.positions[id]]) for id in prompt_ids}
         parts: dict[int, Part] = {}
-        # what is wrong with them is said best by a server that has all
+        # if prompts are invalid, a server that gets all of them gives the best message
         is_split = 0 < len(self.positions) == len(self._prompts)
         for id in sorted(keys, key=lambda id: -self._servers.predicted(keys[id], *terms)):
             group = self._servers.place(keys[id], *terms)
@@ -168,13 +168,13 @@ class FleetRollout:
             async with aclosing(self._members[part.server]._events(call)) as events:
                 async for event in events:
                     await self._events.put((part, event))
-        except Exception as error:  # its reader raises what is no answer of a server
+        except Exception as error:  # the reader raises errors that are no answer of a server
             await self._events.put((part, error))
         else:
             await self._events.put((part, None))
 
     def _hear(self, part: Part, event: Event) -> bool:
-        """Whether it is passed on."""
+        """Account for an event. Returns True if it is passed on."""
         id = getattr(event, "prompt_id", None)
         if id is None:
             return True
@@ -204,7 +204,10 @@ class FleetRollout:
         its.ends[index] = (num_tokens, end or "")
 
     async def _lost(self, part: Part, error: RolloutError) -> list[Event]:
-        """Its prompts begin elsewhere. Raises: RolloutError."""
+        """Begin the unfinished prompts of a lost server elsewhere. Returns events that take back what was sent of them.
+
+        Raises: `error`, if the server is not gone. RolloutError if no server is left, or a prompt was lost too often.
+        """
         if not is_loss(error):
             raise error
         again = [id for id in part.prompt_ids if id in self._open and self._open[id].part is part]
@@ -234,7 +237,7 @@ class FleetRollout:
         return taken_back
 
     def _summary(self) -> DoneEvent:
-        """Raises: RolloutError where a server has left out a group."""
+        """Final event of the rollout. Raises: RolloutError if a server left out a group."""
         if self._open:
             id, its = next(iter(self._open.items()))
             url = self._members[its.part.server].base_url
@@ -277,7 +280,7 @@ def _key(prompt: Mapping[str, Any]) -> str:
 
 
 def _count(usage: Usage, event: GroupEvent, ends: Mapping[int, tuple[int, str]]) -> None:
-    """As far as a stream says it before its end."""
+    """Add a group to `usage`, as far as events say it before the stream's end."""
     usage.num_candidates += len(ends)
     usage.prompt_tokens += len(event.prompt_token_ids)
     for index, (num_tokens, end) in ends.items():
@@ -291,7 +294,7 @@ def _count(usage: Usage, event: GroupEvent, ends: Mapping[int, tuple[int, str]])
 
 
 def _at_once(receipts: Sequence[Receipt]) -> Receipt | None:
-    """Of servers that worked at the same time: tokens add up, seconds do not."""
+    """Receipt of servers that worked at the same time. Tokens are summed. For seconds the longest counts."""
     if len(receipts) < 2:
         return receipts[0] if receipts else None
 

@@ -1,4 +1,4 @@
-"""Groups out of a stream, each when it is over. Invariant: one of them is what `rollout` would have answered."""
+"""Groups from a stream, each when it is over. Invariant: a group is the same as in the answer of `rollout`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vllm_rollout.server.answers import (
 
 
 class GroupStream:
-    """Iterate it for the groups of a stream of events, of a rollout or of a round, in the order in which they end.
+    """Iterate this over a stream of a rollout or of a round. It yields groups in the order in which they end.
 
         groups = GroupStream(client.stream(prompts, 8, reward="math"))
         for group in groups:            # a GroupAnswer, graded
             learn(group)
         groups.summary.usage            # what the stream's last event said
 
-    What was sent of a group that was deferred, or runs again, is in none. Raises: what the stream raises.
+    Trajectories of a group that is deferred or runs again are dropped. Raises: whatever the stream raises.
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
@@ -37,7 +37,7 @@ class GroupStream:
         self._ended: defaultdict[str, dict[int, Trajectory]] = defaultdict(dict)
         self._others: defaultdict[str, list[Candidate]] = defaultdict(list)
         self.summary: DoneEvent | None = None
-        """None until the stream is over."""
+        """Last event of the stream. None until the stream is over."""
 
     def __iter__(self) -> Iterator[GroupAnswer]:
         for event in self._events:
@@ -45,7 +45,7 @@ class GroupStream:
                 yield group
 
     def take(self, event: Event) -> GroupAnswer | None:
-        """The group that ends by the next event, if one does."""
+        """Account for the next event. Returns the group that this event ends, if any."""
         match event:
             case TrajectoryEvent():
                 self._ended[event.group_id][event.trajectory.index] = event.trajectory

@@ -1,4 +1,7 @@
-"""Whether a stream's chunks of tokens join. Invariant: what a reader has put together by itself is the trajectory."""
+"""Check that a stream's chunks of tokens join.
+
+Invariant: the joined chunks of a candidate have as many tokens as its trajectory.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,18 @@ ENDED = -1
 
 
 class Joints:
-    """Looks at a stream's events in order."""
+    """Checks a stream's events in order."""
 
     def __init__(self) -> None:
         self._num_tokens: dict[str, dict[int, int]] = {}
-        """Tokens so far by prompt and candidate, ENDED after its end; forgotten when the group ends or runs again."""
+        """Tokens so far by prompt id and candidate index, ENDED after the candidate's end. Dropped when the group ends
+        or runs again.
+        """
 
     def problem(self, event: Event) -> str | None:
-        """What is wrong with the next event: a gap, an overlap, tokens after the end, or a trajectory of others."""
+        """Problem with the next event, if any: a gap, an overlap, tokens after the end, or a trajectory of another
+        length.
+        """
         if isinstance(event, TokensEvent):
             return self._tokens(event)
         if isinstance(event, TrajectoryEvent):

@@ -1,7 +1,7 @@
 """A run as trainers use it: `for round in run.rounds(prompts)`. Invariant: a round is asked for until it is answered.
 
-A round has a key, under which the server gives the same answer however often it is asked; so a lost connection, a
-server that is started again or an answer that never came cost time and no prompt.
+A round has a key. The server gives the same answer for the same key, however often it is asked. So a lost connection, a
+restarted server or a lost answer cost time and no prompt.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from vllm_rollout.server.runs.body import RoundRequest
 T = TypeVar("T")
 
 PATIENCE_S = 600.0
-"""How long a round is asked for again when the server does not answer: as long as a large one takes to start."""
+"""Seconds for which a round is asked for again while the server does not answer: a large server takes as long to start.
+"""
 LASTED_S = 120.0
-"""After so long an attempt the server was there, for any number of tries to connect take less."""
+"""Seconds. If an attempt lasted longer, the server was there: failed attempts to connect are shorter."""
 ENDS_ALIKE = ("UnexpectedAnswer", "ReadTimeout")
-"""Errors of an answer that came, or was to come within a time that the caller chose."""
+"""Types of errors that another attempt would repeat: an unreadable answer, or a time-out set by the caller."""
 
 
 class _Patience:
-    """Until when a round is asked for again."""
+    """Time limit for repeating a request for a round."""
 
     def __init__(self, patience_s: float) -> None:
         self._until = time.monotonic() + patience_s
 
     def wait_s(self, error: RolloutError) -> float:
-        """Seconds until the next attempt. Raises: the error, where another attempt would end alike, or too late."""
+        """Seconds until the next attempt. Raises: `error`, if another attempt would fail too, or the time is over."""
         is_passing = error.status in (None, HTTPStatus.SERVICE_UNAVAILABLE) or error.retry_after_s is not None
         is_passing &= error.type not in ENDS_ALIKE
         if not is_passing or time.monotonic() >= self._until:
@@ -58,14 +59,14 @@ class _Patience:
 
 
 class Fed(NamedTuple):
-    """What a round is sent."""
+    """Prompts and kind for the next round."""
 
     prompts: list[PromptLike]
     kind: RoundKind | None
 
 
 class RoundFeed:
-    """Prompts of one pass over the data, a round's worth at a time; at its end what waits, in long rounds.
+    """Prompts of one pass over the data, in portions for rounds. At the end, waiting prompts run in long rounds.
 
     Invariant: each prompt is handed in once.
     """
@@ -75,7 +76,7 @@ class RoundFeed:
         self._prompts_per_round = prompts_per_round
 
     def next(self, run: RunAnswer) -> Fed | None:
-        """For the next round of the run as it is now; None when everything was handed in and is back."""
+        """Prompts for the next round of the run as it is now. None once every prompt was handed in and came back."""
         if run.next_round == "long":
             return Fed([], None)
         fresh = list(islice(self._prompts, run.num_fresh_prompts))
@@ -89,12 +90,12 @@ class RoundFeed:
         return Fed(fresh[: self._prompts_per_round], "long")
 
     def put_back(self, fed: Fed) -> None:
-        """These were not handed in: they come next."""
+        """Return prompts that were not handed in. They come next."""
         self._prompts = chain(fed.prompts, self._prompts)
 
 
 def _named(prompts: Iterable[PromptLike]) -> Iterator[PromptLike]:
-    """Each with an id; of those without one that say the same the second is `…-2`, also in another pass."""
+    """Prompts with ids. Equal prompts without an id get `…-2`, `…-3`, the same in every pass."""
     times: Counter[str] = Counter()
     for position, prompt in enumerate(prompts):
         given = prompt_body(prompt, position)
@@ -111,24 +112,24 @@ def new_key() -> str:
 
 
 def _is_refused(error: RolloutError) -> bool:
-    """What was handed in is not what the run wants; if its rounds went on meanwhile, another trainer's came between."""
+    """True if the server refused the prompts, for example because another trainer's round came in between."""
     return error.status in (HTTPStatus.CONFLICT, HTTPStatus.BAD_REQUEST)
 
 
 class AsyncRun:
-    """A run of an `AsyncRolloutClient`."""
+    """A run of an `AsyncRolloutClient`: rounds of prompts with a queue at the server."""
 
     def __init__(self, client: Sender, answer: RunAnswer) -> None:
         self._client = client
         self.id = answer.id
         self.info = answer
-        """As it was made, or last looked at."""
+        """The run as last read from the server."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, next_round={self.info.next_round!r})"
 
     async def refresh(self) -> RunAnswer:
-        """The run as it is now. Raises: RolloutError (404)."""
+        """Read the run from the server. Raises: RolloutError (404)."""
         self.info = await self._client.send(run_calls.run(self.id))
         return self.info
 
@@ -143,11 +144,12 @@ class AsyncRun:
         patience_s: float = PATIENCE_S,
         **options: Unpack[RoundOptions],
     ) -> RoundAnswer:
-        """One round: as many `prompts` as `info.num_fresh_prompts` says, none for a long one.
+        """Play one round. Pass `info.num_fresh_prompts` prompts, or none for a long round.
 
-        key: your name for the round; asked for again it gives the same answer. None: one is made.
-        reserve: prompts to run in place of filtered ones.
-        patience_s: how long to ask again while the server does not answer.
+        key: your name for the round. A second call with the same key gives the same answer. None: a new key.
+        reserve: prompts that replace filtered prompts.
+        timeout: longest silence of the server in seconds.
+        patience_s: seconds for which to ask again while the server does not answer.
 
         Raises: RolloutError.
         """
@@ -155,7 +157,7 @@ class AsyncRun:
         return await self._patiently(partial(self._client.send, call), patience_s)
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
-        """Its answer, asked for again while the server does not answer. Raises: RolloutError."""
+        """Call `ask` again while the server does not answer. Raises: RolloutError."""
         patience = _Patience(patience_s)
         while True:
             began = time.monotonic()
@@ -163,7 +165,7 @@ class AsyncRun:
                 return await ask()
             except RolloutError as error:
                 if error.status == HTTPStatus.CONFLICT or time.monotonic() - began > LASTED_S:
-                    patience = _Patience(patience_s)  # it answers that another round runs, or ran this one until now
+                    patience = _Patience(patience_s)  # the server answers: another round runs, or it ran this one
                 await self._client._sleep(patience.wait_s(error))
 
     @takes_options(RoundOptions, RoundRequest)
@@ -179,8 +181,10 @@ class AsyncRun:
     ) -> AsyncGenerator[Event, None]:
         """Like `round`, as events: `round` first, `deferred` and `filtered` among those of a rollout, `done` last.
 
-        What was sent of a prompt that is deferred or filtered counts for nothing. A stream that is cut can be asked for
-        again under its key, which the `round` event says: it begins anew. Raises: RolloutError.
+        Drop the earlier events of a prompt that is deferred or filtered. A stream that was cut can be asked for again:
+        pass the key from its `round` event. It then starts from its beginning.
+
+        Raises: RolloutError.
         """
         call = run_calls.stream_round(
             self.id,
@@ -198,16 +202,17 @@ class AsyncRun:
     async def rounds(
         self, /, prompts: Iterable[PromptLike], *, epoch: int | None = None, **options: Any
     ) -> AsyncGenerator[RoundAnswer, None]:
-        """Rounds over all of `prompts`, short and long as the run says, until each of them is back.
+        """Play rounds over all of `prompts`, short and long as the run requires, until every prompt has come back.
 
-        A prompt without an id gets one made of what it says. A round that was interrupted earlier, by a crash of server
-        or trainer, comes first. Several trainers may do this with one run: each gets rounds of all that was handed in.
-        Options: as of `round`.
+        A prompt without an id gets one made from its content. A round that a crash of server or trainer interrupted
+        comes first. Several trainers may share one run: each gets rounds of all prompts that were handed in.
+
+        Options: as of `round`. Raises: RolloutError. TypeError for a single prompt.
         """
         waits = {name: options[name] for name in ("timeout", "patience_s") if name in options}
 
         async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **fed: Any) -> RoundAnswer:
-            if key is not None:  # a round that was asked for before knows what was said of it
+            if key is not None:  # the server has the options of a round that was asked for before
                 return await self.round(key=key, **waits)
             return await self.round(prompts, **fed, **options)
 
@@ -225,14 +230,16 @@ class AsyncRun:
         max_concurrent: int = MAX_CONCURRENT,
         patience_s: float = PATIENCE_S,
     ) -> AsyncGenerator[AgentRound, None]:
-        """The same of a run that was made with `sessions`: `run` is called once per session, as by `client.agents`, and
-        cancelled when its session has lost, or its prompt is deferred.
+        """Like `rounds`, for a run created with `sessions`. `run` is called once per session, as by `client.agents`.
+        Its call is cancelled once the session has lost, or its prompt is deferred.
 
-        `session.prompt` is the prompt as it was handed in, with its `id`: a deferred one comes rounds later, also after
-        a restart of this process. max_concurrent: calls of `run` at once; the others wait.
+        `session.prompt` is the prompt with its `id`. A deferred prompt comes in a later round, also after a restart of
+        this process. max_concurrent: calls of `run` at the same time. The others wait.
 
-        Leaving the generator early (`contextlib.aclosing`) cancels all calls; the round is interrupted, and comes first
-        the next time. Raises: RolloutError, 504 where no call has done anything for as long as `idle_timeout_s`.
+        Leaving the generator early (`contextlib.aclosing`) cancels all calls. The round is interrupted and comes first
+        the next time.
+
+        Raises: RolloutError, 504 if no call has done anything for `idle_timeout_s` seconds.
         """
 
         async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
@@ -249,7 +256,7 @@ class AsyncRun:
     async def _rounds(
         self, prompts: Iterable[PromptLike], epoch: int | None, play: Callable[..., Awaitable[T]]
     ) -> AsyncGenerator[T, None]:
-        """play: one round, with arguments of `round`."""
+        """Yield the result of `play` for each round. `play` takes arguments of `round`."""
         if isinstance(prompts, str | dict):
             raise TypeError(f"prompts must be an iterable of prompts, got one {type(prompts).__name__}")
         feed = RoundFeed(prompts, self.info.prompts_per_round)
@@ -270,17 +277,19 @@ class AsyncRun:
             run = await self.refresh()
 
     async def give_up(self, number: int) -> RunAnswer:
-        """Put the prompts of an interrupted round back. Raises: RolloutError (404; 409 while it runs)."""
+        """Put the prompts of an interrupted round back into the queue. Raises: RolloutError (404, or 409 while it
+        runs).
+        """
         self.info = await self._client.send(run_calls.give_up_round(self.id, number))
         return self.info
 
     async def delete(self) -> None:
-        """Forget the run and the prompts that wait in it. Raises: RolloutError (404; 409 while a round runs)."""
+        """Delete the run and the prompts that wait in it. Raises: RolloutError (404, or 409 while a round runs)."""
         await self._client.send(run_calls.delete_run(self.id))
 
 
 class Run:
-    """A run of a `RolloutClient`."""
+    """A run of a `RolloutClient`: rounds of prompts with a queue at the server."""
 
     refresh = blocking(AsyncRun.refresh)
     round = blocking(AsyncRun.round)
@@ -291,11 +300,11 @@ class Run:
     __repr__ = AsyncRun.__repr__
 
     def __init__(self, run: AsyncRun, finish: Callable[[Any], Any] = finished) -> None:
-        """finish: what a coroutine returns."""
+        """`finish`: runs a coroutine and returns its result."""
         self._awaited, self._finish = run, finish
         self.id = run.id
 
     @property
     def info(self) -> RunAnswer:
-        """The run as it was made, or last looked at."""
+        """The run as last read from the server."""
         return self._awaited.info

@@ -1,4 +1,4 @@
-"""What a server can be asked about runs. Invariant: as of `calls.py`."""
+"""Calls of a server about runs. Invariant: as in `calls.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from vllm_rollout.server.runs.body import RunRequest
 
 
 class RoundOptions(GroupOptions, total=False):
-    """Rollout fields of a round. Default: the run's. A round's `sampling_params` replace single fields of the run's."""
+    """Options of a round. Options that are left out are those of the run. A round's sampling parameters replace single
+    ones of the run.
+    """
 
     redundancy: Redundancy
     kind: str | None
@@ -49,12 +51,12 @@ class RunOptions(GroupOptions, total=False):
 def create_run(
     group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
 ) -> Call[RunAnswer]:
-    """A run: rounds that return `prompts_per_round` prompts with `group_size` trajectories each (tail batching).
+    """Create a run: rounds that return `prompts_per_round` prompts with `group_size` trajectories each (tail batching).
 
-    `id`: your name for it. A run of that name on the same terms is gone on with, so that a trainer that starts again
-    finds its queue. Fields of a rollout are the defaults of its rounds.
+    `id`: your name for the run. If a run of this name has the same terms, it continues. So a trainer that starts again
+    finds its queue. Rollout options are the defaults of the run's rounds.
 
-    Raises: RolloutError, 409 when there is one on other terms.
+    Raises: RolloutError, 409 if a run of this name has other terms.
     """
     body = {
         "id": id,
@@ -76,12 +78,12 @@ def runs() -> Call[list[RunAnswer]]:
 
 
 def delete_run(run_id: str) -> Call[None]:
-    """Forget a run and the prompts that wait in it. Raises: RolloutError (404; 409 while a round runs)."""
+    """Delete a run and the prompts that wait in it. Raises: RolloutError (404, or 409 while a round runs)."""
     return Call("DELETE", f"/v1/runs/{run_id}", lambda _: None)
 
 
 def give_up_round(run_id: str, number: int) -> Call[RunAnswer]:
-    """Put the prompts of an interrupted round back. Raises: RolloutError (404; 409 while it runs)."""
+    """Put the prompts of an interrupted round back into the queue. Raises: RolloutError (404, or 409 while it runs)."""
     return Call("DELETE", f"/v1/runs/{run_id}/rounds/{number}", typed(RunAnswer))
 
 
@@ -94,7 +96,7 @@ def round(
     timeout: float | None = None,
     **options: Unpack[RoundOptions],
 ) -> Call[RoundAnswer]:
-    """One round of a run."""
+    """One round of a run, as one answer."""
     body = _round_body(prompts, reserve, key, options)
     return Call("POST", f"/v1/runs/{run_id}/rounds", typed(RoundAnswer), body, timeout)
 
@@ -124,7 +126,7 @@ def agent_round(run_id: str, prompts: Iterable[PromptLike], *, key: str, **optio
 
 
 def named(prompt: PromptLike, position: int) -> dict[str, Any]:
-    """The prompt with an id: one made of what it says, where it has none."""
+    """The prompt with an id. A prompt without one gets an id made from its content."""
     body = prompt_body(prompt, position)
     if body.get("id") is None:
         text = json.dumps({field: value for field, value in body.items() if field != "id"}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""How calls are sent: what the parts of a client have in common. Invariant: as of `connection.py`."""
+"""Sending of calls, shared by the parts of a client. Invariant: as in `connection.py`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Sender(Connection):
-    """Sends what `calls.py` describes."""
+    """Sends the calls of `calls.py` to one server."""
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     async def _aside(self, work: Callable[[], object]) -> None:
-        """Does what takes long while the loop goes on, async or not. It is over when this is, also if cancelled."""
+        """Run long work, sync or async, while the loop goes on. Returns once the work has ended, also if cancelled."""
         thread = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             returned = await asyncio.shield(thread)
@@ -37,7 +37,7 @@ class Sender(Connection):
 
     @asynccontextmanager
     async def _placed(self, num_candidates: int) -> AsyncIterator[Sender]:
-        """The server for a new group of sessions, which stays there."""
+        """The server for a new group of sessions. The group stays at this server."""
         yield self
 
     async def _attempt(self, request: httpx.Request) -> httpx.Response:
@@ -51,7 +51,7 @@ class Sender(Connection):
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
-        """The answer from its first byte on; what it says is still to be read."""
+        """Send a request, with retries. Returns the answer with its body still unread."""
         for attempt in count():
             request = self._request(method, path, body, timeout, headers)
             try:

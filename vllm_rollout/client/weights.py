@@ -1,6 +1,6 @@
-"""New weights for the server: pause, send, compute again what runs, name the version, resume.
+"""New weights for the server: pause, send, recompute running groups' KV, name the version, resume.
 
-Invariant: a server that was paused here is resumed, whatever failed meanwhile.
+Invariant: a server that was paused here is resumed, even if a step fails.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KV = Literal["keep", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class GivenWeights:
-    """What the server has now, and the seconds that it took."""
+    """The server's new weight version, and the seconds that the update took."""
 
     version: str | None
-    """As it is in `weight_versions` of trajectories; None where the server's vLLM knows no names of versions."""
+    """As in `weight_versions` of trajectories. None if the server's vLLM has no names for versions."""
     pause_s: float
     send_s: float
     finish_s: float
-    """What came after sending took: what runs, naming the version, going on."""
+    """Seconds after sending: naming the version and recomputing KV."""
 
     @property
     def seconds(self) -> float:
@@ -46,22 +46,24 @@ async def give_weights(
     *,
     adapter: str | None = None,
 ) -> GivenWeights:
-    """Put new weights in place of the server's, and name them. Needs a server with VLLM_SERVER_DEV_MODE=1.
+    """Replace the server's weights, and name them. The server needs VLLM_SERVER_DEV_MODE=1.
 
-    weights: a folder with a checkpoint (safetensors), which the server reads by itself, under the same path; or a
-    function that sends them, async or not, called while the server pauses, such as `send_weights` of vLLM's own
-    TrainerWeightTransferEngine. Check them before: what is not finite is sent as it is.
-    version: what trajectories say of the tokens that these weights sampled (`weight_versions`).
+    weights: a folder with a checkpoint (safetensors), which the server reads under the same path. Or a function that
+    sends the weights, sync or async, such as `send_weights` of vLLM's own TrainerWeightTransferEngine. It is called
+    while the server is paused. Check weights before: values that are not finite are sent unchanged.
+    version: name of the weights, as it appears in `weight_versions` of trajectories.
+    kv: KV of running groups. "recompute" computes it again by the new weights: later log probabilities are those of the
+    new weights. "keep" continues at once with KV of the old weights. Groups that begin later read KV of the new weights
+    only.
+    adapter: name of a LoRA adapter, whose weights these are, in a folder. An adapter of this name is replaced. The
+    server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 
-    kv: what becomes of the KV of groups that run. "recompute" computes it again by the new weights, so that from then
-    on their log probabilities are those of the new weights. "keep" goes on at once, on KV of the old ones. Whatever
-    begins later reads KV of the new weights only.
-    adapter: the name of a LoRA adapter, whose weights these are, in a folder. One of that name gets them in its place.
-    The server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+    Running groups are frozen meanwhile, and continue with the new weights. A server that was paused is resumed, even if
+    sending fails.
 
-    What runs meanwhile is frozen, and goes on with the new weights. A server that was paused is resumed, also when
-    sending fails. Raises: ValueError for a folder without weights; RolloutError, 404 without the development mode. When
-    sending has failed the server may have a part of the weights: give them again before the next rollout.
+    Raises: ValueError for a folder without weights, for an unknown `kv`, and for an adapter that is no folder.
+    RolloutError, 404 without the development mode. If sending fails, the server may have part of the weights: give them
+    again before the next rollout.
     """
     if kv not in get_args(KV):
         raise ValueError(f'kv must be "keep" or "recompute", got {kv!r}')
@@ -88,14 +90,14 @@ async def give_weights(
                 await self.send(_post("/v1/load_lora_adapter", body))
         sent = time.perf_counter()
         name = await _name_version(self, version)
-        if kv == "recompute":  # after the name, which tells of weights that nobody has heard coming
+        if kv == "recompute":  # after the name, which also counts weights that came unnoticed
             await self.send(_post("/v1/weights/recompute"))
     return GivenWeights(name, paused - began, sent - paused, time.perf_counter() - sent)
 
 
 @asynccontextmanager
 async def _paused(client: Sender) -> AsyncIterator[None]:
-    """What runs is frozen meanwhile."""
+    """Pause the server for the duration of the block."""
     may_be_paused = True
     try:
         try:
@@ -104,13 +106,13 @@ async def _paused(client: Sender) -> AsyncIterator[None]:
             ):
                 await client.send(_post("/pause?mode=keep&clear_cache=false"))
         except RolloutError as error:
-            # a proxy in front of a server that pauses may have lost patience
+            # a proxy may have timed out before the server paused
             may_be_paused = error.status is None or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
             raise
         yield
     except BaseException:
         if may_be_paused:
-            with suppress(RolloutError):  # what failed first is told
+            with suppress(RolloutError):  # the first error is raised
                 await client.send(_post("/resume"))
         raise
     await client.send(_post("/resume"))
@@ -128,7 +130,7 @@ async def _name_version(client: Sender, version: str) -> str | None:
 
 @contextmanager
 def _explained(remedy: str) -> Iterator[None]:
-    """A server that does not have this endpoint is told with what to do."""
+    """Replace the message of a server's 404 by `remedy`."""
     try:
         yield
     except RolloutError as error:

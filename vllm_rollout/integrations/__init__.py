@@ -1,1 +1,1 @@
-"""Doors into trainers that offer one. Invariant: importing this imports neither the trainer nor vllm nor torch."""
+"""Integrations with trainers. Invariant: importing this package imports neither the trainer nor vllm nor torch."""

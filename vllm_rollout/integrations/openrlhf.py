@@ -1,12 +1,12 @@
-"""OpenRLHF: rollouts that race, in OpenRLHF's own vLLM actors. Start this module where you started OpenRLHF's:
+"""OpenRLHF: rollouts that race, in OpenRLHF's own vLLM actors. Start this module instead of OpenRLHF's:
 
     python -m vllm_rollout.integrations.openrlhf --rollout_redundancy 8 ...   # instead of openrlhf.cli.train_ppo_ray
 
-Every other flag is OpenRLHF's. Each prompt gets so many spare candidates beside its `--rollout.n_samples_per_prompt`,
-and the trainer exactly as many responses as it asked for, the first that finish: rewards are asked for those only.
-Other requests (evaluation with fewer samples, later turns of an agent, images) run as they would.
+Every other flag is OpenRLHF's. Each prompt gets this many spare candidates beside its `--rollout.n_samples_per_prompt`.
+The trainer gets exactly as many responses as it asked for, the first that finish. Rewards are computed for those only.
+Other requests (evaluation with fewer samples, later turns of an agent, images) run unchanged.
 
-Invariant: no executor sees a candidate that the engine gave up.
+Invariant: an executor gets a candidate that the engine gave up only if no other one is left.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vllm_rollout.integrations.spares import End, Spares
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 ENDS: Mapping[str, End] = {"stop": "finished", "length": "truncated"}
-"""By vLLM's finish reason."""
+"""End of a candidate by vLLM's finish reason. Every other reason is "stopped"."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--rollout_redundancy", type=int, default=0)
     ours, theirs = parser.parse_known_args(argv)
-    # Read, and left to OpenRLHF, whose default it has as well.
+    # Read here, and passed on to OpenRLHF, which has the same default.
     parser.add_argument("--rollout.n_samples_per_prompt", dest="group_size", type=int, default=1)
     group_size = parser.parse_known_args(theirs)[0].group_size
     use_in_actors(group_size, ours.rollout_redundancy)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def use_in_actors(group_size: int, redundancy: int) -> None:
-    """Rollout actors that are created from now on race: OpenRLHF looks the class up by its name when it makes them."""
+    """Replace OpenRLHF's actor class by one that races. OpenRLHF looks the class up by name when it creates actors."""
     import ray
     from openrlhf.trainer.ray import vllm_engine
 
@@ -48,7 +48,9 @@ def use_in_actors(group_size: int, redundancy: int) -> None:
 
 
 def actor_class(theirs: type, group_size: int, redundancy: int) -> type:
-    """OpenRLHF's actor with our scheduler. Made here, so that ray sends it by value, with its sizes."""
+    """OpenRLHF's actor class with our scheduler. Defined in a function, so that ray sends the class and its sizes by
+    value.
+    """
 
     class RolloutActor(theirs):
         """Overrides: __init__, generate."""

@@ -1,4 +1,4 @@
-"""Whether a server serves the model that a trainer trains: said before the first step, and not by a strange curve."""
+"""Checks before the first step that the server serves the model that the trainer trains."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import httpx
 from vllm_rollout.client.client import RolloutClient
 
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-"""Of a model's configuration: what differs between two models that are not alike."""
+"""Fields of a model's configuration that are compared."""
 TIMEOUT_S = 60.0
 
 
 def check_served(client: RolloutClient, config: Any, tokenizer: Any, text: str) -> None:
     """Compare the server's model and tokenizer with the trainer's.
 
-    config, tokenizer: those of transformers. text: with the words of prompts and answers; both tokenizers encode it.
+    `config`, `tokenizer`: the trainer's, from transformers. `text`: sample words of prompts and answers. Both
+    tokenizers encode this text, and the token ids are compared.
 
-    A model whose name is no folder or repository on this host is not compared, but its tokenizer is. Raises:
-    RuntimeError for another model or tokenizer; httpx.HTTPError for a server that does not answer.
+    If the server's model name is no folder or repository on this host, only the tokenizers are compared.
+
+    Raises: RuntimeError for another model or tokenizer. httpx.HTTPError for a server that does not answer.
     """
     ours = config.name_or_path
     settings = {"base_url": client.base_url, "headers": client.key_headers, "timeout": TIMEOUT_S, "trust_env": False}
@@ -48,6 +50,6 @@ def _shape(config: Any) -> dict[str, Any]:
 def _shape_at(model: str) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
-    with suppress(OSError, ValueError):  # a name that this host does not know says nothing
+    with suppress(OSError, ValueError):  # a name that this host does not know is not compared
         return _shape(AutoConfig.from_pretrained(model))
     return None

@@ -6,10 +6,10 @@
                 cfg.generator, cfg.environment.skyrl_gym, inference_engine_client, tokenizer, redundancy=8
             )
 
-Of each prompt's `n_samples_per_prompt + redundancy` trajectories SkyRL gets the first `n_samples_per_prompt` to finish.
-Evaluation runs as SkyRL runs it.
+Each prompt starts `n_samples_per_prompt + redundancy` trajectories. SkyRL gets the first `n_samples_per_prompt` that
+finish. Evaluation runs as in SkyRL.
 
-Invariant: a trajectory that lost reaches nobody, and its environment is closed.
+Invariant: a trajectory that lost is dropped, and its environment is closed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from vllm_rollout.client.client import AsyncRolloutClient
 from vllm_rollout.integrations.whole import whole
 
 _session: ContextVar[AgentSession | None] = ContextVar("session", default=None)
-"""The session of the trajectory that runs here."""
+"""Session of the trajectory that runs in this context."""
 _races: ContextVar[Mapping[str, Race] | None] = ContextVar("races", default=None)
-"""The races of the batch that is generated here, by instance."""
+"""Races of the batch that is generated in this context, by instance id."""
 
 
 class RacingGymGenerator(SkyRLGymGenerator):
-    """SkyRL's generator. Overrides: generate, agent_loop, _run_in_executor_if_available."""
+    """SkyRL's generator with spare trajectories. Overrides: generate, agent_loop, _run_in_executor_if_available."""
 
     def __init__(self, *args: Any, redundancy: int, **kwargs: Any) -> None:
-        """`redundancy`: spare trajectories per prompt. The others are SkyRL's."""
+        """`redundancy`: spare trajectories per prompt. The other arguments are SkyRL's.
+
+        Raises: ValueError if `generator.batched` is true.
+        """
         super().__init__(*args, **kwargs)
         if self.batched:
             raise ValueError("generator.batched must be false: trajectories race, which a batch has none of.")
         self.inference_engine_client = SessionClient(self.inference_engine_client)
         self._redundancy = redundancy
         self._environments: dict[str, Any] = {}
-        """By session, while it runs."""
+        """Environments of running trajectories by session id."""
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
         metadata, races = input_batch.get("batch_metadata"), None
@@ -57,7 +60,9 @@ class RacingGymGenerator(SkyRLGymGenerator):
         return await super().generate(input_batch, disable_tqdm)
 
     async def agent_loop(self, *args: Any, trajectory_id: Any = None, **kwargs: Any) -> Any:
-        """Each call for an instance gets one of the trajectories that have won its race. The first call begins it."""
+        """Return the next trajectory that finished for this instance. The first call for an instance starts all of
+        them.
+        """
         races = _races.get()
         if races is None or trajectory_id is None:
             return await super().agent_loop(*args, trajectory_id=trajectory_id, **kwargs)
@@ -73,7 +78,7 @@ class RacingGymGenerator(SkyRLGymGenerator):
             finally:
                 environment = self._environments.pop(session.id, None)
                 if not has_ended and environment is not None:
-                    await called(environment.close)  # which SkyRL does at the end only
+                    await called(environment.close)  # SkyRL closes it only at the end
             race.outputs[session.id] = output
             return reward_of(output)
 
@@ -98,7 +103,7 @@ class RacingGymGenerator(SkyRLGymGenerator):
 
 
 class Race:
-    """One prompt's trajectories in a batch."""
+    """Trajectories of one prompt in a batch."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -107,7 +112,7 @@ class Race:
 
 
 class SessionClient:
-    """SkyRL's client, whose turns are those of the session that runs here."""
+    """SkyRL's client. Inside a trajectory, its requests are turns of the trajectory's session."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -130,6 +135,6 @@ class SessionClient:
 
 
 def reward_of(output: Any) -> float:
-    """The sum of what the environment has given, which SkyRL has by token, by step or whole."""
+    """Sum of the environment's rewards, which SkyRL keeps by token, by step or as one number."""
     steps = getattr(output, "step_outputs", [output])
     return float(sum(sum(each.reward) if isinstance(each.reward, list) else each.reward for each in steps))

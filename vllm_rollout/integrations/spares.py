@@ -1,12 +1,12 @@
-"""Spare candidates for a trainer that asks for one answer per call, and wants exactly as many as it asked for.
+"""Spare candidates for a trainer that asks for one answer per call and needs exactly as many as it asked for.
 
-As many calls for one prompt as a group has trajectories are a group. When the last of them has come, `redundancy` more
-candidates start, and each call gets the next that finishes, whichever call started it: candidates of one prompt are
-exchangeable. The engine stops the others in the step in which enough have finished; they reach nobody. Fewer calls
-than that, as a validation makes, run as they would without this.
+`group_size` calls for one prompt form a group. When the last of them arrives, `redundancy` more candidates start. Each
+call gets the next candidate that finishes, whichever call started it: candidates of one prompt are exchangeable. The
+engine stops the others in the step in which enough have finished, and their output is dropped. If fewer than
+`group_size` calls arrive (as in a validation), they run without spare candidates.
 
-Invariant: every call gets one answer, the best that there is: a finished one, then a truncated one where the engine
-counts those, then one that was stopped. No candidate runs on when nobody waits for one.
+Invariant: every call gets one answer, the best available: a finished one, then a truncated one where the engine counts
+those, then a stopped one. No candidate runs on once no call waits for an answer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm_rollout.background import begin
 
 Answer = TypeVar("Answer")
 End = Literal["finished", "truncated", "stopped"]
-"""How a candidate ended: by itself, at a limit of its length, or given up."""
+"""End of a candidate: by itself, at a length limit, or stopped by the engine."""
 Launch = Callable[[Mapping[str, Any], int], Awaitable[Answer]]
-"""Runs one request with these `extra_args`; 0 for the call's own candidate, otherwise the number of the spare one."""
+"""Runs one request with these `extra_args`. The number is 0 for the call's own candidate, 1 or more for a spare one."""
 
 
 @dataclass(eq=False)
@@ -35,13 +35,13 @@ class _Group(Generic[Answer]):
     waiting: deque[asyncio.Future[Answer]] = field(default_factory=deque)
     running: set[asyncio.Task[Answer]] = field(default_factory=set)
     truncated: deque[asyncio.Task[Answer]] = field(default_factory=deque)
-    """For calls that the candidates which run are too few for."""
+    """Truncated candidates. They answer calls once more calls wait than candidates run."""
     stopped: deque[asyncio.Task[Answer]] = field(default_factory=deque)
-    """Candidates that were given up or failed: for calls that are left with nothing else."""
+    """Stopped and failed candidates. They answer calls once no candidate runs."""
 
 
 class Spares(Generic[Answer]):
-    """Groups of calls for the same prompt; of one event loop."""
+    """Groups of calls for the same prompt. Use from one event loop only."""
 
     def __init__(self, group_size: int, redundancy: int, end_of: Callable[[Answer], End]) -> None:
         if group_size < 1 or redundancy < 0:
@@ -52,10 +52,14 @@ class Spares(Generic[Answer]):
         self._redundancy = redundancy
         self._end_of = end_of
         self._open: dict[Hashable, _Group[Answer]] = {}
-        """By prompt, the group that the next call joins."""
+        """Groups that the next call joins, by `key`."""
 
     async def answer(self, key: Hashable, launch: Launch[Answer]) -> Answer:
-        """One call. `key`: the same for calls whose candidates are exchangeable, that is prompt and sampling."""
+        """Return the answer for one call.
+
+        `key`: equal for calls whose candidates are exchangeable (same prompt and sampling). Raises: the error of a
+        failed candidate if no other answer is left.
+        """
         group = self._open.get(key)
         if group is None:
             group = self._open[key] = _Group(key, self._extra_args())
@@ -70,7 +74,7 @@ class Spares(Generic[Answer]):
         try:
             return await waiter
         finally:
-            if waiter in group.waiting:  # its caller went away
+            if waiter in group.waiting:  # the call was cancelled
                 group.waiting.remove(waiter)
                 self._settle(group)
 
@@ -87,7 +91,7 @@ class Spares(Generic[Answer]):
 
     def _ended(self, group: _Group[Answer], task: asyncio.Task[Answer]) -> None:
         group.running.discard(task)
-        if task.cancelled() and not group.waiting:  # it was not needed any more
+        if task.cancelled() and not group.waiting:  # it is not needed any more
             return
         end = "stopped" if task.cancelled() or task.exception() is not None else self._end_of(task.result())
         if end != "finished":
@@ -97,7 +101,7 @@ class Spares(Generic[Answer]):
         self._settle(group)
 
     def _settle(self, group: _Group[Answer]) -> None:
-        while group.truncated and len(group.waiting) > len(group.running):  # too few are left, as the engine has it
+        while group.truncated and len(group.waiting) > len(group.running):  # too few candidates are left
             _give(group.waiting.popleft(), group.truncated.popleft())
         while group.stopped and group.waiting and not group.running:
             _give(group.waiting.popleft(), group.stopped.popleft())

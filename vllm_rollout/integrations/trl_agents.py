@@ -1,13 +1,14 @@
 """TRL's GRPOTrainer: conversations with the tools of an environment that race, each a session (docs/guides/agents.md).
-The environment is given to a `rollout_func` instead of to the trainer:
+
+Give the environment to this `rollout_func` instead of to the trainer:
 
     agents = TRLAgents("http://127.0.0.1:8000", environment_factory=Calculator, redundancy=8)
     GRPOTrainer(..., rollout_func=agents, reward_funcs=[agents.rewards])
 
-TRL's own loop (`_tool_call_loop`) sends the turns of all conversations in one request, and waits for the longest. Here
-each conversation goes on by itself, with TRL's template, its parser of tool calls and its limits.
+TRL's own loop (`_tool_call_loop`) sends the turns of all conversations in one request and waits for the longest. Here
+each conversation continues by itself, with TRL's template, its parser of tool calls and its limits.
 
-Invariant: what TRL trains on are the tokens that the server has seen, masked where they are a tool's.
+Invariant: TRL trains on the tokens that the server recorded, with the tools' tokens masked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class TRLAgents:
-    """Runs a GRPOTrainer's conversations. Its weights are synchronized as ever: `use_vllm=True, vllm_mode="server"`."""
+    """Runs a GRPOTrainer's conversations. Weights are synchronized by TRL: `use_vllm=True, vllm_mode="server"`."""
 
     def __init__(
         self,
@@ -44,20 +45,21 @@ class TRLAgents:
         max_concurrent: int = MAX_CONCURRENT,
         **options: Unpack[AgentOptions],
     ) -> None:
-        """`environment_factory`: as TRL takes it, but an environment is made for each conversation. The others are
-        those of `AsyncRolloutClient.agents`."""
+        """`environment_factory`: as TRL takes it. It is called once per conversation. The other arguments are those of
+        `AsyncRolloutClient.agents`.
+        """
         self._url, self._factory, self._redundancy = url, environment_factory, redundancy
         self._options: dict[str, Any] = {**options, "max_concurrent": max_concurrent}
         self._threads = ThreadPoolExecutor(max_concurrent, "tools")
-        """Not asyncio's, for which a loser's tool would have to end first."""
+        """Runs tools. asyncio's own executor would wait for the tools of conversations that lost."""
         self._rendering: Rendering | None = None
         self._columns: dict[bool, dict[str, Any]] = {}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.
+        """Called by TRL as its `rollout_func`: one completion per prompt, in the order of the prompts.
 
-        Raises: RolloutError with the server's words, RuntimeError when a group could not be completed, ValueError for a
-        trainer that has tools of its own.
+        Returns columns of `[num_prompts]`. Raises: RolloutError with the server's words. RuntimeError if a group could
+        not be completed. ValueError for a trainer that has tools of its own.
         """
         if trainer.tools:
             raise ValueError(
@@ -70,7 +72,7 @@ class TRLAgents:
 
     @staticmethod
     def rewards(environment_reward: Sequence[float | None], **columns: Any) -> Sequence[float | None]:
-        """A reward function for TRL: what each environment's `get_reward` has said."""
+        """Reward function for TRL: the result of each environment's `get_reward`, `[num_completions]`."""
         return environment_reward
 
     async def _rows(self, prompts: Sequence[Any], trainer: Any) -> list[dict[str, Any]]:
@@ -98,7 +100,9 @@ class TRLAgents:
         return [played[each.session_id].row(each) for group in ordered for each in group.trajectories]
 
     async def _converse(self, session: AgentSession, its: Played, trainer: Any) -> float | None:
-        """Turns and tools, until a turn calls none or TRL's limits are reached; then the environment's reward."""
+        """Play turns and tool calls until a turn calls no tool or a limit of TRL is reached. Returns the environment's
+        reward.
+        """
         assert self._rendering is not None
         sampling = seeded(sampling_of(trainer), trainer)
         if "seed" in sampling:
@@ -125,7 +129,7 @@ class TRLAgents:
         return await self._called(its.environment.get_reward)
 
     async def _tool(self, tools: Mapping[str, Callable[..., Any]], call: Mapping[str, Any]) -> dict[str, Any]:
-        """What a tool says; of what it raises, what TRL makes of it."""
+        """Message with the tool's result. If the tool raises, the message has the error, as in TRL."""
         name = call["name"]
         try:
             if name not in tools:
@@ -142,14 +146,14 @@ class TRLAgents:
 
 
 class Rendering:
-    """Chats as tokens and back, as the trainer does it that has the tools itself."""
+    """Renders chats as tokens and parses them back, like a trainer that has the tools itself."""
 
     def __init__(self, trainer: Any, tools: list[Callable[..., Any]]) -> None:
         from trl import chat_template_utils as trl
 
         self._parse = trl.parse_response
         self._tools = tools
-        self._tokenizer = copy.deepcopy(trainer.processing_class)  # the trainer's goes on reading whole conversations
+        self._tokenizer = copy.deepcopy(trainer.processing_class)  # the trainer's own tokenizer stays as it is
         if all(getattr(self._tokenizer, name, None) is None for name in ("response_template", "response_schema")):
             self._tokenizer = trl.add_response_schema(self._tokenizer)
         if trainer.chat_template is None and not trl.is_chat_template_prefix_preserving(self._tokenizer):
@@ -166,19 +170,19 @@ class Rendering:
 
 
 class Played:
-    """A conversation, its environment, and what TRL needs of them."""
+    """One conversation, its environment, and the values that TRL needs of both."""
 
     def __init__(self, environment: Any, prompt: list[dict[str, Any]], columns: Mapping[str, Any]) -> None:
         self.environment, self.prompt, self.columns = environment, prompt, columns
         self.messages: list[dict[str, Any]] = []
-        """After the prompt."""
+        """Messages after the prompt."""
         self.token_ids: list[int] = []
-        """Tokens of the prompt, of all that was said, and of the tools' words."""
+        """Tokens of the prompt, of all turns, and of the tools' messages."""
         self._num_prompt_tokens = 0
 
     @property
     def num_tokens(self) -> int:
-        """After the prompt."""
+        """Tokens after the prompt."""
         return len(self.token_ids) - self._num_prompt_tokens
 
     def begin(self, rendering: Rendering, observation: str | None) -> None:
@@ -194,7 +198,7 @@ class Played:
         return message
 
     def row(self, result: AgentResult) -> dict[str, Any]:
-        """A row of TRL's: the tokens that the server holds; the rest are columns for reward functions."""
+        """One row for TRL: the tokens that the server recorded, and further columns for reward functions."""
         assert result.segments is not None
         (segment,) = result.segments
         assert segment.logprobs is not None
@@ -211,6 +215,6 @@ class Played:
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """Its public methods but `reset` and `get_reward`, as TRL finds them."""
+    """The environment's public methods except `reset` and `get_reward`, as TRL finds them."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return [getattr(environment, name) for name in names if not name.startswith("_") and name not in NOT_TOOLS]

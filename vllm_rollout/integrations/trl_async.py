@@ -1,12 +1,12 @@
-"""TRL's AsyncGRPO: its conversations race, each a session (docs/guides/agents.md), by a worker of another kind:
+"""TRL's AsyncGRPO: conversations race, each a session (docs/guides/agents.md). Give the trainer this worker:
 
     worker = RacingRolloutWorker(group_size=8, num_generations=16, ...)  # the others as TRL's AsyncRolloutWorker
     AsyncGRPOTrainer(..., rollout_worker=worker)
 
-Of `num_generations` conversations per prompt the first `group_size` to finish are scored; the turns of the others stop
-in the engine.
+Each prompt starts `num_generations` conversations. The first `group_size` that finish are scored. The engine stops the
+turns of the others.
 
-Invariant: what lost is neither scored nor trained on.
+Invariant: a conversation that lost is neither scored nor trained on.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ except ImportError as error:
 from vllm_rollout.client.agent_session import UNWANTED, SessionLost
 
 LOST: tuple[Any, ...] = ([], [], [], 0, 0, None)
-"""What TRL gets of a conversation that nobody needs."""
+"""Result for TRL of a conversation that lost."""
 _turn_fields: ContextVar[dict[str, Any] | None] = ContextVar("turn_fields", default=None)
-"""The fields that turns of the conversation that runs here send."""
+"""Extra fields of the turns of the conversation that runs in this context."""
 
 
 class RacingRolloutLoop(_AsyncRolloutLoop):
-    """TRL's loop, in the worker's process. Overrides: _generate_one, _post, _score_group."""
+    """TRL's loop, in the worker's process. `group_size` conversations per prompt are kept. Overrides: _generate_one,
+    _post, _score_group.
+    """
 
     def __init__(self, *, group_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -86,6 +88,6 @@ class RacingRolloutLoop(_AsyncRolloutLoop):
 
 
 class RacingRolloutWorker(AsyncRolloutWorker):
-    """TRL's worker with that loop."""
+    """TRL's worker with `RacingRolloutLoop`."""
 
     _loop_cls = RacingRolloutLoop

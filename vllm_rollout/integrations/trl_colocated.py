@@ -1,13 +1,13 @@
-"""TRL's GRPOTrainer with vLLM in its own process (`vllm_mode="colocate"`): its groups race, by one line.
+"""TRL's GRPOTrainer with vLLM in its own process (`vllm_mode="colocate"`): one line makes its groups race.
 
     colocate(redundancy=8)
     trainer = GRPOTrainer(...)
 
-TRL asks its engine for each completion by itself. By the environment (`adapter/in_process/environment.py`) the engine
-is ours, equal prompts in a row are a group, and its answers come back as TRL's rows. What the environment cannot see is
-looked at when a trainer is built: tools, the size of groups, and the reward function.
+TRL asks its engine for each completion separately. Environment variables (`adapter/in_process/environment.py`) replace
+the engine by ours. It runs equal prompts in a row as a group and returns the answers as TRL's rows. Tools, group size
+and reward function are checked when a trainer is built.
 
-Invariant: a trainer gets as many completions as it has asked for, in their order.
+Invariant: a trainer gets as many completions as it asked for, in its order.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from vllm_rollout.client.client import RolloutOptions
 from vllm_rollout.integrations.trl_rollouts import GroupsOfSize, Placed, TRLRollouts
 
 NAME = "reward"
-"""Of the reward function, in the engine."""
+"""Name of the reward function in the engine."""
 
 
 class colocate:
-    """Race the groups of each GRPOTrainer that is built from now on with `use_vllm=True, vllm_mode="colocate"`, and of
-    what derives from it.
+    """Race the groups of every GRPOTrainer (or subclass) that is built from now on with `use_vllm=True,
+    vllm_mode="colocate"`.
 
-    redundancy: spare candidates of each group. max_num_seqs grows by them, and they take KV cache.
-    num_generations: the size of groups, for trainers that do not derive from GRPOTrainer. A GRPOTrainer says its own.
-    reward: one of the trainer's `reward_funcs`. It grades each completion as that ends, in processes beside the engine,
-        and TRL reads what it said. Then `options` may be those of `RolloutClient.rollout`, `pruning` for one.
+    redundancy: spare candidates per group. max_num_seqs is raised for them, and they take KV cache.
+    num_generations: group size for trainers that do not derive from GRPOTrainer. A GRPOTrainer uses its own.
+    reward: one of the trainer's `reward_funcs`. It grades each completion as soon as the completion ends, in processes
+    beside the engine, and TRL reads the result.
+    options: those of `RolloutClient.rollout`, such as `pruning`. They need `reward`.
 
-    A group that is cut between two processes is not raced: give each process a multiple of num_generations.
+    A group that is split between two processes does not race: give each process a multiple of num_generations
+    completions. This sets the environment variables of docs/guides/in_process.md, which processes that start later
+    inherit. In a `with` statement all of it holds until the end of the block.
 
-    It sets the environment variables of docs/guides/in_process.md, which processes that are started later inherit.
-    In a `with` statement all of it holds until the end of the block.
-
-    Raises: ValueError for a size that is no group's, for options without a reward, and where VLLM_PLUGINS leaves us
-    out. Building a trainer then raises ValueError for one that cannot race: with tools, without a whole group, or, with
-    a reward, one that lacks the function, has a rollout_func, sleeps, or shares its engine with other processes.
+    Raises: ValueError for sizes that are too small, for options without a reward, and if VLLM_PLUGINS excludes
+    vllm_rollout. Building a trainer then raises ValueError if it has tools or no whole group. With a reward, it also
+    raises ValueError for a trainer that lacks the function, has a rollout_func, sleeps, or shares its engine with other
+    processes.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class colocate:
             _set(name, value)
 
     def _racing(self, init: Callable[..., None]) -> Callable[..., None]:
-        """That `__init__`, of a trainer whose groups race. The call of `colocate` before has no part in it."""
+        """Wrap `init`, a trainer's `__init__`, so that its groups race. An earlier call of `colocate` has no effect on
+        it.
+        """
 
         @wraps(init)
         def racing(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +102,7 @@ class colocate:
         return racing
 
     def _check(self, given: BoundArguments, config: Any) -> None:
-        """Raises: ValueError."""
+        """Raises: ValueError if the trainer cannot race."""
         its = given.arguments
         if its.get("tools") or its.get("environment_factory"):
             raise ValueError(
@@ -127,11 +130,11 @@ class colocate:
                 raise ValueError(f"{said} where colocate has a reward. Leave reward out: TRL then grades by itself.")
 
     def _grade(self, trainer: Any, reward: Callable[..., Any]) -> None:
-        """From now on the engine asks that function, and TRL reads what it said."""
+        """Let the engine call the reward function, and TRL read its results."""
         from vllm_rollout.adapter.in_process.environment import become_ours
 
         engine = become_ours(trainer.vllm_generation.llm, rewards={NAME: reward})
-        if engine is None:  # it was left to vLLM, which has said why
+        if engine is None:  # it stayed vLLM's, and the log has the reason
             return
         rollouts = ColocatedRollouts(engine, redundancy=self._redundancy, **{**self._options, "reward": NAME})
         trainer.rollout_func = rollouts
@@ -139,14 +142,14 @@ class colocate:
 
 
 class ColocatedRollouts(TRLRollouts):
-    """Groups of an engine of this process, which is stepped by its thread alone. Overrides: _of_sizes."""
+    """Groups of an engine in this process, which only the calling thread steps. Overrides: _of_sizes."""
 
     def _of_sizes(self, sizes: Sequence[int], roll_out: GroupsOfSize) -> list[Placed]:
         return [found for size in sizes for found in roll_out(size)]
 
 
 def _set(name: str, value: str | None) -> None:
-    """An environment variable; None: it is not set."""
+    """Set an environment variable, or unset it if `value` is None."""
     if value is None:
         os.environ.pop(name, None)
     else:

@@ -1,4 +1,4 @@
-"""A `rollout_func` for TRL's GRPOTrainer: groups by our client, with spare candidates, pruning, rewards posted back.
+"""A `rollout_func` for TRL's GRPOTrainer: groups by our client, with spare candidates, pruning, and posted rewards.
 
     rollouts = TRLRollouts("http://127.0.0.1:8000", redundancy=8, pruning={"detection_length": 64})
     GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.teaching(is_right), style])
@@ -6,11 +6,12 @@
     rollouts = TRLRollouts("http://127.0.0.1:8000", reward="accuracy")  # the server grades, by that reward
     GRPOTrainer(..., rollout_func=rollouts, reward_funcs=[rollouts.graded])
 
-TRL computes rewards after `rollout_func` has returned, and gives a reward function every field that this returned
-beside its own. So each completion carries its address (rollout, prompt, index), and a reward function that is marked
-with `teaching` posts what it says to that address. The server's reward comes the same way. Its function gets the
-columns of the data set, looked up by prompt, since TRL does not hand them to a `rollout_func`. Invariant: a prompt that
-comes G times gets exactly G completions.
+TRL computes rewards after `rollout_func` has returned, and passes every extra field of the result to reward functions.
+So each completion carries its address (rollout, prompt, index). A reward function wrapped by `teaching` posts its
+rewards to that address. The server's reward comes back as another field. The server's reward function gets the columns
+of the data set. They are looked up by prompt, because TRL does not pass them to a `rollout_func`.
+
+Invariant: a prompt that comes G times gets exactly G completions.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from vllm_rollout.server.answers import GroupAnswer
 
 RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
 Placed = tuple[int, str, GroupAnswer]
-"""A group with the place of its prompt, and its rollout's id."""
+"""Position of a prompt, its rollout's id, and its group."""
 GroupsOfSize = Callable[[int], list[Placed]]
 
 
 class RollsOut(Protocol):
-    """A client, or an LLM of this process."""
+    """A client, or an LLM in this process."""
 
     rollout: Callable[..., Any]
     post_rewards: Callable[..., Any]
 
 
 class TRLRollouts:
-    """Generates for a GRPOTrainer. Its weights are synchronized as ever: `use_vllm=True, vllm_mode="server"`."""
+    """Generates for a GRPOTrainer. Weights are synchronized by TRL: `use_vllm=True, vllm_mode="server"`."""
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class TRLRollouts:
         redundancy: Redundancy = 0,
         **options: Unpack[RolloutOptions],
     ) -> None:
-        """`server`: its URL, or a client. The others are those of `RolloutClient.rollout`.
+        """`server`: a URL or a client. The other arguments are those of `RolloutClient.rollout`. Sampling parameters
+        given here override the trainer's configuration.
 
-        `sampling_params` goes before what the trainer's configuration says. Raises: ValueError for options by which a
-        group could come back smaller than TRL needs.
+        Raises: ValueError for options that allow a group smaller than TRL needs.
         """
         pruning = options.get("pruning")
         if pruning is not None and dict(pruning).get("allow_fewer"):
@@ -84,12 +85,13 @@ class TRLRollouts:
         included = dict.fromkeys([*(options.get("include") or ()), "logprobs"])  # TRL needs those
         self._options: RolloutOptions = {**options, "include": list(included)}
         self._columns: dict[bool, dict[str, Any]] = {}
-        """Columns of the data sets of training and of evaluation, by prompt."""
+        """Columns of the data set by prompt. The outer key is True for training, False for evaluation."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """What TRL asks of a `rollout_func`: a completion per prompt, siblings in a row as the prompts come.
+        """Called by TRL as its `rollout_func`: one completion per prompt, in the order of the prompts.
 
-        Raises: RolloutError with the server's words, RuntimeError when a group could not be completed.
+        Returns columns of `[num_prompts]`. Raises: RolloutError with the server's words. RuntimeError if a group could
+        not be completed.
         """
         training = trainer.model.training
         num_generations = trainer.num_generations if training else trainer.num_generations_eval
@@ -103,20 +105,22 @@ class TRLRollouts:
             answer = self._client.rollout(chosen, size, self._redundancy, sampling_params=sampling, **self._options)
             return [(place, answer.id, group) for place, group in zip(places, answer.groups, strict=True)]
 
-        # One size as a rule; two or three where a group is cut in two between processes.
+        # Usually one size. Two or three if a group is split between processes.
         sizes = sorted({count for _, count in runs})
         groups = sorted(self._of_sizes(sizes, roll_out), key=lambda found: found[0])
         rows = [row for place, rollout, group in groups for row in rows_of(rollout, group, runs[place][1])]
         return {field: [row[field] for row in rows] for field in rows[0]}
 
     def _of_sizes(self, sizes: Sequence[int], roll_out: GroupsOfSize) -> list[Placed]:
-        """The groups of all sizes, at once."""
+        """Groups of all sizes, requested at the same time."""
         with ThreadPoolExecutor(len(sizes)) as pool:
             return [found for part in pool.map(roll_out, sizes) for found in part]
 
     def _asked(self, prompts: Sequence[Any], trainer: Any) -> Sequence[PromptLike]:
-        """As token ids, by the trainer's tokenizer. A chat that is graded is one for the server, too: TRL's reward
-        functions look at messages. Raises: ValueError for a prompt that is not in the data set.
+        """Prompts as token ids, by the trainer's tokenizer. If the server grades, chats stay messages, because TRL's
+        reward functions read messages.
+
+        Raises: ValueError for a prompt that is not in the data set.
         """
         token_ids = tokenized(prompts, trainer)
         if self._options.get("reward") is None:
@@ -130,7 +134,7 @@ class TRLRollouts:
         ]
 
     def graded(self, **columns: Any) -> Sequence[float | None]:
-        """A reward function for TRL, which says what the server has said; None where there is no reward.
+        """Reward function for TRL: the server's reward of each completion, `[num_completions]`. None: no reward.
 
         Raises: ValueError without the option `reward`.
         """
@@ -140,10 +144,12 @@ class TRLRollouts:
         return rewards
 
     def teaching(self, reward_function: RewardFunction, *, threshold: float | None = None) -> RewardFunction:
-        """The same reward function, which also posts what it says: from it pruning learns whom to stop.
+        """Wrap a reward function so that it also posts its rewards. Pruning learns from them.
 
-        Mark the one that says whether an answer is right. A reward above `threshold` (0.5) is positive; None is not
-        posted. Raises: TypeError for a reward model, which TRL calls in a way of its own.
+        Wrap the function that checks whether an answer is right. A reward above `threshold` (None: the server's
+        default, 0.5) is positive. A reward of None is not posted. Nothing is posted without the option `pruning`.
+
+        Raises: TypeError for a reward model, which TRL calls in another way.
         """
         if not callable(reward_function) or hasattr(reward_function, "forward"):
             raise TypeError(f"teaching takes a function, got {reward_function!r:.80}. Wrap the model in one.")
@@ -184,7 +190,7 @@ class TRLRollouts:
             except RolloutError as error:
                 if error.status != 404:
                     raise
-                # The server was started anew since: training goes on, what it would have learned is lost.
+                # The server has been restarted: training goes on, and these rewards are lost.
                 warnings.warn(f"rewards of {rollout} were not taken: {error}", stacklevel=2)
             else:
                 columns.get("log_metric", lambda *_: None)("rollout/rewards_accepted", float(counts.accepted))

@@ -1,4 +1,4 @@
-"""What TRL's trainer asks for, as groups, and groups as TRL's rows."""
+"""Conversion between the rows of TRL's trainer and our groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SEED_STRIDE, MAX_SEED = 0x9E3779B97F4A7C15, 1 << 62
 
 
 def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int]]:
-    """Each prompt once, with how often it comes in a row; at most `num_generations`, the rest is the next group."""
+    """Runs of equal prompts with their counts. A count is at most `num_generations`, and the rest starts
+    another run.
+    """
     runs: list[tuple[Any, int]] = []
     for prompt, same in groupby(prompts):
         count = len(list(same))
@@ -25,9 +27,10 @@ def runs_of(prompts: Sequence[Any], num_generations: int) -> list[tuple[Any, int
 
 
 def columns_by_prompt(data_set: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What TRL does not hand to a `rollout_func`: the other columns of each row, of one data set or several by name.
+    """Columns of the data set except `prompt`, by the prompt's JSON. TRL does not pass them to a `rollout_func`.
 
-    Raises: ValueError for two rows that ask the same and differ in another column: nobody could tell them apart.
+    `data_set`: rows, or several data sets by name. Raises: ValueError for two rows with the same prompt and different
+    columns.
     """
     columns: dict[str, dict[str, Any]] = {}
     for row in chain.from_iterable(data_set.values() if isinstance(data_set, Mapping) else [data_set]):
@@ -44,7 +47,7 @@ def columns_by_prompt(data_set: Iterable[Mapping[str, Any]] | Mapping[str, Any])
 
 
 def seeded(sampling: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """With a seed of this process's own: TRL asks each for its own prompts, of which two may have halves of a group."""
+    """Sampling parameters with a different seed per trainer process. Two processes can have parts of one group."""
     process = trainer.accelerator.process_index
     if sampling.get("seed") is None or not process:
         return sampling
@@ -52,14 +55,14 @@ def seeded(sampling: dict[str, Any], trainer: Any) -> dict[str, Any]:
 
 
 def with_columns(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Raises: ValueError for a prompt that is not in the data set."""
+    """Prompts with their columns. Raises: ValueError for a prompt that is not in the data set."""
     if missing := [prompt for prompt in prompts if json.dumps(prompt) not in columns]:
         raise ValueError(f"the columns of each prompt are needed, and the data set has no {missing[0]!r:.80}.")
     return [(prompt, columns[json.dumps(prompt)]) for prompt in prompts]
 
 
 def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Token ids by the trainer's own tokenizer and chat template. Raises: ValueError for images."""
+    """Token ids by the trainer's tokenizer and chat template. Raises: ValueError for images."""
     if isinstance(prompts[0], str):
         return [list(ids) for ids in trainer.processing_class(text=list(prompts))["input_ids"]]
     contents = [message.get("content") for prompt in prompts for message in prompt]
@@ -76,7 +79,10 @@ def tokenized(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
 
 
 def sampling_of(trainer: Any) -> dict[str, Any]:
-    """The sampling fields of the trainer's configuration, as TRL's own client sends them."""
+    """Sampling parameters of the trainer's configuration, as TRL's own client sends them.
+
+    Raises: ValueError if `generation_kwargs` has `vllm_xargs`.
+    """
     args = trainer.args
     sampling = {
         "temperature": trainer.temperature,
@@ -97,7 +103,9 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
 
 
 def rows_of(rollout: str, group: GroupAnswer, size: int) -> list[dict[str, Any]]:
-    """A row per completion: what TRL needs, and its address. Raises: RuntimeError for an incomplete group."""
+    """One row per completion: TRL's fields, and the completion's address. Raises: RuntimeError for an
+    incomplete group.
+    """
     if len(group.trajectories) != size:
         raise RuntimeError(
             f"group {group.prompt_id} of {rollout} has {len(group.trajectories)} trajectories, {size} are needed: "

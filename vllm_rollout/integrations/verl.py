@@ -2,12 +2,12 @@
 
     VERL_USE_EXTERNAL_MODULES=vllm_rollout.integrations.verl
 
-verl imports this module, which registers another rollout replica under the name `vllm`: verl's own, whose engines have
-our scheduler. With `+actor_rollout_ref.rollout.custom.rollout_redundancy=8` each prompt gets eight spare candidates
-beside its `rollout.n`, and the agent loops exactly `n`, the first that finish; without it nothing changes. Other
-requests (validation with fewer samples, later turns of an agent, images) run as they would.
+verl imports this module, which registers a rollout replica under the name `vllm`: verl's own with our scheduler. With
+`+actor_rollout_ref.rollout.custom.rollout_redundancy=8` each prompt gets eight spare candidates beside its `rollout.n`.
+The agent loops get exactly `n`, the first that finish. Without this setting nothing changes. Other requests (validation
+with fewer samples, later turns of an agent, images) run unchanged.
 
-Invariant: an agent loop sees a candidate that the engine gave up only when nothing else is left.
+Invariant: an agent loop gets a candidate that the engine gave up only if no other one is left.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from vllm_rollout.adapter.names import SCHEDULER_CLS
 from vllm_rollout.integrations.spares import End, Spares
 
 FIELD = "rollout_redundancy"
-"""In `rollout.custom`."""
+"""Spare candidates per prompt: field of `rollout.custom`."""
 SESSIONS = "rollout_sessions"
-"""The same: the engine's client knows sessions, for agents that race (`verl_agents.py`)."""
+"""Field of `rollout.custom`. True: the engine's client has sessions, for agents that race (`verl_agents.py`)."""
 
 
 def load_replica() -> type:
-    """The replica class; here, because verl's imports vLLM."""
+    """The replica class. Defined in a function, because verl's class imports vLLM."""
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
     class RolloutReplica(vLLMReplica):
-        """verl's replica, with another server."""
+        """verl's replica with `RolloutServer`."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -74,7 +74,7 @@ def load_server() -> type:
                 await self.engine.rollouts()
 
         async def finish_session(self, session_id: str, reward: float | None = None, void: bool = False) -> str:
-            """A session is over; returns what has become of it. Raises: RequestError."""
+            """End a session. Returns its state. Raises: RequestError."""
             return (await self.engine.sessions.finish(session_id, FinishRequest(reward=reward, void=void))).state
 
         async def generate(
@@ -99,7 +99,7 @@ def load_server() -> type:
 
 
 def redundancy_of(custom: Mapping[str, Any] | None) -> int:
-    """Raises: ValueError."""
+    """Spare candidates per prompt. Raises: ValueError if the value is no integer of at least 0."""
     value = (custom or {}).get(FIELD, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"rollout.custom.{FIELD} must be an integer of at least 0, got {value!r}.")
@@ -107,13 +107,15 @@ def redundancy_of(custom: Mapping[str, Any] | None) -> int:
 
 
 def is_plain(sampling_params: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether a request's candidates are exchangeable with those of the same tokens: no images, and chance at work."""
+    """True if candidates of equal prompts are exchangeable: the temperature is above 0 and there are no images, video
+    or audio.
+    """
     media = ("image_data", "video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
     return sampling_params.get("temperature", 1.0) > 0 and all(others.get(name) is None for name in media)
 
 
 def limit_of(config: Any, num_prompt_tokens: int, sampling_params: Mapping[str, Any]) -> int:
-    """Tokens at which verl's server lets a candidate be cut. Source: `vLLMHttpServer.generate`, verl 0.9."""
+    """Tokens after which verl's server may cut a candidate. Source: `vLLMHttpServer.generate`, verl 0.9."""
     named = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
     length = config.response_length
     asked = min(length, config.prompt_length + length - num_prompt_tokens) if named is None else named
@@ -121,7 +123,9 @@ def limit_of(config: Any, num_prompt_tokens: int, sampling_params: Mapping[str, 
 
 
 def end_of(answer: tuple[TokenOutput, int]) -> End:
-    """How an output ended, given the limit of its length: verl calls one that was cut there completed too."""
+    """End of an output, given its length limit. verl also reports "completed" for outputs that were cut at
+    the limit.
+    """
     output, limit = answer
     if output.stop_reason != "completed":
         return "stopped"

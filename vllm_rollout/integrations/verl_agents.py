@@ -1,5 +1,5 @@
-"""verl: agents with tools that race, each a session of its own (docs/guides/agents.md). In `custom` beside
-`rollout_redundancy`: `rollout_sessions=true`; and verl's agent loop is named in a file:
+"""verl: agents with tools that race, each a session of its own (docs/guides/agents.md). In `custom`, set
+`rollout_sessions=true` beside `rollout_redundancy`. Name the agent loop in a file:
 
     - name: racing_tool_agent
       _target_: vllm_rollout.integrations.verl_agents.RacingToolAgentLoop
@@ -7,10 +7,11 @@
     ... actor_rollout_ref.rollout.agent.agent_loop_config_path=agents.yaml
     ... actor_rollout_ref.rollout.agent.default_agent_loop=racing_tool_agent
 
-When `rollout.n` loops for a prompt run in a worker of verl's, `rollout_redundancy` more begin; each of the n gets the
-next that finishes, and the turns of the others stop in the engine. Loops that are fewer run as verl's.
+When `rollout.n` loops for a prompt run in one of verl's workers, `rollout_redundancy` more start. Each of the n gets
+the next loop that finishes, and the engine stops the turns of the others. If a prompt has fewer loops, they run as in
+verl.
 
-Invariant: a loop that lost is not waited for, and its output reaches nobody while a better one can come.
+Invariant: a loop that lost is not waited for. Its output is used only if no better one is left.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from vllm_rollout.integrations.spares import End, Spares
 from vllm_rollout.integrations.verl import redundancy_of
 
 _session: ContextVar[str | None] = ContextVar("session", default=None)
-"""The session of the loop that runs here."""
+"""Session of the loop that runs in this context."""
 _groups: dict[tuple[int, int], Spares[tuple[AgentLoopOutput, str]]] = {}
-"""The groups of this process, by their sizes: verl makes a loop anew for each sample."""
+"""Groups of this process by (group size, redundancy). They outlive loops, because verl makes one loop per sample."""
 
 
 class RacingToolAgentLoop(ToolAgentLoop):
@@ -57,7 +58,7 @@ class RacingToolAgentLoop(ToolAgentLoop):
         return (await _groups.setdefault(size, Spares(*size, end_of)).answer(key, launch))[0]
 
     async def _finish(self, session: str) -> str:
-        """Returns what has become of the session."""
+        """Finish the session. Returns its state."""
         server_id, server = await self.server_manager._acquire_server(session)
         try:
             return await server.finish_session.remote(session)

@@ -1,10 +1,10 @@
-"""verl's load balancer, which sends calls for one prompt to one replica, where siblings can meet. Named in a file:
+"""verl's load balancer, changed to send all calls for one prompt to the same replica, where they can form a group. Name
+it in a file:
 
     echo 'router_class: vllm_rollout.integrations.verl_router.PromptBalancer' > router.yaml
     ... actor_rollout_ref.rollout.router_config_path=router.yaml
 
-Invariant: calls for a prompt follow the first of them as long as one of them is on its way; later ones are balanced
-anew.
+Invariant: calls for a prompt go to the replica of the first call while any of them runs. Later calls are balanced anew.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ class _Prompt:
 
 
 class PromptBalancer(GlobalRequestLoadBalancer):
-    """Overrides: __init__, acquire_server, release_server, require_acquire_fields, require_release_fields."""
+    """Keeps calls for one prompt at one replica.
+
+    Overrides: __init__, acquire_server, release_server, require_acquire_fields, require_release_fields.
+    """
 
     def __init__(self, servers: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
         super().__init__(dict(servers))
         self._prompts: dict[tuple[int, ...], _Prompt] = {}
         self._calls: dict[str, list[tuple[int, ...]]] = {}
-        """By request id the prompts of its calls on their way: the turns of one agent have one id."""
+        """Prompts of running calls by request id. The turns of one agent have one id."""
 
     def acquire_server(self, request_id: str, prompt_ids: Sequence[int] = ()) -> tuple[str, Any]:
         key = tuple(prompt_ids)

@@ -1,4 +1,4 @@
-"""What trainers that take rectangular batches ask of a group of agents."""
+"""Check for trainers that need groups of a fixed size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm_rollout.client.agent_group import AgentGroup
 
 
 def whole(group: AgentGroup, size: int) -> AgentGroup:
-    """Raises: RuntimeError for a group that could not be completed."""
+    """Return the group unchanged. Raises: RuntimeError if it could not be completed."""
     if len(group.trajectories) != size:
         raise RuntimeError(
             f"group {group.group_id} has {len(group.trajectories)} conversations, {size} are needed: {group.reason}. "

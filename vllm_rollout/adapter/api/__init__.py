@@ -1,1 +1,1 @@
-"""Touches vLLM in the API process."""
+"""Code in the API process that imports vLLM."""

@@ -12,7 +12,7 @@ from vllm_rollout.adapter import PLUGIN
 
 
 class RolloutEndpoints:
-    """What `vllm.endpoint_plugins` names."""
+    """Our endpoint plugin, named by the entry point `vllm.endpoint_plugins`."""
 
     name = PLUGIN
     required_tasks = ("generate",)

@@ -1,1 +1,1 @@
-"""Touches vLLM in the engine core's process."""
+"""Code in the engine core's process that imports vLLM."""

@@ -1,10 +1,10 @@
-"""The one door by which API processes reach an engine core beside requests, and who answers.
+"""Calls of API processes to an engine core, beside requests, and the functions that answer them.
 
-vLLM's utility calls reach methods of EngineCore by name, and none of them leads to the scheduler; so one method is
-added, `EngineCore.rollout_call`, which nothing of vLLM's calls. It runs between two engine steps.
+vLLM's utility calls reach methods of EngineCore by name, and none of them leads to the scheduler. So one method is
+added, `EngineCore.rollout_call`. No code of vLLM calls it. It runs between two engine steps.
 
-Invariant: every operation of the call table has one line in `ANSWERS`, and takes at most `CALL_BUDGET_S` plus one small
-piece of work, but for a state that is put.
+Invariant: every operation of the call table has one line in `ANSWERS`. It takes at most `CALL_BUDGET_S` seconds plus
+one small piece of work, except for a state that is put.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rollout_call(core: EngineCore, operation: str, payload: bytes) -> bytes:
 
 
 def call_worker(core: EngineCore, method: str, *args: Any) -> Any:
-    """Call a method of every worker; returns the answer of the one whose outputs are read, the others say None."""
+    """Call a method of every worker. Returns the answer that is not None: that of the worker whose outputs are read."""
     return next((result for result in core.collective_rpc(method, args=args) if result is not None), None)
 
 
@@ -111,4 +111,4 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "adopt_group": lambda core, wanted: core.scheduler.moves.adopt(core, wanted),
     "confirm_move": lambda core, wanted: core.scheduler.moves.confirm(core, wanted),
 }
-"""Operation -> who answers."""
+"""Function that answers an operation, by its name."""

@@ -1,4 +1,4 @@
-"""A candidate's per-step outputs as fewer messages. Invariant: nothing an output carries is lost or reordered."""
+"""Merges a candidate's per-step outputs into fewer messages. Invariant: no data of an output is lost or reordered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.v1.outputs import LogprobsLists
 
 
 def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
-    """Take from a step's output what comes after that many of its tokens."""
+    """Drop the data of a step's output after its first `num_tokens` tokens."""
     output.new_token_ids = output.new_token_ids[:num_tokens]
     if (logprobs := output.new_logprobs) is not None:
         output.new_logprobs = LogprobsLists(
@@ -23,11 +23,11 @@ def keep_first(output: EngineCoreOutput, num_tokens: int) -> None:
 def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
     """The columns that this candidate has asked for. vLLM makes rows as wide as the widest request of their step.
 
-    A row begins with the sampled token. `num_logprobs`: how many others come after it; -1: all.
+    A row begins with the sampled token. `num_logprobs`: number of further columns. -1: all.
     """
     if num_logprobs < 0 or logprobs.logprobs.ndim < 2 or logprobs.logprobs.shape[1] <= num_logprobs + 1:
         return logprobs
-    # Copied, so that the step's own arrays are let go.
+    # Copied, so that the step's own arrays are freed.
     token_ids, values = (
         array[:, : num_logprobs + 1].copy() for array in (logprobs.logprob_token_ids, logprobs.logprobs)
     )
@@ -35,9 +35,9 @@ def own_columns(logprobs: LogprobsLists, num_logprobs: int) -> LogprobsLists:
 
 
 def joined(rows: list[LogprobsLists]) -> LogprobsLists:
-    """Rows of several steps. vLLM makes a row too narrow beside a request with `logprob_token_ids`.
+    """Rows of several steps as one. vLLM makes a row too narrow beside a request with `logprob_token_ids`.
 
-    Such a row is filled with its first entry, the sampled token, of which that says nothing new.
+    Such a row is padded with its first entry, the sampled token, which adds no information.
     """
     widest = max(row.logprobs.shape[-1] for row in rows)
 
@@ -54,9 +54,10 @@ def joined(rows: list[LogprobsLists]) -> LogprobsLists:
 
 
 class HeldOutputs:
-    """What one candidate's unsent outputs carried. The outputs themselves are let go: a step makes one per candidate.
+    """Data of one candidate's unsent outputs. The outputs themselves are dropped, because each step makes one per
+    candidate.
 
-    The first output passes at once: it carries the prefill statistics that time to first token is made of.
+    The first output is sent at once: it carries the prefill statistics for time to first token.
     """
 
     __slots__ = (
@@ -74,9 +75,11 @@ class HeldOutputs:
         self.interval = interval
         """Tokens per message."""
         self._num_logprobs = -1 if num_logprobs is None else num_logprobs
-        """Log probabilities of each token that the candidate has asked for, beside its own; -1: all that come."""
+        """Log probabilities per token that the candidate has asked for, beside the sampled token's. -1: all
+        that come.
+        """
         self.passes_next = True
-        """The next output passes at once."""
+        """True if the next output is sent at once."""
         self._token_ids: list[int] = []
         self._logprobs: list[LogprobsLists] = []
         self._routed_experts: list[np.ndarray] = []
@@ -84,7 +87,7 @@ class HeldOutputs:
         self._num_nans = 0
 
     def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Take an output that is not the last one; returns what is to be sent now, if anything."""
+        """Take an output that is not the last one. Returns the output to send now, if any."""
         if self.passes_next:
             self.passes_next = self.interval == 1
             return self.finish(output)
@@ -95,17 +98,17 @@ class HeldOutputs:
         return self._release(output)
 
     def copy(self, request_id: str) -> EngineCoreOutput | None:
-        """Everything held, as one output that is not to be sent; None when nothing is."""
+        """Everything held, as one output that is not sent. None if nothing is held."""
         return self._fill(EngineCoreOutput(request_id, [])) if self._token_ids else None
 
     def attach(self, held: EngineCoreOutput | None, *, passes_next: bool) -> None:
-        """Go on where another one let go."""
+        """Continue with the state of another object of this class."""
         self.passes_next = passes_next
         if held is not None:
             self._collect(held)
 
     def finish(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Everything held, together with this output."""
+        """Everything held, merged into this output."""
         if not self._token_ids:
             if output.new_logprobs is not None:
                 output.new_logprobs = own_columns(output.new_logprobs, self._num_logprobs)

@@ -1,9 +1,9 @@
-"""Requests that come to the engine core with `rollout_*` fields, because no client of ours stands before it.
+"""Requests that reach the engine core with `rollout_*` fields, because it has no client of ours.
 
-So it is in a trainer's own process: vLLM's engine with our scheduler, and nothing else. Such a client reads no notes,
-gets every token at once, and learns of a bad field by how its request ends.
+This is the case in a trainer's own process: vLLM's engine with our scheduler, and nothing else. Such a client reads no
+notes and gets every token at once. A bad field shows only in how its request ends.
 
-Invariant: a request without our fields costs a look at its `extra_args`.
+Invariant: a request without our fields costs one look at its `extra_args`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ logger = init_logger("vllm.vllm_rollout")
 
 ADDED_DIGITS = re.compile(r"-[0-9a-f]{8}$")
 CHILD_ID = re.compile(r"(\d{1,9})_(.+)", re.DOTALL)
-"""The id of one of the n requests that vLLM makes of one with n choices."""
+"""Id of one of the n requests that vLLM makes from a request with n choices."""
 
 
 class JoinRefused(ValueError):
-    """The fields of a request make no sense here. The text is for its client: what, value, allowed, remedy."""
+    """The fields of a request are invalid here. The text is for its client: field, value, allowed values, remedy."""
 
 
 class Joining:
-    """Makes candidates of requests that carry our fields."""
+    """Makes candidates from requests with our fields."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
@@ -49,10 +49,11 @@ class Joining:
         self._audit_ratio, self._is_emulated = options.audit_ratio, options.emulation is not None
         self._prompt_groups = PromptGroups()
         self._numbers: dict[str, int] = {}
-        """Numbers of the groups that requests on their way have joined without a name, by request id."""
+        """Numbers of groups that running requests have joined without a name, by request id."""
 
     def tag(self, request: Request) -> CandidateTag | None:
-        """Read a request's fields, and put its tag in their place, where the worker sees it; None without any.
+        """Read a request's fields, and replace them by its tag, which the worker reads. None for a request without
+        fields.
 
         Raises: JoinRefused.
         """
@@ -105,7 +106,6 @@ class Joining:
         return tag
 
     def ended(self, request_id: str) -> None:
-        """A candidate has ended."""
         if (number := self._numbers.pop(request_id, None)) is not None:
             self._prompt_groups.leave(number)
 
@@ -121,12 +121,12 @@ class Joining:
 
 
 def _clients_id(request_id: str) -> str:
-    """As the client knows it: vLLM adds eight digits of chance to each."""
+    """Request id as the client knows it: without the eight random digits that vLLM adds."""
     return ADDED_DIGITS.sub("", request_id)
 
 
 def _content_of(request: Request) -> str:
-    """Names the prompt's content: token ids, with the hashes of images and the like."""
+    """Digest of the prompt's content: token ids, with the hashes of images and other media."""
     parts = [digest_of(request.prompt_token_ids or ())]
     if request.mm_features:
         parts.append(json.dumps([feature.identifier for feature in request.mm_features]))

@@ -1,11 +1,11 @@
-"""KV blocks that go along with a group, so that what its source has computed is not computed again.
+"""KV blocks that move with a group, so that the target does not compute them again.
 
-The blocks of a group that has stopped are free, and in the prefix cache until somebody needs them. The source's workers
-copy those that are left; those of the target copy them into free blocks, which its prefix cache then has under the
-hashes of its own requests. The candidates come as preempted requests, and hit it.
+The blocks of a stopped group are free, and stay in the prefix cache until they are reused. The source's workers copy
+those that are left. The target's workers copy them into free blocks, which the target's prefix cache then has under the
+hashes of its own requests. The candidates come as preempted requests, and find the blocks.
 
-Invariant: this changes when a group goes on, not whether, nor what it says; whatever goes wrong, the target computes.
-Blocks that come take the place of free ones and are free again, as if the target had computed them earlier.
+Invariant: this changes when a group continues, not whether it does, nor its tokens. If anything goes wrong, the target
+computes the blocks. Blocks that come replace free ones and are free again, as if the target had computed them earlier.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from vllm_rollout.adapter.parcel import KVBlocks, KVSegment
 from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
 
 WITHOUT_BLOCKS = ("custom_class", "ngram", "suffix")
-"""Methods of speculative decoding whose drafts no model makes."""
+"""Methods of speculative decoding that need no draft model."""
 
 logger = init_logger("vllm.vllm_rollout")
 
 
 class KVMoves:
-    """The KV blocks that leave one engine core and come to it."""
+    """KV blocks that leave and enter one engine core."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._refusal = refusal(scheduler)
         self._shared: dict[str, list[KVSegment]] = {}
-        """By group that has left: what its target may still read."""
+        """Segments that the target of a move may still read, by group that has left."""
         self.num_groups_in = 0
-        """That came with blocks."""
+        """Groups that came with blocks."""
         self.num_blocks_in = 0
         self.num_fallbacks = 0
-        """Groups that the target computed, though there were blocks: they could not be sent or received."""
+        """Groups that the target computed although blocks existed: they could not be sent or received."""
         self.num_resets = 0
-        """How often the prefix cache was cleared: blocks that were shared before the last time are void."""
+        """Resets of the prefix cache. Blocks that were shared before the last one are void."""
         self._transfer = None if self._refusal is not None else _assumed_cost(scheduler)
         self._has_failed = False
-        """The last group that came with blocks did not get them."""
+        """True if the last group that came with blocks did not get them."""
 
     @property
     def arrived(self) -> ArrivedKV:
@@ -55,12 +55,14 @@ class KVMoves:
         return ArrivedKV(self.num_groups_in, self.num_blocks_in, self.num_fallbacks, transfer)
 
     def share(self, core: EngineCore, group_id: str, requests: Sequence[Request]) -> KVBlocks | None:
-        """Copy what is left of the blocks of stopped requests to where another engine finds it."""
+        """Copy the remaining blocks of stopped requests to memory that another engine can read. None if
+        there are none.
+        """
         if self._refusal is not None:
             logger.info_once("Groups that move leave their KV blocks behind, since %s", self._refusal)
             return None
         slot_of: dict[int, int] = {}
-        """By block, in the order of copying; siblings share those of their prompt."""
+        """Position of each block in the copy, by block id. Siblings share the blocks of their prompt."""
         slots = []
         for request in requests:
             found, _, _ = self._scheduler.kv_cache_manager.get_computed_blocks(request)
@@ -76,11 +78,11 @@ class KVMoves:
         return KVBlocks(self._shared[group_id], slots, self.num_resets)
 
     def drop(self, core: EngineCore, group_id: str) -> None:
-        """The group has arrived, or stays."""
+        """Drop the segments of a group that has arrived, or stays."""
         if segments := self._shared.pop(group_id, None):
             try:
                 core.collective_rpc("rollout_drop_kv", args=(segments,))
-            except Exception:  # the group is where it belongs
+            except Exception:  # the group itself has moved, or stays
                 logger.exception("the KV segments of group %s are left", group_id)
 
     def fetch(self, core: EngineCore, group_id: str, kv: KVBlocks, requests: Sequence[Request]) -> None:
@@ -91,9 +93,9 @@ class KVMoves:
         started = time.perf_counter()
         cache = self._scheduler.kv_cache_manager
         held: list[Request] = []
-        """Requests that have the blocks that were found or taken for them, until these are filled."""
+        """Requests that hold blocks, found or allocated, until these are filled."""
         slot_of: dict[int, int] = {}
-        """By block to fill."""
+        """Position in the segments, by id of the block to fill."""
         for request, slots in zip(requests, kv.slots, strict=True):
             num_found = self._hold(request, len(slots))
             if num_found is None:
@@ -119,9 +121,10 @@ class KVMoves:
         logger.info("group %s came with %d KV blocks", group_id, len(slot_of) if is_filled else 0)
 
     def _hold(self, request: Request, num_blocks: int) -> int | None:
-        """Give a request its first blocks, as far as the prefix cache has them or free ones can take their place.
+        """Give a request its first blocks: those in the prefix cache, and free ones for the rest.
 
-        Those are in the prefix cache from now on. Returns how many were found, None when there is no room.
+        The blocks are then in the prefix cache. Returns how many were found there. None if there are too few free
+        blocks.
         """
         cache = self._scheduler.kv_cache_manager
         found, num_found_tokens, _ = cache.get_computed_blocks(request)
@@ -160,7 +163,7 @@ def _assumed_cost(scheduler: Scheduler) -> TransferCost:
 
 
 def refusal(scheduler: Scheduler) -> str | None:
-    """Why no KV blocks move to and from this engine core; None when they do."""
+    """Reason if no KV blocks move to and from this engine core, else None."""
     options, groups = ServeOptions.of(scheduler.vllm_config), scheduler.kv_cache_config.kv_cache_groups
     if not options.moves_kv:
         return "--no-enable-rollout-move-kv was given"

@@ -1,9 +1,9 @@
-"""What an engine core is asked about learning: rewards, heads, report, state.
+"""An engine core's operations on learned data: rewards, heads, report, state.
 
-With one data-parallel rank everything is learned where it was observed. With several, rank 0 trains the heads and the
-API process hands its weights to the others; every rank's calibration learns every label.
+With one data-parallel rank, everything is learned where it was observed. With several, rank 0 trains the heads, and the
+API process passes its weights to the others. Every rank's calibration learns every label.
 
-Invariant: as of calls.py. A detection length, or an adapter, that the judge forgets is forgotten by the worker before
+Invariant: as in calls.py. A detection length, or an adapter, that the judge forgets is forgotten by the worker before
 its next call.
 """
 
@@ -42,7 +42,7 @@ from vllm_rollout.group.judging.report import HeadInfo
 from vllm_rollout.group.types import WHOLE, HeadKey
 
 REWARDS_AT_ONCE = 16
-"""Rewards that are accounted for, with their features, before time is looked at again."""
+"""Rewards that are accounted for, with their features, between two looks at the clock."""
 
 
 class LearningCalls:
@@ -75,7 +75,7 @@ class LearningCalls:
         return progress
 
     def _post_some(self, rewards: Sequence[NamedReward], share: bool, progress: RewardsProgress) -> None:
-        """Account for some more rewards."""
+        """Account for some more rewards. The results go into `progress`."""
         ledger = self._judge.ledger
         statuses: list[RewardStatus] = ["unknown"] * len(rewards)
         by_rollout: dict[str, dict[int, Reward]] = defaultdict(dict)
@@ -84,7 +84,7 @@ class LearningCalls:
                 reward = named.reward._replace(prompt_id=place.prompt_id, index=place.index)
                 by_rollout[place.rollout_id][position] = reward
         labels: dict[HeadKey, list[Label]] = defaultdict(list)
-        """By what scored them."""
+        """Labels by the head that scored them."""
         for rollout_id, of_rollout in by_rollout.items():
             outcome = self._judge.reward(rollout_id, list(of_rollout.values()))
             assert outcome is not None, "nothing is forgotten while a call runs"
@@ -118,7 +118,7 @@ class LearningCalls:
             memory.num_evicted[head.detection_length] += len(its_labels) - num_found
 
     def _take_features(self, head: HeadKey, labels: Sequence[Label], taken: dict[HeadKey, LabelledFeatures]) -> int:
-        """Add what is still there of these labels' features to those taken before; returns how many were."""
+        """Add the remaining features of these labels to those taken before. Returns the number of features found."""
         keys = [_state_key(label, head.detection_length) for label in labels]
         features, found = self._worker("rollout_take_features", keys)
         if not found:
@@ -137,7 +137,7 @@ class LearningCalls:
         self._judge.learn(labels)
 
     def learn_features(self, labelled: LabelledFeatures) -> None:
-        # The labels may still be on their way to this rank: the head must find its place.
+        # The labels may arrive at this rank later. This creates the head's place.
         if self._judge.learning_of(labelled.head) is not None:
             self._worker(
                 "rollout_learn_features", labelled.head, labelled.features, labelled.positives, labelled.weights
@@ -150,7 +150,9 @@ class LearningCalls:
         return self._worker("rollout_heads")
 
     def put_head(self, put: HeadToPut) -> HeadInfo | Refusal:
-        """In place of the one for its detection length, or, beyond as many as are learned at, of one to spare."""
+        """Put a head in place of the one for its detection length. If the maximum of detection lengths is reached, it
+        replaces a spare one.
+        """
         memories, awaits = self._judge.memories, partial(self._judge.ledger.awaits, adapter=put.adapter)
         if not memories.has_place(put.adapter, self._judge.ledger.awaits_any):
             return Refusal(
@@ -158,7 +160,7 @@ class LearningCalls:
                 f"at most {MAX_ADAPTERS} adapters are learned of, and rewards are awaited for all there are, got a "
                 f"head for {put.adapter!r:.200}: post those rewards first",
             )
-        memory = memories.known(put.adapter) or Memory()  # nothing is given up for a head that is refused
+        memory = memories.known(put.adapter) or Memory()  # no memory is dropped for a head that is refused
         spare = memory.spare(awaits) if memory.is_full else None
         answer = self._worker("rollout_put_head", put.data, list(memory.learnings), spare, put.adapter)
         if isinstance(answer, HeadInfo):
@@ -236,7 +238,7 @@ class LearningCalls:
         """The parts of a state (`saved_state.py`), made as they are read."""
         encode = msgspec.json.Encoder().encode
         yield encode(state_header(self._model)) + b"\n"
-        adapters = self._judge.memories.all().keys()  # of which rows are written
+        adapters = self._judge.memories.all().keys()  # adapters whose rows are written
         for row in self._judge.memories.to_state():
             yield encode(row) + b"\n"
         num_heads = 0
@@ -252,7 +254,7 @@ class LearningCalls:
         yield encode([END, num_heads]) + b"\n"
 
     def _opened(self, reader: str, size: int) -> Iterator[bytes]:
-        """What the worker has opened."""
+        """Pieces of data that the worker has opened."""
         for start in range(0, size, MAX_PIECE_BYTES):
             yield self._worker("rollout_read", reader, start, min(size, start + MAX_PIECE_BYTES))
 
@@ -263,5 +265,5 @@ class LearningCalls:
 
 
 def _state_key(label: Label, length: int) -> tuple[str, int, bool]:
-    """Which hidden state scored it there (`tracker/feature_ring.py::StateKey`)."""
+    """Key of the hidden state that was scored at this length (`tracker/feature_ring.py::StateKey`)."""
     return (label.request_id, label.num_tokens, True) if length == WHOLE else (label.request_id, length, False)

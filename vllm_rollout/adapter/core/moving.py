@@ -1,12 +1,12 @@
 """Groups that leave this engine core, and groups that come.
 
-A group leaves in two calls. The first stops it as vLLM preempts: its blocks are free, and what a step in flight still
-makes of it is delivered when that step is read. Once nothing is in flight the second call makes a parcel of it. A group
-that comes is to the scheduler one that was preempted here: its prompt and its output are computed again, as far as the
-prefix cache does not have them. It has what came along (`kv_moving.py`).
+A group leaves in two calls. The first call stops it as vLLM preempts: its blocks are free, and a step in flight still
+delivers its tokens. Once no token is in flight, the second call packs the group. A group that comes looks like a
+preempted one to the scheduler. Its prompt and its output are computed again, except for blocks in the prefix cache. It
+may bring blocks along (`kv_moving.py`).
 
-Invariant: a candidate is in one scheduler, in one parcel, or over; every token of it is sent once. A call that is
-repeated with the same epoch changes nothing and is answered as before; one that fails leaves the group where it was.
+Invariant: a candidate is in one scheduler, packed, or over. Every token of it is sent once. A call that is repeated
+with the same epoch changes nothing and gets the same answer. A call that fails leaves the group where it was.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm_rollout.group.step.step import GroupSteps
 
 MOVABLE_STATUSES = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
 ANY_WAVE = -1
-"""The wave of an added request: where ranks step together, an idle one is woken by it."""
+"""Wave of an added request. If ranks step together, it wakes an idle rank."""
 
 
 P = ParamSpec("P")
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def _timed(method: Callable[Concatenate[GroupMoves, P], T]) -> Callable[Concatenate[GroupMoves, P], T]:
-    """Count its seconds: no candidate of this engine core goes on meanwhile."""
+    """Add the method's time to `seconds`: no candidate of this engine core continues meanwhile."""
 
     @wraps(method)
     def timed(self: GroupMoves, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,7 +57,7 @@ def _timed(method: Callable[Concatenate[GroupMoves, P], T]) -> Callable[Concaten
 
 
 class MovableGroups(Protocol):
-    """What our schedulers add to vLLM's, as far as moves need it."""
+    """The part of our schedulers that moves need beside vLLM's scheduler."""
 
     group_steps: GroupSteps
     clock: Callable[[], float]
@@ -78,13 +78,13 @@ class GroupMoves:
     """The moves of one engine core."""
 
     def __init__(self, groups: MovableGroups, scheduler: Scheduler) -> None:
-        """`groups`, `scheduler`: the same scheduler, ours and as vLLM's."""
+        """`groups` and `scheduler` are the same object, as our class and as vLLM's."""
         self._groups = groups
         self._scheduler = scheduler
         self._stopped: dict[str, list[EngineCandidate]] = {}
-        """By group: candidates in no queue, that leave when nothing of them is in flight."""
+        """Candidates in no queue, by group. They leave once no token of them is in flight."""
         self._released: dict[str, tuple[int, Parcel]] = {}
-        """Groups that left and have not arrived: epoch and parcel."""
+        """Epoch and packed group of groups that left and have not arrived."""
         self._adopted: dict[str, int] = {}
         """Epochs of groups that came and run here."""
         self.kv = KVMoves(scheduler)
@@ -92,11 +92,11 @@ class GroupMoves:
         self.num_in = 0
         self.num_out = 0
         self.seconds = 0.0
-        """Spent on moves."""
+        """Seconds spent on moves."""
 
     @property
     def is_held(self) -> bool:
-        """This engine core is kept empty."""
+        """True if this engine core is kept empty."""
         return bool(self._holders)
 
     def hold(self, wanted: Hold) -> None:
@@ -145,7 +145,7 @@ class GroupMoves:
             self.kv.drop(core, wanted.group_id)
 
     def forget(self, group_id: str) -> None:
-        """It is over."""
+        """Forget a group that is over."""
         self._adopted.pop(group_id, None)
         self._stopped.pop(group_id, None)
 
@@ -174,8 +174,8 @@ class GroupMoves:
         return Released("released", parcel.encode(), [moved.request.request_id for moved in parcel.candidates])
 
     def _pack(self, core: EngineCore, group_id: str, candidates: Sequence[EngineCandidate]) -> Parcel:
-        """What may fail comes before the scheduler lets go."""
-        self._groups.weights.look()  # the salt that goes along is not older than the last change
+        """Pack a group. Steps that may fail come before the scheduler gives up the group."""
+        self._groups.weights.look()  # so that the salt is not older than the last change
         kv = self.kv.share(core, group_id, [candidate.request for candidate in candidates])
         moved = [
             MovedCandidate(
@@ -197,7 +197,7 @@ class GroupMoves:
         return Parcel(self._groups.detach(group_id, candidates), moved, kv)
 
     def _unpack(self, core: EngineCore, parcel: Parcel, kv: KVBlocks | None) -> None:
-        """Raises: what a worker or vLLM raises; then nothing of the group is here."""
+        """Unpack a group and continue it. Raises: errors of a worker or of vLLM. Then nothing of the group is here."""
         groups, group_id = self._groups, parcel.detached.group_id
         begun = [moved for moved in parcel.candidates if moved.output_token_ids]
         ids = {moved.request.request_id for moved in begun}
@@ -218,7 +218,7 @@ class GroupMoves:
                 groups.detach(group_id, taken)
             self._scheduler.finished_req_ids |= ids  # so that the workers forget them
             raise
-        self._scheduler.finished_req_ids -= ids  # of the step in which they left, if it has not come
+        self._scheduler.finished_req_ids -= ids  # set when they left, if that step has not come
 
     @staticmethod
     def _request(core: EngineCore, moved: MovedCandidate) -> Request:
@@ -226,13 +226,13 @@ class GroupMoves:
         if moved.output_token_ids:
             request.append_output_token_ids(moved.output_token_ids)
             request.status = RequestStatus.PREEMPTED
-            request.num_preemptions = 1  # not counted: it is vLLM's sign that this is no first prefill
+            request.num_preemptions = 1  # not counted: for vLLM it means that this is no first prefill
             request.prefill_stats = None  # they were sent with its first token
         return request
 
 
 def move_refusal(request: Request) -> str | None:
-    """Why a request cannot leave its engine; None when it can."""
+    """Reason why a request cannot leave its engine, or None."""
     if request.status not in MOVABLE_STATUSES:
         return f"a candidate is {request.status!s}"
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
@@ -247,7 +247,7 @@ def move_refusal(request: Request) -> str | None:
 
 
 def stop(groups: MovableGroups, scheduler: Scheduler, requests: Sequence[Request]) -> None:
-    """Take requests out of every queue. Those that run are preempted."""
+    """Take requests out of every queue. Running ones are preempted."""
     running = {request for request in requests if request.status == RequestStatus.RUNNING}
     if running:
         scheduler.running = [request for request in scheduler.running if request not in running]
@@ -260,6 +260,6 @@ def stop(groups: MovableGroups, scheduler: Scheduler, requests: Sequence[Request
 
 
 def queue_again(scheduler: Scheduler, requests: Sequence[Request]) -> None:
-    """Put requests back that were stopped and have not ended since; they are the next to run."""
+    """Put stopped requests that have not ended back into the queue. They run next."""
     for request in reversed([request for request in requests if not request.is_finished()]):
         scheduler.waiting.prepend_request(request)

@@ -1,7 +1,7 @@
-"""An engine core ends with the process that started it. Runs in the engine core.
+"""Ends an engine core together with the process that started it. Runs in the engine core.
 
-vLLM's goes on when its API process is killed, with its memory and the address that the server listened at, so that
-nobody can start it there again.
+Without this, vLLM's engine core goes on when its API process is killed. It keeps its memory and the server's address,
+so that no server can start there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import time
 from multiprocessing.process import BaseProcess
 
 KILL_AFTER_S = 10.0
-"""That an engine core has to stop its workers."""
+"""Seconds that an engine core has to stop its workers."""
 
 
 def end_with_parent() -> None:
-    """From now on, if this is an engine core's own process: not where an engine runs in its user's, or under Ray."""
+    """Watch the parent process, if this is an engine core's own process. Does nothing if an engine runs in its user's
+    process, or under Ray.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith("EngineCore"):
         threading.Thread(target=_end_after, args=(parent,), name="vllm_rollout-parent", daemon=True).start()

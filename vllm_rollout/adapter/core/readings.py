@@ -1,6 +1,6 @@
-"""What API processes read piece by piece, because writing it at once would hold up the engine.
+"""Data that API processes read in pieces, because writing all of it at once would stop the engine for too long.
 
-Invariant: a piece is made in bounded time; at most `MAX_READINGS` are open, and the one opened first gives way.
+Invariant: a piece is made in bounded time. At most `MAX_READINGS` readings are open: a new one replaces the oldest.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vllm_rollout.config import CALL_BUDGET_S
 MAX_READINGS = 8
 """One per API process that reads."""
 MAX_PIECE_BYTES = 2**20
-"""More is copied in the next call."""
+"""Limit of a piece in bytes. More is copied in the next call."""
 
 
 class Readings:
-    """Open readings, by reader. The parts of one are made as they are read, each in well under a call's time."""
+    """Open readings, by reader. Parts are made as they are read, each in well under a call's time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, budget_s: float = CALL_BUDGET_S) -> None:
         self._clock = clock
@@ -30,14 +30,14 @@ class Readings:
         return len(self._open)
 
     def open(self, reader: str, parts: Iterator[bytes]) -> None:
-        """Begin anew for this reader."""
+        """Begin a new reading for this reader. It replaces the reader's earlier one."""
         self._open.pop(reader, None)
         self._open[reader] = parts
         if len(self._open) > MAX_READINGS:
             self._open.popitem(last=False)
 
     def read(self, reader: str) -> Piece | None:
-        """The next piece; None for a reader that has nothing open."""
+        """The next piece. None if the reader has nothing open."""
         parts = self._open.get(reader)
         if parts is None:
             return None

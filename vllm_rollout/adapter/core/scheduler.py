@@ -1,7 +1,7 @@
-"""vLLM's schedulers, made to obey group verdicts in the step that gives rise to them.
+"""vLLM's schedulers, changed to obey group verdicts in the step from which the verdicts come.
 
 Invariant: every candidate gets exactly one last output, in the step in which it ends or is stopped. An exception of our
-code fails a candidate or a group, with its reason, and never reaches vLLM, which would end the engine.
+code fails a candidate or a group, with its reason. It never reaches vLLM, which would end the engine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GRAMMAR_ERROR = (
     "server's log has the tokens."
 )
 MOST_LAST_TOKENS = 512
-"""How many of a candidate's tokens a viewer is told: a screen of text, and no time of a step."""
+"""Most tokens of a candidate that a viewer gets: a screen of text, at no noticeable time of a step."""
 
 UNMET = (
     "vllm_rollout: only %d of the %d siblings of a joined group (rollout_group_id, rollout_group_size) have come to "
@@ -85,11 +85,11 @@ class GroupSchedulerMixin:
         self.readings = Readings()
         self.step_times = StepTimes()
         self.group_steps = GroupSteps(self.judge, contains=True)
-        """Decides. Everything below translates and obeys."""
+        """Decides. All other code here translates and obeys."""
         self.clock = time.monotonic
-        """By which groups wait for siblings."""
+        """Clock of groups that wait for siblings."""
         self._candidates: dict[str, EngineCandidate] = {}
-        """By request id, from arrival until the step in which it ends is closed."""
+        """Candidates by request id, from arrival until the step of their end is closed."""
         self._by_id: dict[CandidateId, EngineCandidate] = {}
         self._ended: list[EngineCandidate] = []
         """Candidates that ended since the last step was closed."""
@@ -135,27 +135,29 @@ class GroupSchedulerMixin:
         )
 
     def cancel_groups(self, group_ids: Iterable[str]) -> None:
-        """Nobody wants the rest of these groups now: what runs is deferred in the next step.
+        """Stop the running candidates of these groups as deferred, in the next step.
 
-        A group that is over, or has not begun, is passed over.
+        Groups that are over or have not begun are ignored.
         """
         for group_id in group_ids:
             self.group_steps.cancel(group_id)
 
     def abort_named(self, names: frozenset[str]) -> list[str]:
-        """Abort the candidates whose request or group has one of these names; returns the ids of those that ran."""
+        """Abort the candidates whose request or group has one of these names. Returns the ids of those that ran."""
         found = [request.request_id for request in self._named(names)]
         self.finish_requests(found, RequestStatus.FINISHED_ABORTED)
         return found
 
     def recompute(self, names: frozenset[str] | None) -> int:
-        """Have candidates of groups computed again by the newest weights: of groups with one of these names, or of all.
-        Returns how many there are, see `Weights.recompute`."""
+        """Let candidates be computed again by the newest weights: those of groups with one of these names, or all.
+
+        Returns the number of candidates that do so, see `Weights.recompute`.
+        """
         requests = self._named(names) if names is not None else [each.request for each in self._by_id.values()]
         return self.weights.recompute(requests)
 
     def _named(self, names: frozenset[str]) -> list[Request]:
-        """Requests of candidates that have not ended, whose own name or whose group's is among these."""
+        """Requests of running candidates with one of these names, their own or their group's."""
         return [
             candidate.request
             for id, candidate in self._by_id.items()
@@ -164,12 +166,12 @@ class GroupSchedulerMixin:
         ]
 
     def give_up(self, candidates: Mapping[str, Iterable[int]]) -> None:
-        """Nobody needs these, by group: who runs is surplus in the next step. Unknown ones are passed over."""
+        """Stop these candidates as surplus, in the next step. Unknown ones are ignored."""
         for group_id, indices in candidates.items():
             self.group_steps.give_up(group_id, indices)
 
     def forget_waiting(self) -> None:
-        """Groups that have waited too long for siblings. One that has waited for long counts before."""
+        """Forget groups that have waited too long for siblings. Groups that have waited for long are counted before."""
         for group in self.group_steps.unmet(self.clock()):
             if not self.num_unmet:
                 logger.warning(UNMET, group.num_launched, group.terms.num_candidates)
@@ -178,17 +180,17 @@ class GroupSchedulerMixin:
             self.moves.forget(group_id)
 
     def stays_because(self, group_id: str) -> StayReason | None:
-        """Why this group cannot leave for another engine core now; None when it can."""
+        """Reason why this group cannot leave for another engine core now, or None."""
         if any(candidate.is_launched and candidate.id.group_id == group_id for candidate in self._ended):
             return "busy"
         return self.group_steps.stays_because(group_id)
 
     def candidates_of(self, group_id: str) -> list[EngineCandidate]:
-        """Those of a group that run, wait or are preempted, by index."""
+        """Candidates of a group that run, wait or are preempted, by index."""
         return [self._by_id[id] for id in self.group_steps.running(group_id)]
 
     def last_tokens(self, group_id: str) -> list[LastTokens]:
-        """What the candidates of a group that have not ended said last, for whoever looks."""
+        """Last tokens of a group's running candidates, for viewers."""
         told = []
         for candidate in self.candidates_of(group_id):
             token_ids = candidate.request.output_token_ids
@@ -197,7 +199,7 @@ class GroupSchedulerMixin:
         return told
 
     def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup:
-        """Forget a group whose candidates are in no queue: nobody is told, since they go on elsewhere."""
+        """Forget a group whose candidates are in no queue. No client is notified, because they continue elsewhere."""
         request_ids = {candidate.id.index: candidate.request.request_id for candidate in candidates}
         for candidate in candidates:
             del self._candidates[candidate.request.request_id], self._by_id[candidate.id]
@@ -208,7 +210,7 @@ class GroupSchedulerMixin:
         return self.group_steps.detach(group_id, request_ids)
 
     def attach(self, request: Request, moved: MovedCandidate, group_id: str, group: Group) -> EngineCandidate:
-        """Know a candidate of another engine core, whose request is added next."""
+        """Register a candidate of another engine core, whose request is added next."""
         candidate = EngineCandidate(request, moved.output_interval)
         self._know(candidate, CandidateId(group_id, moved.index), group)
         candidate.held.attach(moved.held, passes_next=moved.passes_next)
@@ -216,7 +218,7 @@ class GroupSchedulerMixin:
         candidate.sampled_by(self.weights.sampling)
         if request.sampling_params.stop:
             candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
-            candidate.stop_strings.found_at(moved.output_token_ids)  # none was, or it would be over
+            candidate.stop_strings.found_at(moved.output_token_ids)  # finds none, or the candidate would be over
             self._num_with_stop_strings += 1
         return candidate
 
@@ -246,7 +248,7 @@ class GroupSchedulerMixin:
             self._fail(candidate, self.faults.caught("add_request", error))
 
     def _add(self, request: Request) -> None:
-        """If it has our fields it is launched or refused."""
+        """Launch or refuse a request with our fields."""
         if (tag := CandidateTag.of(request.sampling_params.extra_args)) is not None:
             self._launch(EngineCandidate(request, tag.output_interval), tag)
             return
@@ -259,7 +261,7 @@ class GroupSchedulerMixin:
             self._launch(EngineCandidate(request, reads_notes=False), tag)
 
     def _launch(self, candidate: EngineCandidate, tag: CandidateTag) -> None:
-        """It enters its group, which may refuse it."""
+        """Let a candidate enter its group, which may refuse it."""
         request = candidate.request
         adapter = learned_name(request.lora_request)
         self.forget_waiting()
@@ -286,17 +288,19 @@ class GroupSchedulerMixin:
             self._num_with_stop_strings += 1
 
     def _refuse(self, candidate: EngineCandidate, refusal: str) -> None:
-        """It ends without a token, in the step that comes next."""
+        """End a candidate without a token, in the next step."""
         request_id = candidate.request.request_id
         candidate.refusal = refusal
         self._candidates[request_id] = candidate
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def _fail(self, candidate: EngineCandidate, reason: str) -> None:
-        """It ends for this reason, in this step as long as groups have not been told what ended, else in the next."""
+        """End a candidate for this reason: in this step if the groups do not know yet which candidates ended, else in
+        the next.
+        """
         request_id = candidate.request.request_id
         candidate.error = reason
-        candidate.held = HeldOutputs(1)  # what it holds may be what is wrong
+        candidate.held = HeldOutputs(1)  # the held outputs may be the cause
         self._candidates[request_id] = candidate
         if candidate.end_reason is None:
             self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -304,7 +308,7 @@ class GroupSchedulerMixin:
             candidate.end_reason = "failed"
 
     def _break(self, group_id: str, reason: str) -> None:
-        """All that run of a group which is forgotten fail."""
+        """Fail all running candidates of a group that is forgotten."""
         for id in [id for id in self._by_id if id.group_id == group_id]:
             candidate = self._by_id.pop(id)
             candidate.is_launched = False
@@ -313,7 +317,7 @@ class GroupSchedulerMixin:
         self.moves.forget(group_id)
 
     def _fail_all(self, outputs: dict[int, EngineCoreOutputs], error: Exception) -> None:
-        """Nobody knows whom an exception of this step concerns: all candidates fail, and their groups are forgotten."""
+        """Fail all candidates and forget their groups, because the exception of this step may concern any of them."""
         reason = self.faults.caught("update_from_output", error)
         self.group_steps = GroupSteps(self.judge, contains=True)
         for group_id in {id.group_id for id in self._by_id}:
@@ -344,7 +348,7 @@ class GroupSchedulerMixin:
             return super().schedule(*args, **kwargs)
 
     def _most_running(self) -> int | None:
-        """None: as many as there are places, since nobody waits, or nothing is known of lengths."""
+        """Most requests to run at once. None: no limit of ours, because no request waits, or no lengths are known."""
         if not self.waiting:
             return None
         first = self.waiting.peek_request()
@@ -353,13 +357,13 @@ class GroupSchedulerMixin:
             return None
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         free_tokens = num_free * self.block_size // len(self.kv_cache_config.kv_cache_groups)
-        mean = min(mean, first.max_tokens)  # it grows no further, however long others became
+        mean = min(mean, first.max_tokens)  # it cannot become longer than this
         return max(len(self.running), most_running(free_tokens, mean))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, *args, **kwargs)
         if request_ids is None and self._candidates:
-            # A pause that aborts: the engine core tells the clients of what it gets from here, with empty outputs that
+            # A pause that aborts: clients of the requests returned here get empty outputs, which
             # would overtake held tokens. Candidates get their last output from the step that now follows.
             return [request for request in finished if request.request_id not in self._candidates]
         return finished
@@ -373,7 +377,7 @@ class GroupSchedulerMixin:
             self.weights.look()
         except Exception as error:
             self.faults.caught("weights", error)
-            self.reset_prefix_cache(reset_running_requests=True)  # nothing of old weights may be read
+            self.reset_prefix_cache(reset_running_requests=True)  # KV of old weights must not be read
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.moves.kv.num_resets += 1
@@ -389,7 +393,7 @@ class GroupSchedulerMixin:
             request.skip_reading_prefix_cache = True
 
     def preempt(self, request: Request, *, drop_stale_output: bool = False) -> None:
-        """As vLLM does where memory is short, which counts them: this is for other reasons."""
+        """Preempt a request for a reason of ours. vLLM's preemptions for lack of memory are counted, these are not."""
         super()._preempt_request(request, time.monotonic(), drop_stale_output)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -430,7 +434,7 @@ class GroupSchedulerMixin:
         model_runner_output: ModelRunnerOutput,
         report: RunnerReport | None,
     ) -> None:
-        """Ask the groups what is to stop, stop it, and pass outputs on."""
+        """Get the groups' verdicts, stop candidates accordingly, and pass outputs on."""
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
         due = {} if report is None else self._due(report)
@@ -444,7 +448,7 @@ class GroupSchedulerMixin:
             self.moves.forget(group_id)
 
     def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:
-        """What the step showed of candidates, by their names in the group; those that it could not show fail."""
+        """Observations of the step by candidate. Candidates that could not be observed fail."""
         due: dict[CandidateId, Observation] = {}
         if not (report.due or report.failed):
             return due
@@ -463,7 +467,7 @@ class GroupSchedulerMixin:
         return due
 
     def _close_step(self, due: Mapping[CandidateId, Observation], model_runner_output: ModelRunnerOutput) -> Verdicts:
-        """Tell the groups what ended, and ask what is to stop."""
+        """Report ended candidates to the groups, and get their verdicts."""
         for candidate in self._ended:
             if candidate.is_told:
                 continue
@@ -499,13 +503,13 @@ class GroupSchedulerMixin:
                     keep_first(output, num_kept)
                 if candidate.end_reason is None:
                     self.finish_requests(output.request_id, RequestStatus.FINISHED_ABORTED)
-                    # The API process finds the string itself and turns this into finish reason `stop`;
+                    # The API process finds the string itself and turns this into finish reason `stop`.
                     # STOP here would make its detokenizer drop the last token.
                     output.finish_reason = FinishReason.ABORT
                 candidate.end_reason = "stop"  # also when the token that completes the string was the last one allowed
 
     def _stop(self, verdicts: Verdicts, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Carry the verdicts out through vLLM's own `finish_requests`: running, waiting and preempted ones alike."""
+        """Stop candidates through vLLM's own `finish_requests`: running, waiting and preempted ones alike."""
         candidates = [self._by_id[candidate_id] for candidate_id in verdicts.stop]
         for candidate in candidates:
             candidate.is_told = True
@@ -514,7 +518,7 @@ class GroupSchedulerMixin:
         self._refresh_stats(outputs)
 
     def _refresh_stats(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Count again after stopping: with several API processes no later step may correct this one's gauges."""
+        """Count again after stopping: with several API processes no later step may correct this step's gauges."""
         for step_outputs in outputs.values():
             if (stats := step_outputs.scheduler_stats) is not None:
                 stats.num_running_reqs, num_waiting = self.get_request_counts()
@@ -527,7 +531,7 @@ class GroupSchedulerMixin:
         verdicts: Verdicts,
         model_runner_output: ModelRunnerOutput,
     ) -> None:
-        """Annotate last outputs; keep the others until there are enough of them to be worth a message."""
+        """Annotate last outputs. Hold the others until there are enough of them for a message."""
         candidates = self._candidates
         for client_index, step_outputs in list(outputs.items()):
             passed = []
@@ -551,10 +555,10 @@ class GroupSchedulerMixin:
                 del outputs[client_index]
 
     def _forget_ended(self, outputs: dict[int, EngineCoreOutputs], verdicts: Verdicts) -> None:
-        """Give what ended without an output in this step (waiting, preempted, aborted) its last one."""
+        """Give candidates that ended without an output in this step (waiting, preempted, aborted) their last one."""
         untold = []
         for candidate in self._ended:
-            if not candidate.is_told:  # it failed while outputs were passed; the next step tells its group
+            if not candidate.is_told:  # it failed while outputs were passed: its group learns in the next step
                 untold.append(candidate)
                 continue
             request = candidate.request
@@ -568,7 +572,7 @@ class GroupSchedulerMixin:
                 )
                 output = self._last_output(candidate, output, verdicts, None)
                 step_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
-                # The default list of an EngineCoreOutputs is not ours to append to.
+                # The default list of an EngineCoreOutputs is shared, so it is not appended to.
                 step_outputs.outputs = [*step_outputs.outputs, output]
             self._num_with_stop_strings -= candidate.stop_strings is not None
             if candidate.is_launched:
@@ -576,7 +580,7 @@ class GroupSchedulerMixin:
             self._joining.ended(request.request_id)
         self._ended = untold
         if self.finished_req_ids_dict:
-            # Data parallel: super() has delivered its set; ours must not wait for a step that may never come.
+            # Data parallel: super() has delivered its set. Ours must not wait for a step that may never come.
             for client_index, request_ids in self.finished_req_ids_dict.items():
                 step_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
                 step_outputs.finished_requests = (step_outputs.finished_requests or set()) | request_ids
@@ -589,7 +593,7 @@ class GroupSchedulerMixin:
         verdicts: Verdicts,
         model_runner_output: ModelRunnerOutput | None,
     ) -> EngineCoreOutput:
-        """Everything that it holds, and what is known of its end."""
+        """The last output of a candidate: everything held, and data about its end."""
         try:
             output = candidate.held.finish(output)
             self._annotate(candidate, output, verdicts, model_runner_output)
@@ -634,8 +638,9 @@ class GroupSchedulerMixin:
         output.kv_transfer_params = note.to_params(output.kv_transfer_params)
 
     def _explain(self, candidate: EngineCandidate, output: EngineCoreOutput) -> None:
-        """Why it was not let in, or failed: in a note, or, where nobody reads notes, as an error for its client, and in
-        our log."""
+        """Say why a candidate was refused or failed: in a note. If its client reads no notes, as an error and in our
+        log.
+        """
         if candidate.reads_notes:
             output.finish_reason = FinishReason.ABORT
             note = EndingNote("failed", 0, None, refusal=candidate.refusal, error=candidate.error)
@@ -653,15 +658,15 @@ class RolloutScheduler(GroupSchedulerMixin, Scheduler):
 class AsyncRolloutScheduler(GroupSchedulerMixin, AsyncScheduler):
     """The scheduler of vLLM's asynchronous step loop, with groups.
 
-    The step after a verdict is already scheduled: a stopped candidate has at most one more token in flight, which vLLM
-    drops because the request has finished.
+    The step after a verdict is already scheduled. So a stopped candidate has at most one more token in flight, which
+    vLLM drops because the request has finished.
     """
 
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
-    """What `--scheduler-cls` names: vLLM accepts a factory, and only here is it known which loop runs.
+    """Factory for `--scheduler-cls`. vLLM accepts a factory, and only here the kind of step loop is known.
 
-    With this alone an engine has groups, also one that a trainer builds: `LLM(scheduler_cls="vllm_rollout.Scheduler")`.
+    This alone gives an engine groups, also one that a trainer builds: `LLM(scheduler_cls="vllm_rollout.Scheduler")`.
     """
     check_vllm_version()
     add_rollout_calls()

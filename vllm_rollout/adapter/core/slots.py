@@ -1,10 +1,10 @@
 """Slots for tokens of requests that only decode.
 
-vLLM's scheduler asks its KV cache manager in each step for slots of each running request, and its asynchronous one once
-more whether a block of it is full. One that decodes needs a block at every `block_size`-th token only, and fills one at
-every `block_size`-th. In between there is nothing to do, and finding that out is half of what scheduling costs.
+In each step vLLM's scheduler asks its KV cache manager for slots of each running request. The asynchronous one also
+asks whether a block of it is full. A decoding request needs a block, and fills a block, only at every `block_size`-th
+token. In between there is nothing to do, and finding that out is half of the cost of scheduling.
 
-Invariant: the answer is the manager's own, and it is asked wherever something is to be done.
+Invariant: the answer equals the manager's own, and the manager is asked wherever something is to be done.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm.v1.request import Request
 
 
 def answer_for_room(manager: KVCacheManager) -> None:
-    """Answer in the manager's place for a token that has its slot already.
+    """Answer in place of the manager for a token that has its slot already.
 
-    Only where one kind of full attention is all there is: other kinds free, copy or cache blocks in between.
+    This applies only to a cache with one kind of full attention: other kinds free, copy or cache blocks in between.
     """
     kinds = manager.coordinator.single_type_managers
     if len(kinds) != 1 or type(kinds[0]) is not FullAttentionManager:

@@ -1,11 +1,11 @@
-"""How long engine steps take, as the scheduler sees them: for profiles, and to see that a profile has come true.
+"""Times of engine steps, as measured by the scheduler: for profiles, and to compare a profile with real steps.
 
-Invariant: when nobody asked, a step costs one attribute test.
+Invariant: if nothing is recorded or compared, a step costs one attribute test.
 
-The time of a step is the interval between its update and the one before: what a candidate waits for its next token,
-scheduling, model and processing of outputs together. A step none of whose requests was in an earlier one may have
-followed an idle wait and is left out. A step that computes one token per request is a pure decode step; any other
-prefills.
+The time of a step is the interval between its update and the one before. It is a candidate's wait for its next token:
+scheduling, model and processing of outputs together. If none of a step's requests was in an earlier step, the step may
+have followed an idle wait and is left out. A step that computes one token per request is a pure decode step. Any other
+step prefills.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.group.ranks.drift import Drift, StepDrift
 
 MAX_RECORDED_STEPS = 65_536
-"""Newest engine steps that a recording keeps: 5 MB."""
+"""Newest engine steps that a recording keeps (5 MB)."""
 DRIFT_INTERVAL_STEPS = 32
-"""Every that many steps a decode step is compared with the profile: less than a microsecond per step."""
+"""One decode step in this many is compared with the profile: less than a microsecond per step."""
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -42,14 +42,14 @@ class StepTimes:
         self._warn = warn
         self._active = False
         self._before: float | None = None
-        """Time of the update before; None when that was not looked at."""
+        """Time of the update before. None if it was not measured."""
         self._steps: deque[StepTime] | None = None
         self._drift: Drift | None = None
         self._skip = 0
-        """Steps until the next one that drift looks at."""
+        """Steps until the next one that is compared."""
 
     def step(self, scheduler_output: SchedulerOutput, running: Sequence[Request]) -> None:
-        """A step was processed; `running` are the requests that go on."""
+        """Note that a step was processed. `running`: the requests that continue."""
         if not self._active:
             return
         if self._steps is None:
@@ -62,7 +62,7 @@ class StepTimes:
             return
         num_tokens = scheduler_output.total_num_scheduled_tokens
         batch_size = len(scheduler_output.num_scheduled_tokens)
-        # The step's own token is in there already.
+        # The count already includes the step's own token.
         context = fmean(request.num_tokens for request in running) - 1
         seconds = now - before
         if self._steps is not None:
@@ -74,11 +74,11 @@ class StepTimes:
                 self._warn(message)
 
     def interrupt(self) -> None:
-        """The next step's interval is not its own: generation is paused or resumed."""
+        """Drop the next step's interval, because generation is paused or resumed."""
         self._before = None
 
     def record(self, on: bool) -> None:
-        """Keep every step from now on, the newest `MAX_RECORDED_STEPS` of them; or stop and forget."""
+        """Start to keep every step, the newest `MAX_RECORDED_STEPS` of them. False: stop and drop them."""
         self._steps = deque(maxlen=MAX_RECORDED_STEPS) if on else None
         self._restart()
 
@@ -90,7 +90,7 @@ class StepTimes:
         return steps
 
     def compare_with(self, drift: Drift | None) -> None:
-        """Look at every `DRIFT_INTERVAL_STEPS`th decode step from now on; None ends it."""
+        """Compare every `DRIFT_INTERVAL_STEPS`th decode step from now on. None ends it."""
         self._drift = drift
         self._restart()
 

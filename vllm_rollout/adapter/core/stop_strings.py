@@ -1,7 +1,7 @@
-"""Stop strings seen where the group is decided.
+"""Detection of stop strings in the scheduler, where the group is decided.
 
 vLLM looks for stop strings in the API process and then aborts the request. A group would take that abort for a lost
-candidate, and one step too late; so a candidate with stop strings is detokenized in the scheduler as well, by vLLM's
+candidate, and one step too late. So a candidate with stop strings is detokenized in the scheduler as well, by vLLM's
 own incremental detokenizer.
 """
 
@@ -15,7 +15,7 @@ from vllm_rollout.adapter.output_text import detokenizer_of
 
 
 class StopStrings:
-    """Watches one candidate's output for its stop strings. The tokenizer is loaded for the first such candidate."""
+    """Looks for one candidate's stop strings in its output. The tokenizer is loaded for the first such candidate."""
 
     __slots__ = ("_detokenizer",)
 
@@ -26,7 +26,7 @@ class StopStrings:
         )
 
     def found_at(self, new_token_ids: list[int]) -> int | None:
-        """How many of the new tokens there are up to the one that completes a stop string; None when none does."""
+        """Number of new tokens up to the one that completes a stop string. None if no stop string is complete."""
         for num_kept, token_id in enumerate(new_token_ids, start=1):
             if self._detokenizer.update([token_id], stop_terminated=False) is not None:
                 return num_kept

@@ -1,6 +1,6 @@
-"""What the engine core does otherwise on one supported vLLM than on another: a function per difference.
+"""Differences between supported versions of vLLM in the engine core: one function per difference.
 
-Invariant: which way is taken is asked of the contract, and nowhere else in the engine core.
+Invariant: only this file asks the contract which variant applies in the engine core.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm_rollout.adapter.compat import ACTIVE_LIMIT, ADOPTS_FOUND, DEFERRED_WAI
 
 
 def num_deferred(scheduler: Scheduler) -> int:
-    """Waiting requests that the last step passed over; vLLM counts them apart."""
+    """Waiting requests that the last step skipped. vLLM counts them separately."""
     return len(scheduler.deferred_waiting if has(DEFERRED_WAITING) else scheduler.skipped_waiting)
 
 
 def leave_deferred(scheduler: Scheduler, requests: Sequence[Request]) -> None:
-    """These requests wait no more."""
+    """Remove these requests from the skipped ones."""
     if has(DEFERRED_WAITING):
         scheduler.deferred_waiting.difference_update(requests)
     else:
@@ -30,7 +30,7 @@ def leave_deferred(scheduler: Scheduler, requests: Sequence[Request]) -> None:
 
 @contextmanager
 def admitting(scheduler: Scheduler, most: int) -> Iterator[None]:
-    """Meanwhile no request is admitted beside so many that run."""
+    """Admit no request inside the block if `most` requests run."""
     field = "max_num_active_reqs" if has(ACTIVE_LIMIT) else "max_num_running_reqs"
     before = getattr(scheduler, field)
     setattr(scheduler, field, min(before, most))
@@ -41,15 +41,15 @@ def admitting(scheduler: Scheduler, most: int) -> Iterator[None]:
 
 
 def holds_what_is_found() -> bool:
-    """Whether a request can be given blocks of the prefix cache and no others."""
+    """True if a request can be given blocks of the prefix cache and no others."""
     return has(ADOPTS_FOUND)
 
 
 def without_zeroing() -> dict[str, Any]:
-    """How KV blocks are asked for that are filled before the next step."""
+    """Arguments to allocate KV blocks that are filled before the next step."""
     return {"skip_zeroing_group_ids": (0,)} if has(SKIPS_ZEROING) else {}
 
 
 def zeroes_what_comes(scheduler: Scheduler) -> bool:
-    """Whether the next step would clear KV blocks that have just been filled."""
+    """True if the next step would clear KV blocks that have just been filled."""
     return not has(SKIPS_ZEROING) and scheduler.kv_cache_config.needs_kv_cache_zeroing

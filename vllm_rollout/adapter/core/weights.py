@@ -1,11 +1,11 @@
-"""Which weights sampled a token, and which computed the KV of a block.
+"""Versions of the weights that sampled a token, and that computed the KV of a block.
 
-At a change, a request that has not begun gets another cache salt: it reads KV of the new weights only. A request that
-runs keeps what it has, and what it computes from then on is shared with nobody, because it rests on KV of both. Whoever
-wants KV of the new weights only has it computed again (`recompute`).
+At a change, a request that has not begun gets another cache salt: it reads KV of the new weights only. A running
+request keeps its KV. Its later blocks are shared with no other request, because they depend on KV of both versions.
+`recompute` computes a request's KV again by the new weights only.
 
-Invariant: a request that begins after a change never reads a block from before it. A request whose client has salted it
-keeps that salt, and its blocks are its client's affair. Before the first change nothing is done.
+Invariant: a request that begins after a change never reads a block from before it. If the client has salted a request,
+the salt stays, and the client is responsible for its blocks. Before the first change nothing is done.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from vllm_rollout.adapter.weights import Changes
 
 OWN_SALT = "vllm_rollout/"
 FIRST_VERSION = "default"
-"""What vLLM calls weights that nobody has named."""
+"""vLLM's name for weights without a name."""
 
 
 class Preempting(Protocol):
-    """What our schedulers add to vLLM's, as far as weights need it."""
+    """The part of our schedulers that weights need beside vLLM's scheduler."""
 
     def preempt(self, request: Request, *, drop_stale_output: bool) -> None: ...
 
 
 class Weights:
-    """The weights of one engine, as its scheduler knows them."""
+    """The weights of one engine, in its scheduler."""
 
     def __init__(self, groups: Preempting, scheduler: Scheduler) -> None:
-        """`groups`, `scheduler`: the same scheduler, ours and as vLLM's."""
+        """`groups` and `scheduler` are the same object, as our class and as vLLM's."""
         self._groups = groups
         self._scheduler = scheduler
         self._known = Changes.num
-        """The change after which requests were salted last."""
+        """Number of the change after which requests were salted last."""
         self._first = Changes.num
-        """Of this engine: another one of this process may have had some before."""
+        """Number of the last change before this engine. Another engine of this process may have had some."""
         self.sampling = Changes.num
-        """The change after which the step was computed that was read last."""
+        """Number of the change after which the last step that was read was computed."""
         self._names: dict[int, str] = {}
         self.workers_count = True
-        """They are ours."""
+        """True if the workers are ours."""
 
     def look(self) -> None:
-        """Between two steps: salt requests anew if weights have changed."""
+        """Salt requests anew if weights have changed. Called between two steps."""
         change = Changes.num
         if change == self._known:
             return
@@ -64,16 +64,17 @@ class Weights:
                 self._isolate(request)
 
     def begin(self, request: Request) -> None:
-        """A request comes, for the first time or from another engine."""
+        """Salt a request that comes, for the first time or from another engine."""
         self.look()
         begins = request.cache_salt is None or (self._is_ours(request) and not request.num_output_tokens)
         if begins and self._known != self._first:
             salt(request, self._salt)
 
     def recompute(self, requests: Iterable[Request]) -> int:
-        """Have those that run on KV of older weights computed again by the newest ones. Returns how many do.
+        """Compute requests that run on KV of older weights again by the newest ones. Returns the number of these
+        requests.
 
-        They are preempted, and the next to run. Tokens of theirs that are in flight are sampled again.
+        They are preempted and run next. Their tokens in flight are sampled again.
         """
         self.look()
         scheduler = self._scheduler
@@ -84,47 +85,47 @@ class Weights:
             self._groups.preempt(request, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self.preempted(request)
-            if not self._is_ours(request):  # under its client's salt KV of older weights may be found
+            if not self._is_ours(request):  # its client's salt also finds KV of older weights
                 request.skip_reading_prefix_cache = True
         return len(running)
 
     def preempted(self, request: Request) -> None:
-        """It is computed again: what it would find of its own under a salt of others rests on older weights in part."""
+        """Salt a preempted request anew, because its own blocks depend partly on older weights."""
         if self._may_be_stale(request) and self._is_ours(request):
             salt(request, self._salt)
 
     def sampled_by(self, change: int) -> bool:
-        """A step was computed after this change; whether that is news."""
+        """Note that a step was computed after this change. Returns True if the change is new."""
         if change == self.sampling:
             return False
         self.sampling = change
         return True
 
     def name(self, version: str) -> None:
-        """What the newest weights are called."""
+        """Name the newest weights."""
         self._names[self._known] = version
 
     def is_named_otherwise(self, version: str) -> bool:
-        """Whether a name tells of weights whose coming nobody has noticed."""
+        """True if a name belongs to weights whose arrival was not noticed."""
         known = self._names.get(self._known, FIRST_VERSION if self._known == self._first else None)
         return known is not None and known != version
 
     def version(self, change: int) -> str:
-        """The name of the weights after a change, or its number, which is the same on all ranks."""
+        """Name of the weights after a change. Without a name: the change's number, which is the same on all ranks."""
         return self._names.get(change) or (FIRST_VERSION if change == self._first else str(change))
 
     @property
     def num_changes(self) -> int:
-        """Of this engine."""
+        """Weights changes of this engine."""
         return self._known - self._first
 
     @property
     def newest(self) -> str:
-        """The name of the weights that came last."""
+        """Name of the newest weights."""
         return self.version(self._known)
 
     def named(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, str]]:
-        """Versions in place of changes, each with its first token. Neighbours of one name are one."""
+        """Versions in place of changes, each with its first token. Neighbours with the same name are merged."""
         named: list[tuple[int, str]] = []
         for start, change in spans:
             version = self.version(change)
@@ -141,13 +142,13 @@ class Weights:
         return request.cache_salt is None or request.cache_salt.startswith(OWN_SALT)
 
     def _may_be_stale(self, request: Request) -> bool:
-        """It may have begun before the last change. A client's own salt does not tell."""
+        """True if the request may have begun before the last change. A client's own salt does not show this."""
         if self._known == self._first:
             return False
         return not self._is_ours(request) or request.cache_salt != self._salt
 
     def _isolate(self, request: Request) -> None:
-        """What it computes from now on has a name that no other request can have."""
+        """Give the request's later blocks hashes that no other request can have."""
         hasher = request._block_hasher
         if hasher is None or _has_own_hashes(hasher):
             return
@@ -158,7 +159,7 @@ class Weights:
 
 
 def salt(request: Request, value: str) -> None:
-    """Its blocks are found by requests of this salt only."""
+    """Salt a request: only requests with the same salt find its blocks."""
     request.cache_salt, request.block_hashes = value, []
     if _has_own_hashes(hasher := request._block_hasher):
         request._block_hasher = hasher.args[0]
@@ -166,9 +167,10 @@ def salt(request: Request, value: str) -> None:
 
 
 def salt_to_move(request: Request) -> str | None:
-    """The salt with which it goes on in another engine: its own, where its blocks rest on KV of several weights.
+    """Salt with which a request continues in another engine. If its blocks depend on KV of several weights, it is a
+    salt of its own.
 
-    Blocks that it left there before it was computed again are of another salt.
+    Blocks that it left there before it was computed again have another salt.
     """
     salt = request.cache_salt
     own = f"{OWN_SALT}{request.request_id}/"

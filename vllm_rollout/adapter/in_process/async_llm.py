@@ -21,9 +21,9 @@ from vllm_rollout.client import calls
 
 
 class AsyncLLM(RolloutAsyncLLM):
-    """AsyncLLM with `rollout`, `stream`, `post_rewards` and what belongs to them; build it by `from_engine_args`.
+    """AsyncLLM with `rollout`, `stream`, `post_rewards` and related methods. Build it by `from_engine_args`.
 
-    `generate` runs a group where `extra_args` has `rollout_*` fields: `n` outputs, of `n + rollout_redundancy`.
+    `generate` runs a group if `extra_args` has `rollout_*` fields: `n` outputs, of `n + rollout_redundancy` candidates.
 
     Overrides: __init__, generate, from_engine_args.
     """
@@ -43,17 +43,17 @@ class AsyncLLM(RolloutAsyncLLM):
 
     fields_in = "extra_args"
     spares = 0
-    """Spare candidates of requests with `n` that say nothing of groups."""
+    """Spare candidates of requests with `n` that have no group fields."""
     group_size: int | None = None
-    """Of groups that have spares; None: any."""
+    """Size of groups that get spare candidates. None: any size."""
     chat_template: str | None = None
-    """In place of the model's own."""
+    """Chat template in place of the model's own."""
     rollout_profile: str | None = None
-    """A file of `vllm-rollout profile`: redundancy "auto" weighs what a step costs. Set it before the first rollout."""
+    """A file of `vllm-rollout profile`, with step costs for redundancy "auto". Set it before the first rollout."""
     rollout_record: str | None = None
     """A file for `vllm-rollout simulate`: one line per rollout. Set it before the first rollout."""
     rollout_rewards: Rewards | None = None
-    """Functions that grade, by the names under which rollouts ask for them. Set it before the first rollout."""
+    """Reward functions by the names that rollouts use. Set it before the first rollout."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # As the plugin does in a server's processes: vLLM looks these names up when it builds the engine.
@@ -75,7 +75,7 @@ class AsyncLLM(RolloutAsyncLLM):
         return super().from_engine_args(with_groups(engine_args), *args, **kwargs)
 
     async def rollouts(self) -> Rollouts:
-        """The service around this engine, made when it is first asked."""
+        """The service of this engine, created by the first call."""
         async with self._opening:
             if self._rollouts is None:
                 self._rollouts = await Rollouts.around(

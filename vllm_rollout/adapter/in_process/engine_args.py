@@ -1,8 +1,8 @@
-"""What makes an engine of a trainer's own process one with groups: its arguments, and engine cores which are not its
-first concern when a user presses Ctrl-C.
+"""Settings that give an engine in a trainer's own process groups: its arguments, and engine cores that Ctrl-C does not
+end.
 
-Invariant: what a caller has set stays, and what cannot work with it is refused. An engine core ends when the process
-that it works for says so, or is gone.
+Invariant: values set by the caller stay, and values that cannot work are refused. An engine core ends when its parent
+process stops it, or is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ LOOKED_AT = frozenset(
 
 
 def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` with what groups need. Raises: ValueError for another scheduler or worker."""
+    """Keyword arguments of `vllm.LLM` with the settings that groups need. Raises: ValueError for another scheduler or
+    worker.
+    """
     check_vllm_version()
     ours = {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
     for name, value in ours.items():
@@ -56,7 +58,7 @@ def group_settings(model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_settings(settings: dict[str, Any], is_embedded: bool) -> dict[str, Any]:
-    """What an engine needs on a CPU. `is_embedded`: its model is one of the catalogue."""
+    """Settings of an engine on a CPU. `is_embedded`: its model is in the catalogue."""
     ours: dict[str, Any] = {"block_size": CPU_BLOCK_SIZE_TOKENS}
     num_workers = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1)
     if num_workers == 1 and os.environ.get(BINDING, "nobind") == "nobind":
@@ -74,30 +76,30 @@ def cpu_settings(settings: dict[str, Any], is_embedded: bool) -> dict[str, Any]:
 
 
 def with_groups(engine_args: Args) -> Args:
-    """The same of engine arguments. Raises: ValueError."""
+    """Engine arguments with the settings of `group_settings`. Raises: ValueError."""
     looked_at = [(field, getattr(engine_args, field.name)) for field in fields(engine_args) if field.name in LOOKED_AT]
     given = {field.name: value for field, value in looked_at if value != field.default}
     return replace(engine_args, **group_settings(engine_args.model, given))
 
 
 class UninterruptedProcesses(RankProcesses):
-    """Engine cores that no SIGINT reaches: a terminal sends it to all processes, and vLLM's engine core would end.
+    """Engine cores that no SIGINT reaches. A terminal sends SIGINT to all processes, and vLLM's engine core would end.
 
-    Whoever waits for them gets it, stops what runs, and may go on. Overrides: __init__.
+    The process that waits for them gets the signal, stops running work, and may go on. Overrides: __init__.
     """
 
     def __init__(self, local_engine_count: int, start_index: int, *args: Any, **kwargs: Any) -> None:
         resource_tracker.ensure_running()  # started below, it would let SIGINT through again
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            super().__init__(local_engine_count, start_index, *args, **kwargs)  # whose processes inherit the mask
+            super().__init__(local_engine_count, start_index, *args, **kwargs)  # its processes inherit the mask
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Engines that are built meanwhile have such processes."""
+    """Engines that are built inside the block have `UninterruptedProcesses`."""
     before, utils.CoreEngineProcManager = utils.CoreEngineProcManager, UninterruptedProcesses  # type: ignore[misc]
     try:
         yield

@@ -1,11 +1,11 @@
-"""Engines that somebody else builds are ours, without an engine argument: by the environment.
+"""Engines of other code get groups by environment variables, without an engine argument.
 
     VLLM_ROLLOUT=scheduler,worker VLLM_ROLLOUT_REDUNDANCY=8 python train.py
 
-vLLM loads our plugin wherever it makes engine arguments, in a class that a trainer has imported long before. So classes
-are not replaced: an `LLM` becomes one of ours when it is first asked, an `AsyncLLM` when it is made.
+vLLM loads our plugin when it makes engine arguments, in a class that a trainer has imported long before. So classes are
+not replaced: an `LLM` becomes one of ours at its first call, an `AsyncLLM` when it is created.
 
-Invariant: without the variable nothing changes. An engine that cannot be taken over is left to vLLM, with one warning.
+Invariant: without the variable nothing changes. An engine that cannot be taken over stays vLLM's, with one warning.
 With VLLM_ROLLOUT_STRICT=1 it is an error.
 """
 
@@ -39,24 +39,24 @@ ALLOWED = "scheduler,worker"
 REDUNDANCY, GROUP_SIZE, STRICT = "VLLM_ROLLOUT_REDUNDANCY", "VLLM_ROLLOUT_GROUP_SIZE", "VLLM_ROLLOUT_STRICT"
 EMULATE = "VLLM_ROLLOUT_EMULATE"
 ASSUMED_GROUP_SIZE = 8
-"""For places of spare candidates, where nobody says how large groups are."""
+"""Group size for the number of spare places, if VLLM_ROLLOUT_GROUP_SIZE is not set."""
 SPARES = "rollout_spares"
-"""Of an engine, in its additional_config."""
+"""Key of an engine's spare candidates in its additional_config."""
 METHODS = ("generate", "chat", "enqueue", "enqueue_chat", "beam_search")
 
 
 class Wanted(NamedTuple):
-    """What the environment asks for."""
+    """Settings from the environment."""
 
     redundancy: int = 0
     group_size: int | None = None
     strict: bool = False
     emulate: str | None = None
-    """A file as for `vllm-rollout serve --rollout-emulate`: no model, and steps take what that file says."""
+    """A file as for `serve --rollout-emulate`: the engine has no model, and its step times come from this file."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wanted:
-        """Raises: ValueError."""
+        """Read the settings. Raises: ValueError."""
         parts = {part.strip() for part in environment.get(ASKED, "").split(",")}
         if parts != set(ALLOWED.split(",")):
             raise ValueError(f"{ASKED} must be {ALLOWED!r}, got {environment.get(ASKED)!r}. Unset it for stock vLLM.")
@@ -78,7 +78,7 @@ def _number(environment: Mapping[str, str], name: str, least: int) -> int | None
 
 
 def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-    """The configuration that `create` makes of them, with groups where the model generates."""
+    """Create the configuration, with groups if the model generates. `create`: vLLM's own function."""
     ours = taken_over(engine_args)
     if ours is not engine_args:
         try:
@@ -101,8 +101,10 @@ def created(create: Callable[..., VllmConfig], engine_args: EngineArgs, *args: A
 
 
 def taken_over(engine_args: EngineArgs) -> EngineArgs:
-    """Engine arguments with groups, and with places for spare candidates. Raises: ValueError for variables that say
-    what cannot be, and for any engine that cannot be ours where that is strict."""
+    """Engine arguments with groups, and with places for spare candidates.
+
+    Raises: ValueError for invalid variables. With VLLM_ROLLOUT_STRICT, any error if the engine cannot be taken over.
+    """
     wanted = Wanted.of(os.environ)
     try:
         ours = with_groups(engine_args)
@@ -120,7 +122,9 @@ def taken_over(engine_args: EngineArgs) -> EngineArgs:
 
 
 def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
-    """With places for them, as far as the number of places is said. A step has a token for each place."""
+    """Engine arguments with places for spare candidates, if the number of places is set. A step has a token for each
+    place.
+    """
     places, most = engine_args.max_num_seqs, engine_args.max_num_batched_tokens
     if places is not None:
         grown = places + ceil(places / (wanted.group_size or ASSUMED_GROUP_SIZE)) * wanted.redundancy
@@ -130,9 +134,9 @@ def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
 
 
 def _emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
-    """Raises: ValueError for a file that describes no device."""
+    """Engine arguments for an emulated device. Raises: ValueError for a file that describes no device."""
     Settings.read(file).at(engine_args.tensor_parallel_size)
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model nothing ends at its length
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model there is no trained length
     device = EmulationOptions(str(Path(file).resolve()), 1.0, None, False, engine_args.data_parallel_size)
     return replace(
         engine_args,
@@ -145,7 +149,7 @@ def _emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
 
 
 def _let_become_ours() -> None:
-    """Once in a process. An engine is ours where its scheduler is."""
+    """Let engines with our scheduler become ours. Changes vLLM's classes once per process."""
     for name in METHODS:
         method = getattr(vllm.LLM, name)
         if not hasattr(method, "__wrapped__"):
@@ -174,7 +178,9 @@ def _spares_of(config: VllmConfig) -> tuple[int, int | None]:
 
 
 def become_ours(llm: vllm.LLM, **settings: Any) -> LLM | None:
-    """The same object with groups, once; None where its engine was left to vLLM. settings: of `LLM.begin_groups`."""
+    """Give an LLM groups, once, and return it. None if its engine stayed vLLM's. `settings`: as of
+    `LLM.begin_groups`.
+    """
     if isinstance(llm, LLM):
         return llm
     config = llm.llm_engine.vllm_config
@@ -191,7 +197,7 @@ def become_ours(llm: vllm.LLM, **settings: Any) -> LLM | None:
 
 
 def too_little_memory(config: VllmConfig, spares: int, group_size: int) -> str | None:
-    """A sentence where the KV cache does not hold one group with its spare candidates, each of the longest."""
+    """A warning if the KV cache does not hold one group with its spare candidates at full length, else None."""
     cache, num_tokens = config.cache_config, config.model_config.max_model_len
     num_blocks, num_candidates = cache.num_gpu_blocks, group_size + spares
     held = (num_blocks or 0) * cache.block_size

@@ -1,8 +1,8 @@
-"""What handlers of signals raise (Ctrl-C: KeyboardInterrupt), held back while something runs that must stay whole; and
-the event loop of a program that has none, which waits for what runs there.
+"""Exceptions of signal handlers (Ctrl-C: KeyboardInterrupt), held back while work runs that must stay whole. Also an
+event loop for programs without one, which waits for its work.
 
-Invariant: a handler runs when its signal comes, and only what it raises waits. What was held is raised in the end. When
-the loop's `run` has returned or raised, what it was given has ended: no step of the engine, no turn of the loop is cut
+Invariant: a handler runs when its signal comes, and only its exception waits. The held exception is raised in the end.
+When the loop's `run` has returned or raised, its work has ended. No step of the engine and no turn of the loop is cut
 in two.
 """
 
@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
-"""Those whose handlers raise: Ctrl-C first, then ends, time limits, and what clusters send before an end."""
+"""Signals whose handlers may raise: Ctrl-C, ends, time limits, and signals that clusters send before an end."""
 PATIENCE_S = 10.0
-"""So long after the first one an exception waits no more: what was to stop hangs."""
+"""Seconds after the first exception. A later exception is not held any more, because the work hangs."""
 
 
 class HeldInterrupts:
-    """A block amid which no handler raises. In other threads than the main one no handler runs, and it does nothing."""
+    """A block in which no handler raises. Outside the main thread no handler runs, and the block does nothing."""
 
     def __init__(self, stop: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """`stop`: brings the block to its end soon; called in place of the first exception, within the handler."""
+        """`stop`: ends the block soon. It is called in place of the first exception, within the handler."""
         self.held: BaseException | None = None
-        """The last one."""
+        """The last exception that was held."""
         self._stop = stop
         self._clock = clock
         self._handlers: dict[int, Any] = {}
@@ -57,7 +57,7 @@ class HeldInterrupts:
     def _let_go(self) -> None:
         try:
             for number, handler in reversed(self._handlers.items()):  # Ctrl-C waits until the last of them is back
-                if signal.getsignal(number) == self._handle:  # otherwise somebody has set another one meanwhile
+                if signal.getsignal(number) == self._handle:  # otherwise other code has set another handler meanwhile
                     signal.signal(number, handler)
         finally:
             self._holds = False
@@ -76,33 +76,33 @@ class HeldInterrupts:
 
 
 class WaitingLoop:
-    """Runs one thing after the other."""
+    """Event loop that runs one piece of work after the other."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`.
+        """Run `work` and return its result.
 
-        What a signal's handler raises meanwhile comes out of here, when the work has been cancelled and has ended.
-        Raises: RuntimeError where an event loop runs already.
+        Exceptions of signal handlers are raised here, once the work has been cancelled and has ended.
+        Raises: RuntimeError if an event loop runs already.
         """
         if asyncio._get_running_loop() is not None:
             work.close()
             raise RuntimeError(
                 "an event loop runs here already, amid which nothing can wait. Use vllm_rollout.AsyncLLM."
             )
-        # The loop does it: a handler may run before there is a task.
+        # The loop cancels the task: a handler may run before there is a task.
         with HeldInterrupts(lambda: self._loop.call_soon_threadsafe(lambda: task.cancel())) as interrupts:
             task = self._loop.create_task(work)
             try:
                 return self._loop.run_until_complete(task)
             except asyncio.CancelledError:
-                if interrupts.held is None:  # which is raised where the block ends
+                if interrupts.held is None:  # a held exception is raised at the end of the block
                     raise
             finally:
                 if not task.done():  # an exception came through the loop
                     task.cancel()
                     self._loop.run_until_complete(asyncio.wait({task}))
                 if not task.cancelled():
-                    task.exception()  # has been seen
+                    task.exception()  # marks the exception as retrieved

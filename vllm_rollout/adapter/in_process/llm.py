@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class LLM(vllm.LLM):
-    """LLM with `rollout`, `stream`, `post_rewards` and what belongs to them.
+    """LLM with `rollout`, `stream`, `post_rewards` and related methods.
 
     `generate` and `chat` run a group for each prompt whose sampling parameters have `rollout_*` fields in `extra_args`:
-    `n` outputs, of `n + rollout_redundancy`.
+    `n` outputs, of `n + rollout_redundancy` candidates.
 
-    Everything happens while a method is called: a quality head is trained before `post_rewards` returns. When a method
-    raises, whatever it was (Ctrl-C, a bad prompt among others), nothing that it has begun runs on.
+    All work happens during a method call: a quality head is trained before `post_rewards` returns. If a method raises
+    anything (such as Ctrl-C, or an error for a bad prompt), no work that it has begun runs on.
 
     Overrides: __init__, generate, chat, beam_search, enqueue, enqueue_chat, _add_request, _run_engine.
     """
@@ -53,9 +53,11 @@ class LLM(vllm.LLM):
     vote = done(AsyncLLM.vote)
 
     spares = 0
-    """Spare candidates of requests with `n` that say nothing of groups; equal prompts in a row are one, too."""
+    """Spare candidates of requests with `n` that have no group fields. Equal prompts in a row count as such
+    a request.
+    """
     group_size: int | None = None
-    """Of groups that have spares; None: any."""
+    """Size of groups that get spare candidates. None: any size."""
 
     def __init__(
         self,
@@ -66,11 +68,11 @@ class LLM(vllm.LLM):
         rewards: Rewards | None = None,
         **kwargs: Any,
     ) -> None:
-        """As `vllm.LLM`.
+        """Arguments as of `vllm.LLM`, and:
 
-        `rollout_profile`: a file of `vllm-rollout profile`: redundancy "auto" weighs what a step costs.
+        `rollout_profile`: a file of `vllm-rollout profile`, with step costs for redundancy "auto".
         `rollout_record`: a file for `vllm-rollout simulate`: one line per rollout.
-        `rewards`: functions that grade trajectories as they end, by the names under which `reward=` asks for them.
+        `rewards`: functions that grade trajectories as they end, by the names that `reward=` uses.
         """
         settings = group_settings(model, kwargs)
         with uninterrupted():
@@ -80,7 +82,7 @@ class LLM(vllm.LLM):
     def begin_groups(
         self, profile: str | None = None, record: str | None = None, rewards: Rewards | None = None
     ) -> None:
-        """Once, when the engine is there."""
+        """Set up the groups. Called once, after the engine is built."""
         self._settings = {"profile": profile, "record": record, "rewards": rewards}
         self._loop = WaitingLoop()
         self._client = SteppedClient(self.llm_engine)
@@ -89,15 +91,15 @@ class LLM(vllm.LLM):
         self._rollouts: Rollouts | None = None
 
     async def rollouts(self) -> Rollouts:
-        """The service around this engine, made when it is first asked."""
+        """The service of this engine, created by the first call."""
         if self._rollouts is None:
             self._rollouts = await Rollouts.around(self._client, chat_template=self.chat_template, **self._settings)
         return self._rollouts
 
     def run_to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """What is awaited, and all training that it has set off.
+        """Run `work`, and the training that it starts, to the end. Returns its result.
 
-        Raises: RuntimeError where an event loop runs already, and while requests are enqueued.
+        Raises: RuntimeError if an event loop runs already, and while requests are enqueued.
         """
         if self._groups or self._client.has_others:
             work.close()
@@ -105,7 +107,7 @@ class LLM(vllm.LLM):
         return self._loop.run(self._settled(work))
 
     def end(self, events: AsyncGenerator[Any, None]) -> None:
-        """What still runs of a stream stops."""
+        """Stop the running work of a stream."""
         self._loop.run(self._settled(events.aclose()))
 
     async def _settled(self, work: Awaitable[T]) -> T:
@@ -148,8 +150,11 @@ class LLM(vllm.LLM):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Nothing that is added meanwhile is left when an exception comes. vLLM alone takes back what it has added
-        before it steps, unless it is interrupted, and knows nothing of groups."""
+        """Remove all requests that the block has added if it raises.
+
+        vLLM alone removes the requests that it has added before it steps, unless it is interrupted, and knows no
+        groups.
+        """
         num_groups, before = len(self._groups), frozenset(self._client.others())
         try:
             yield
@@ -190,7 +195,7 @@ class LLM(vllm.LLM):
 
 
 async def _last_of_each(groups: Sequence[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
-    """The answers of groups that run together: all, or none runs on."""
+    """Answers of groups that run together. If one fails, none runs on."""
 
     async def last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
         return [output async for output in outputs][-1]

@@ -1,6 +1,6 @@
-"""What `vllm_rollout.LLM` and `vllm_rollout.AsyncLLM` can be asked, made of the descriptions that our clients have.
+"""Methods of `vllm_rollout.LLM` and `vllm_rollout.AsyncLLM`, made from the descriptions of our clients' calls.
 
-Invariant: a method has the name, arguments and words of the clients' method.
+Invariant: a method has the name, arguments and docstring of the clients' method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def awaited(describe: Callable[..., Call[T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """A method of the async LLM that asks the described call."""
+    """A method of the async LLM that sends the described call."""
 
     @wraps(describe)
     async def method(self: Any, *args: Any, lora_request: LoRARequest | None = None, **options: Any) -> T:
@@ -47,7 +47,7 @@ def async_streamed(describe: Callable[..., EventsCall]) -> Callable[..., AsyncGe
 
 
 def done(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
-    """The same of the LLM that waits."""
+    """Sync version of a method, for `LLM`."""
 
     @wraps(method)
     def waiting(self: Any, *args: Any, **options: Any) -> T:
@@ -57,7 +57,7 @@ def done(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
 
 
 def streamed(method: Callable[..., AsyncGenerator[Event, None]]) -> Callable[..., Generator[Event, None, None]]:
-    """The same of the LLM that waits: it works while the next event is asked for."""
+    """Sync version of a streaming method, for `LLM`. The engine works while the next event is asked for."""
 
     @wraps(method)
     def waiting(self: Any, *args: Any, **options: Any) -> Generator[Event, None, None]:
@@ -72,5 +72,5 @@ def streamed(method: Callable[..., AsyncGenerator[Event, None]]) -> Callable[...
 
 
 def _named(rollouts: Rollouts, lora: LoRARequest | None, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An adapter goes by its name."""
+    """Options with the adapter as their `model`, by its name."""
     return options if lora is None else {**options, "model": rollouts.know(lora)}

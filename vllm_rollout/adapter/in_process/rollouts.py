@@ -1,6 +1,6 @@
-"""The rollout service around an engine of this process: what HTTP asks of it, without a socket.
+"""The rollout service around an engine of this process: the HTTP endpoints without a socket.
 
-Invariant: bodies, checks, answers and errors are those of the endpoints, because they are the endpoints.
+Invariant: bodies, checks, answers and errors are those of the endpoints, because the code is the same.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ T = TypeVar("T")
 URL = "http://in-process"
 
 Rewards = Mapping[str, RewardFunction | str]
-"""By name, as `vllm_rollout.rewards.Grader` takes them."""
+"""Reward functions by name, as `vllm_rollout.rewards.Grader` takes them."""
 
 
 class Rollouts:
-    """Asks the service of one engine."""
+    """Client of the service of one engine."""
 
     def __init__(self, app: FastAPI, engine: VLLMEngine) -> None:
         self._app = app
@@ -59,7 +59,7 @@ class Rollouts:
         record: str | None,
         rewards: Rewards | None,
     ) -> Rollouts:
-        """Raises: RuntimeError for a profile of another model."""
+        """Build the service of an engine. Raises: RuntimeError for a profile of another model."""
         app, config = FastAPI(), client.vllm_config.model_config
         app.include_router(router)
         paths = [BaseModelPath(name=config.served_model_name, model_path=config.model)]
@@ -80,15 +80,15 @@ class Rollouts:
         return cls(app, await build_services(client, app, settings))
 
     async def settled(self) -> None:
-        """Wait until nothing of the service goes on by itself: training of a head, for one."""
+        """Wait until no background work of the service runs, such as the training of a head."""
         await self._engine.learning.settled()
 
     async def ask(self, call: Call[T]) -> T:
-        """As the async client does. Raises: RolloutError."""
+        """Send a call as the async client does. Raises: RolloutError."""
         return await self._client.send(call)
 
     async def events(self, body: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
-        """Those of a streamed rollout, as they happen. Raises: RolloutError."""
+        """Yield the events of a streamed rollout. Raises: RolloutError."""
         service = self._app.state.rollout_service
         try:
             rollout = await service.prepare(_checked(body))
@@ -100,13 +100,13 @@ class Rollouts:
             raise RolloutError(error.status, said.message, said.type, said.param, error.retry_after_s) from error
 
     def know(self, lora: LoRARequest) -> str:
-        """An adapter that rollouts may name; returns its name."""
+        """Let rollouts name an adapter. Returns the adapter's name."""
         self._app.state.openai_serving_models.lora_requests[lora.lora_name] = lora
         return lora.lora_name
 
 
 def _checked(body: Mapping[str, Any]) -> RolloutRequest:
-    """Raises: RequestError that names the field."""
+    """The parsed body. Raises: RequestError that names the field."""
     try:
         return checked(body, RolloutRequest)
     except RequestValidationError as error:

@@ -1,6 +1,6 @@
-"""Rows that are asked for one by one, as trainers do: equal prompts in a row are a group, and come back as rows.
+"""Prompts that trainers send as separate rows. Equal prompts in a row become a group, and come back as rows.
 
-Invariant: as many rows as prompts, in their order.
+Invariant: there are as many rows as prompts, in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     @property
     def of_all(self) -> SamplingParams:
-        """The parameters of one request for all of them."""
+        """Parameters of one request for the whole run."""
         if self.num == 1:
             return self.params
         group = copy(self.params)
@@ -35,9 +35,9 @@ class Run(NamedTuple):
 
 
 def runs_of(prompts: Any, params: Any, group_size: int | None) -> list[Run] | None:
-    """The groups that these prompts are; None where they are answered as they are.
+    """Groups of equal prompts. None if there are no such groups, so that the prompts are answered unchanged.
 
-    params: of all, or of each. group_size: of each group; None: however many are equal.
+    params: one for all prompts, or one per prompt. group_size: maximum size of a group. None: no maximum.
     """
     if not isinstance(prompts, Sequence) or isinstance(prompts, str):
         return None
@@ -61,14 +61,17 @@ def runs_of(prompts: Any, params: Any, group_size: int | None) -> list[Run] | No
 
 
 def _draws(params: SamplingParams) -> bool:
-    """Whether equal requests draw anew, one completion each. Greedy and seeded ones say the same again."""
+    """True if equal requests sample independently, one completion each. Greedy and seeded requests repeat
+    their output.
+    """
     is_drawn = params.n == 1 and params.temperature != 0 and params.seed is None
     return is_drawn and not rollout_xargs(params.extra_args or {})
 
 
 def with_spares(params: SamplingParams, num: int, group_size: int | None) -> SamplingParams:
-    """These parameters with `num` spare candidates. Single requests, parts of groups and requests with `rollout_*`
-    fields keep theirs."""
+    """The parameters with `num` spare candidates. Single requests, partial groups and requests with `rollout_*` fields
+    are returned unchanged.
+    """
     is_whole = params.n > 1 and group_size in (None, params.n)
     if not is_whole or rollout_xargs(params.extra_args or {}):
         return params
@@ -78,7 +81,7 @@ def with_spares(params: SamplingParams, num: int, group_size: int | None) -> Sam
 
 
 def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """An output for each completion."""
+    """One output per completion."""
     rows = []
     for output in outputs:
         for completion in output.outputs:
@@ -89,7 +92,7 @@ def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Whether two prompts are equal, images and other data in them included."""
+    """True if two prompts are equal, including images and other data in them."""
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
@@ -106,5 +109,5 @@ def _are_same(first: Any, second: Any) -> bool:
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    """Token ids: all are compared at once."""
+    """True for token ids and texts: they are compared as a whole."""
     return not values or isinstance(values[0], (int, str))

@@ -1,6 +1,6 @@
-"""vLLM's LLMEngine, which steps when it is told to, as the client that groups run on.
+"""vLLM's LLMEngine, which steps only when it is called, as the client on which groups run.
 
-Invariant: the engine steps while somebody awaits an output, and only then.
+Invariant: the engine steps only while an output is awaited.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.server.metrics import Metrics
 
 TURNS_PER_STEP = 32
-"""Turns of the event loop between two steps: what an output sets off (the next group, an event for a reader) takes
-some, and one that has nothing to do takes microseconds."""
+"""Turns of the event loop between two steps. Reactions to an output (the next group, an event for a reader) take some.
+A turn with nothing to do takes microseconds.
+"""
 
 
 class SteppedCore:
-    """The engine core behind an LLMEngine, as one that is called with await. Nothing else happens meanwhile."""
+    """Async interface of the engine core behind an LLMEngine. A call blocks the event loop."""
 
     def __init__(self, core: EngineCoreClient) -> None:
         self._core = core
         self.core_engines = [None]
-        """One."""
+        """One engine core."""
 
     async def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Any:
         if isinstance(self._core, InprocClient):
@@ -52,7 +53,7 @@ class EngineRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._waiting: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
-        """For outputs of each request."""
+        """Queues for outputs, by request id."""
         self._unclaimed: list[RequestOutput] = []
         self._stepping: asyncio.Task[None] | None = None
 
@@ -67,7 +68,7 @@ class EngineRequests:
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Closing it aborts the request."""
+        """Run one request. Closing the generator aborts it."""
         internal_id = self._engine.add_request(
             request_id,
             prompt,
@@ -93,23 +94,23 @@ class EngineRequests:
                 self._engine.abort_request([internal_id], internal=True)
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """Last outputs of requests that were not made here."""
+        """Last outputs of requests that other code has added. They are returned once."""
         unclaimed, self._unclaimed = self._unclaimed, []
         return unclaimed
 
     def others(self) -> list[str]:
-        """Ids in the engine of requests that were not made here, each `n` of them by one."""
+        """Internal ids of requests that other code has added. The `n` parts of a request have one id."""
         known = self._engine.output_processor
         single = [(id, state) for id, state in known.request_states.items() if state.parent_req is None]
         return [*known.parent_requests, *(id for id, state in single if state.external_req_id not in self._waiting)]
 
     def abort_others(self, but: Collection[str] = ()) -> None:
-        """Nothing is left of requests that were not made here, and of their outputs."""
+        """Abort requests that other code has added, and drop their outputs."""
         self._engine.abort_request([id for id in self.others() if id not in but], internal=True)
         self._unclaimed.clear()
 
     async def _step_on(self) -> None:
-        """Until nothing is left to do."""
+        """Step the engine until it has no unfinished requests."""
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
@@ -119,7 +120,7 @@ class EngineRequests:
                         self._unclaimed.append(output)
                 for _ in range(TURNS_PER_STEP):
                     await asyncio.sleep(0)
-        except BaseException as error:  # handed to those who wait
+        except BaseException as error:  # passed to the waiting requests
             told = error if isinstance(error, Exception) else RuntimeError(f"a step was cut in two by {error!r}")
             for queue in self._waiting.values():
                 queue.put_nowait(told)
@@ -135,12 +136,12 @@ class SteppedClient(GroupClient, EngineRequests):
     client_index = 0
     living_ranks = (0,)
     errored = False
-    """A dead engine raises where it is asked."""
+    """A dead engine raises at the call itself."""
 
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine)
         self.first_of_batch = ""
-        """The request that came first of those whose answers are awaited together."""
+        """Id of the first request of those that are awaited together."""
         self.vllm_config, self.model_config = engine.vllm_config, engine.model_config
         self.renderer, self.input_processor = engine.renderer, engine.input_processor
         self.engine_core = SteppedCore(engine.engine_core)
@@ -151,12 +152,12 @@ class SteppedClient(GroupClient, EngineRequests):
 
     @property
     def has_others(self) -> bool:
-        """The engine has requests that were not made here."""
+        """True if the engine has requests that other code has added."""
         return self._engine.get_num_unfinished_requests() > len(self._waiting)
 
     @property
     def is_read(self) -> bool:
-        """Somebody awaits outputs."""
+        """True if outputs are awaited."""
         return bool(self._waiting)
 
     def first_of_answer(self, request_id: str) -> str:

@@ -1,4 +1,4 @@
-"""Rewards for an AsyncLLM that something else has built with our scheduler and worker: verl, SkyRL, OpenRLHF."""
+"""Rewards for an AsyncLLM that other code has built with our scheduler and worker: verl, SkyRL, OpenRLHF."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ async def teach(
     threshold: float | None = None,
     namespace: str | None = None,
 ) -> NamedRewardsAnswer:
-    """Say what requests of `engine` were worth, as `POST /v1/rewards` does: (request_id, index, reward) each, with the
-    id that `generate` was given and the index of the output, 0 unless `n` asked for several. They learn if they came
-    with `rollout_detection_length`. `namespace`: the `rollout_namespace` that they came with.
+    """Post rewards of requests of `engine`, like `POST /v1/rewards`: (request_id, index, reward) each.
+
+    The id is the one given to `generate`. The index is that of the output, 0 unless `n` asked for several. Requests
+    with `rollout_detection_length` are learned from.
 
     `engine`: built with scheduler_cls="vllm_rollout.Scheduler" and worker_cls="vllm_rollout.Worker". `threshold`: a
-    reward above it is positive; None: 0.5. Returns when the quality head is trained.
+    reward above it is positive. None: 0.5. `namespace`: the `rollout_namespace` of the requests. Returns when the
+    quality head is trained.
 
-    Raises: TypeError, ValueError for a reward of no known form; RequestError for a dead engine.
+    Raises: TypeError or ValueError for a reward of unknown form. RequestError for a dead engine.
     """
     config = engine.vllm_config
     cores = CalledCores(engine.engine_core, config, config.parallel_config.data_parallel_size)

@@ -1,1 +1,1 @@
-"""Touches vLLM in the worker processes."""
+"""Code in the worker processes that imports vLLM."""

@@ -15,10 +15,10 @@ from vllm_rollout.on_cpu import this_cpu
 
 
 class CpuExecutor(UniProcExecutor):
-    """Overrides: _init_executor."""
+    """Executor with the worker in the engine core's process. Overrides: _init_executor."""
 
     def _init_executor(self) -> None:
-        if parent_process() is not None:  # else it is a trainer's own process, whose threads are its own affair
+        if parent_process() is not None:  # else it is a trainer's own process, which sets its own threads
             num_engines = self.parallel_config.data_parallel_size_local
             torch.set_num_threads(max(1, this_cpu().num_cores // num_engines))
         super()._init_executor()

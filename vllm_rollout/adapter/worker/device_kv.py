@@ -1,13 +1,13 @@
-"""KV blocks on their way from one worker process to another on the same host, through memory of the source's device.
+"""KV blocks between worker processes on the same host, through memory of the source's device.
 
     source  `share` copies blocks into a buffer and answers the buffer's CUDA IPC handle
     target  `fetch` opens the handle, copies them out of the buffer, over NVLink or PCIe if it is another device's, and
             closes it
 
-Buffers come from the CUDA runtime: one of torch's lies in a segment that is exported as a whole, or not at all.
+Buffers come from the CUDA runtime, because a torch buffer lies in a segment that is exported as a whole, or not at all.
 
-Invariant: every buffer is lent to one segment, spare or freed, and every handle that is opened is closed. A segment's
-stamp is written before its blocks and read after them, so that who comes too late finds another one, and says so.
+Invariant: every buffer is lent to one segment, spare or freed, and every opened handle is closed. A segment's stamp is
+written before its blocks and read after them. So a late reader finds another stamp, and raises.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from vllm_rollout.adapter.worker.kv_layers import (
 logger = init_logger("vllm.vllm_rollout")
 
 GRANULE_BYTES = 2 << 20
-"""Buffers are whole ones: the driver exports nothing smaller, and would show what else is in it."""
+"""Buffer sizes are multiples of this, in bytes. The driver exports nothing smaller, and would expose
+neighbouring data.
+"""
 SPARE_BYTES = 256 << 20
-"""The size of the one buffer that is kept for the next segment: to free one waits for the whole device."""
+"""Largest buffer in bytes that is kept for the next segment: freeing one waits for the whole device."""
 LENT_S = 60.0
-"""A segment that nobody has dropped by then is dropped when the next one is made."""
+"""Seconds until a segment that was not dropped is dropped, when the next one is made."""
 
 
 class DeviceMemory:
-    """Memory of one device. Raises: TransferError; MemoryError when there is none left.
+    """Memory of one device. Raises: TransferError, or MemoryError if none is left.
 
     Args:
         runtime: `cuda.bindings.runtime`.
@@ -83,14 +85,14 @@ class DeviceMemory:
         self._ask("cudaIpcCloseMemHandle", pointer)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Between any two memories that this process knows, when what was launched here before is done."""
+        """Copy between any two memories of this process, after work that was launched here before."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDefault
         stream = 0 if self._stream is None else self._stream.cuda_stream
         self._ask("cudaMemcpyAsync", target, source, num_bytes, kind, stream)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """On a stream beside the one of the steps: after those that are launched, and over when the block ends."""
+        """Run the block on a stream of its own, after the launched steps. Its work is done when the block ends."""
         if self._stream is None:
             yield
             return
@@ -109,7 +111,7 @@ class DeviceMemory:
             error, *answer = getattr(self._runtime, name)(*values)
             if error == self._runtime.cudaError_t.cudaSuccess:
                 continue
-            self._runtime.cudaGetLastError()  # or it would be taken for one of the next call
+            self._runtime.cudaGetLastError()  # clears it, or the next call would report it
             no_room = error == self._runtime.cudaError_t.cudaErrorMemoryAllocation
             raise (MemoryError if no_room else TransferError)(f"{name}: {error.name}")
         return answer
@@ -125,7 +127,7 @@ class Buffer:
 
 
 class DeviceKV(KVTransfer):
-    """CUDA IPC."""
+    """KV blocks by CUDA IPC."""
 
     way = "cuda_ipc"
 
@@ -135,7 +137,7 @@ class DeviceKV(KVTransfer):
         super().__init__(layers, rank)
         self._device, self._clock = device, clock
         self._lent: dict[str, tuple[Buffer, float]] = {}
-        """By segment, with the time until which nobody has to drop it; the oldest first."""
+        """Buffers by segment, with the time after which they may be dropped. The oldest is first."""
         self._spare: Buffer | None = None
 
     def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:
@@ -174,7 +176,7 @@ class DeviceKV(KVTransfer):
                 self._free(buffer)
 
     def _parts(self, place: int, num_blocks: int) -> Iterator[torch.Tensor]:
-        """A copy of what is there of each layer, on this device."""
+        """Copies of each layer's part on this device."""
         for part in self._layers.empty_parts(num_blocks):
             self._device.copy(part.data_ptr(), place, part.nbytes)
             place += part.nbytes

@@ -1,8 +1,8 @@
-"""Drafts for candidates, from what their siblings have generated and from earlier answers of their prompt: the proposer
-that vLLM's speculative decoding names, method `custom_class`, model `vllm_rollout.Drafts`.
+"""Drafts for candidates, from tokens of their siblings and from earlier answers of their prompt. This is the proposer
+of vLLM's speculative decoding, method `custom_class`, model `vllm_rollout.Drafts`.
 
-Invariant: a draft changes no probability, since vLLM verifies each one by rejection; a request that is no candidate has
-none, and a candidate has drafts of its own prompt and namespace only.
+Invariant: a draft changes no probability, because vLLM verifies each one by rejection. A request that is no candidate
+has no drafts. A candidate has drafts of its own prompt and namespace only.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from vllm_rollout.group.plans.prompt_key import draft_key
 from vllm_rollout.tracker.draft_memory import DraftMemory
 
 NO_BIN = -1
-"""Where a row has no draft."""
+"""Bin of a place without a draft."""
 
 
 class Running(NamedTuple):
-    """A candidate that runs."""
+    """A running candidate."""
 
     sequence: int
-    """Its number in the memory."""
+    """Number of its sequence in the memory."""
     most_tokens: int
-    """Prompt and output together."""
+    """Most tokens of prompt and output together."""
 
 
 class Drafts:
-    """vLLM's custom proposer: `propose` of each step, after its tokens are known. `see_step` comes before.
+    """vLLM's custom proposer. `see_step` runs before each step, `propose` after it, once its tokens are known.
 
-    An exception in either empties the memory. Candidates that run go on without drafts, and no token changes.
+    An exception in either empties the memory. Running candidates continue without drafts, and no token changes.
     """
 
     def __init__(self, vllm_config: VllmConfig, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -59,43 +59,44 @@ class Drafts:
         self._batch: Callable[[], InputBatch] | None = None
         self._faults = Faults()
         self._running: dict[str, Running] = {}
-        """Candidates, by request id."""
+        """Running candidates by request id."""
         self._verifying: dict[int, np.ndarray] = {}
-        """By sequence, the bins of the drafts that are being verified."""
+        """Bins of the drafts that are being verified, by sequence."""
         self._step: tuple[int, int, float] | None = None
-        """Rows, drafts and beginning of the step before, which only decoded; None where it did more."""
+        """Rows, drafts and start time of the step before, if it only decoded. Otherwise None."""
 
     def attend(self, batch: Callable[[], InputBatch], faults: Faults) -> None:
-        """`batch`: the runner's, whose requests are the rows of what `propose` is given. `faults`: the runner's, which
-        its reports count."""
+        """`batch`: the runner's batch, whose requests are the rows of `propose`. `faults`: the runner's, which its
+        reports count.
+        """
         self._batch, self._faults = batch, faults
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none."""
+        """There is no model to load."""
 
     def see_step(self, step: SchedulerOutput) -> None:
-        """A step begins: who has come and gone, and how long the one before took."""
+        """Prepare for a step: note its new and finished requests, and how long the step before took."""
         try:
             self._see_step(step)
         except Exception as error:
             self._begin_again(error)
 
     def new_weights(self) -> None:
-        """What has ended so far counts as older."""
+        """Treat all earlier answers as older than the new weights."""
         try:
             self.memory.age()
         except Exception as error:
             self._begin_again(error)
 
     def _begin_again(self, error: Exception) -> None:
-        """Nothing that is known is trusted any more."""
+        """Drop all knowledge after an exception."""
         self._faults.caught("drafts", error)
         self.memory.clear()
         self._running, self._verifying, self._step = {}, {}, None
 
     def _see_step(self, step: SchedulerOutput) -> None:
         self._learn_cost(step)
-        self._verifying = {  # vLLM may have had room for fewer
+        self._verifying = {  # vLLM may have scheduled fewer
             sequence: self._verifying[sequence][: len(tokens)]
             for id, tokens in step.scheduled_spec_decode_tokens.items()
             if id in self._running and (sequence := self._running[id].sequence) in self._verifying
@@ -107,7 +108,7 @@ class Drafts:
             self._know(request, request.req_id)
 
     def arrived(self, candidate: MovedCandidate) -> None:
-        """A candidate comes that has run elsewhere."""
+        """Register a candidate that has run elsewhere."""
         request = candidate.request
         self._know(request, request.request_id, candidate.output_token_ids)
 
@@ -119,7 +120,7 @@ class Drafts:
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Drafts of the next step, a list for each row of the batch, empty where there are none."""
+        """Drafts for the next step, one list per row of the batch. Empty for a row without drafts."""
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec)
         except Exception as error:
@@ -137,7 +138,7 @@ class Drafts:
         sampled = [sampled_token_ids[row] for row in rows]
         self._learn_accepted(sequences, np.array(list(map(len, sampled))))
         longest = min(self.rule.longest(len(request_ids)), self._most)
-        # Beside the drafts that are accepted a step makes one token more.
+        # A step makes one token more than the accepted drafts.
         room = np.array([candidate.most_tokens for candidate in candidates]) - num_tokens_no_spec[rows] - 1
         found = self.memory.step(
             sequences, _padded(sampled), np.where(list(map(len, sampled)), room.clip(0, longest), 0)
@@ -191,7 +192,7 @@ class Drafts:
 
 
 def _padded(tokens: Sequence[Sequence[int]]) -> np.ndarray:
-    """int32 [num_rows, width], with -1 where a row has fewer."""
+    """int32 [num_rows, width], with -1 where a row has fewer tokens."""
     padded = np.full((len(tokens), max(1, max(map(len, tokens)))), -1, dtype=np.int32)
     for row, its in enumerate(tokens):
         padded[row, : len(its)] = its

@@ -1,6 +1,6 @@
-"""What serves as drafts, kept between two starts of a server.
+"""Answers that serve as drafts, kept in a file between two starts of a server.
 
-Invariant: no file keeps a server from starting or ending; what cannot be read or written is said and left.
+Invariant: no file keeps a server from starting or ending. A file that cannot be read or written is logged and left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 class DraftsFile:
-    """The drafts of one rank. A line of JSON says of which model, the rest is the memory's own."""
+    """The drafts of one rank. The file's first line is JSON and identifies the model. The rest is the memory's own
+    format.
+    """
 
     def __init__(self, path: Path, memory: DraftMemory, model: ModelConfig) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""The worker of `--rollout-emulate`: no model, made-up tokens, at the times of an emulated device.
+"""The worker of an emulated device: no model, made-up tokens, at the times of the device.
 
-Invariant: what reaches the scheduler has the form and the timing that a model runner's outputs have, in vLLM's
-asynchronous loop and in the synchronous one.
+Invariant: the scheduler gets outputs with the form and timing of a model runner's outputs, in vLLM's asynchronous loop
+and in the synchronous one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 class EmulatedOutput(AsyncModelRunnerOutput):
-    """A step's output, to be read when the device is done with it. Overrides: get_output, get_kv_connector_output."""
+    """Output of a step, readable once the device is done with it. Overrides: get_output, get_kv_connector_output."""
 
     def __init__(self, step: LaunchedStep, span: DeviceSpan, log: StepLog) -> None:
         self._step, self._span, self._log = step, span, log
@@ -55,7 +55,7 @@ class EmulatedOutput(AsyncModelRunnerOutput):
 
 
 class EmulatedWorker(WorkerCalls, WorkerBase):
-    """Overrides: what an engine core with one worker calls. Adds the methods of `WorkerCalls`, with real heads on
+    """Implements the calls of an engine core with one worker. Adds the methods of `WorkerCalls`, with real heads on
     made-up hidden states.
     """
 
@@ -89,7 +89,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         )
         self._launched: LaunchedStep | None = None
         self._said: Sequence[SaidRow] = ()
-        """The rows of the step that was launched last."""
+        """Rows of the last step that was launched."""
 
     def _drafts(self) -> EmulatedDrafts | None:
         speculative = self.vllm_config.speculative_config
@@ -110,7 +110,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         return tokenizer.encode(self.emulation.turns.marker, add_special_tokens=False)
 
     def load_model(self, **_: Any) -> None:
-        """There is none."""
+        """There is no model to load."""
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
@@ -139,7 +139,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def execute_dummy_batch(self) -> None:
-        """A rank without requests beside ranks with some, where experts are shared: it does nothing, at no time."""
+        """Do nothing, in no time, on a rank without requests beside ranks with some (shared experts)."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         self._launched = self.moving_runner.step(scheduler_output)
@@ -156,7 +156,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         return EmulatedOutput(step, span, self.step_log)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """For the step that comes next."""
+        """Drafts for the next step."""
         rows, self._said = self._said, ()
         return self.moving_runner.drafts.propose(rows) if rows else None
 
@@ -164,7 +164,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         self.step_log.close()
 
     def sleep(self, level: int = 1) -> None:
-        """There are no weights to lay aside, nor to load, update or reset; that they change is counted."""
+        """There are no weights to offload, load, update or reset. Only their changes are counted."""
 
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 

@@ -1,7 +1,7 @@
-"""Drafts on an emulated device: made up, but chosen by the rule that chooses on a real one.
+"""Drafts on an emulated device: made up, but chosen by the same rule as on a real one.
 
-Invariant: whether a draft is right follows from the candidate and the position, and a wrong one differs from what the
-candidate says there: so drafts change no token.
+Invariant: whether a draft is right follows from the candidate and the position. A wrong draft differs from the
+candidate's token at that position. So drafts change no token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_rollout.emulation.settings import DraftSettings
 from vllm_rollout.group.drafting import NUM_BINS, DraftingRule, bin_of
 
 MAX_KNOWN_PROMPTS = 2**17
-"""Whose answers are counted; a real memory is bounded in bytes."""
+"""Limit of prompts whose answers are counted. A real memory is bounded in bytes."""
 
 
 class SaidRow(NamedTuple):
@@ -28,29 +28,29 @@ class SaidRow(NamedTuple):
     request_id: str
     request: EmulatedRequest
     num_said: int
-    """Tokens that it has sampled; 0 in a prefill that is not over."""
+    """Sampled tokens. 0 in a prefill that is not over."""
     num_drafts: int = 0
-    """That were verified for it."""
+    """Drafts that were verified for this row."""
 
 
 class EmulatedDrafts:
-    """Decides for one engine: `took`, then `propose`, after each step."""
+    """Decides the drafts of one engine. After each step, call `took`, then `propose`."""
 
     def __init__(self, settings: DraftSettings, most: int, max_model_len: int) -> None:
-        """`most`: drafts of a row that the scheduler has room for."""
+        """`most`: most drafts per row."""
         self.most = most
         self._settings = settings
         self._rule = DraftingRule()
         self._max_model_len = max_model_len
         self._known: OrderedDict[str, Counter[str]] = OrderedDict()
-        """By prompt, the one that came last at the end: how many candidates each of its groups has had."""
+        """Number of candidates of each group, by prompt. The newest prompt is last."""
         self._candidates: dict[str, tuple[str, str]] = {}
-        """By request id: prompt and group."""
+        """Prompt and group by request id."""
         self._verifying: dict[str, Sequence[int]] = {}
-        """By request id, the bins of the drafts that are being verified."""
+        """Bins of the drafts that are being verified, by request id."""
 
     def begin(self, request_id: str, prompt: str, group_id: str) -> None:
-        """A candidate has come."""
+        """Register a candidate."""
         self._candidates[request_id] = prompt, group_id
         self._known.setdefault(prompt, Counter())[group_id] += 1
         self._known.move_to_end(prompt)
@@ -58,17 +58,17 @@ class EmulatedDrafts:
             self._known.popitem(last=False)
 
     def end(self, request_id: str) -> None:
-        """A request has gone; what it has said stays known."""
+        """Forget a request. Its tokens still serve as drafts."""
         self._candidates.pop(request_id, None)
         self._verifying.pop(request_id, None)
 
     def took(self, work: StepWork, seconds: float) -> None:
-        """A step took so long on the device."""
+        """Note how many seconds a step took on the device."""
         if not work.prefilled_tokens:
             self._rule.took(work.num_requests, work.num_drafts, seconds)
 
     def propose(self, rows: Sequence[SaidRow]) -> DraftTokenIds:
-        """Drafts of the next step, which has these rows again, or fewer."""
+        """Drafts for the next step, which has these rows again, or fewer."""
         self._learn_accepted(rows)
         longest = min(self._rule.longest(len(rows)), self.most)
         if not longest:
@@ -87,7 +87,7 @@ class EmulatedDrafts:
         drafted: list[int] = []
         accepted: list[int] = []
         for row in rows:
-            bins = self._verifying.pop(row.request_id, ())[: row.num_drafts]  # vLLM may have had room for fewer
+            bins = self._verifying.pop(row.request_id, ())[: row.num_drafts]  # vLLM may have scheduled fewer
             if row.num_said:
                 drafted += bins
                 accepted += bins[: row.num_said - 1]
@@ -95,7 +95,7 @@ class EmulatedDrafts:
             self._rule.verified(_by_bin(drafted), _by_bin(accepted))
 
     def _draw(self, row: SaidRow, longest: int) -> DrawnDrafts:
-        """What is found for a row: up to the token before its last one, and nothing where it is no candidate."""
+        """Drafts found for a row, up to the token before its last one. None for a request that is no candidate."""
         request = row.request
         room = min(
             longest,

@@ -1,7 +1,8 @@
-"""The executor of an emulated device, in the engine core's own process: the loop that was asked for, on any platform.
+"""The executor of an emulated device, in the engine core's own process. It restores the step loop that the user asked
+for.
 
 vLLM's CPU platform switches asynchronous scheduling off when the settings are checked. The executor is made before the
-scheduler and before the engine core chooses its loop, so it can set what was asked for.
+scheduler, and before the engine core chooses its loop, so it can set the original value.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from vllm_rollout.adapter.options import ServeOptions
 
 
 class EmulatedExecutor(UniProcExecutor):
-    """Overrides: _init_executor."""
+    """Executor with the original setting of asynchronous scheduling. Overrides: _init_executor."""
 
     def _init_executor(self) -> None:
         emulation = ServeOptions.of(self.vllm_config).emulation

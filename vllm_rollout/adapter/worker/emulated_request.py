@@ -1,6 +1,6 @@
-"""A request on an emulated device: what it says, token by token, and what it shows.
+"""A request on an emulated device: its tokens, and its observed values.
 
-Invariant: what is said follows from the request and the number of the token.
+Invariant: a token follows from the request and the number of the token.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vllm_rollout.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.emulation.tokens import PERIOD, Vocabulary
 
 HIDDEN_SIZE = 16
-"""Numbers of a made-up hidden state: the score, and noise."""
+"""Size of a made-up hidden state: the score, and noise."""
 CONFIDENCE_NATS = 12.0
-"""Trace confidence of a candidate whose score is 0."""
+"""Trace confidence of a candidate with score 0, in nats."""
 NO_NUMBER = math.nan
 
 
 class EmulatedRequest:
-    """A request on the device."""
+    """A request on the emulated device."""
 
     __slots__ = (
         "confidence",
@@ -78,10 +78,10 @@ class EmulatedRequest:
         self.scored_at = () if plan is None else plan.scored_lengths
         self.is_final = plan is not None and plan.final_score
         self.newest = 0
-        """Number of its newest output token, those of earlier rounds left out."""
+        """Number of its newest output token, without tokens of earlier rounds."""
 
     def token(self, number: int) -> int:
-        """Output token `number`, counted from 1, with those of earlier rounds."""
+        """Output token `number`, counted from 1, including tokens of earlier rounds."""
         if number < self.tail_at:
             return self.cycle[(self.salt + number) % PERIOD]
         return self.last_token if number >= self.length else self.tail[number - self.tail_at]
@@ -97,7 +97,7 @@ class EmulatedRequest:
         return said
 
     def hidden_state(self) -> np.ndarray:
-        """float32 [HIDDEN_SIZE]."""
+        """Made-up hidden state, float32 [HIDDEN_SIZE]."""
         noise = np.random.default_rng(self.fate.salt).standard_normal(HIDDEN_SIZE, dtype=np.float32)
         noise[0] = self.fate.score
         return noise

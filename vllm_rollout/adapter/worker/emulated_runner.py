@@ -1,7 +1,7 @@
-"""Requests on an emulated device: what each row of a step says, and what it shows of candidates.
+"""Requests on an emulated device: tokens of each row of a step, and observations of candidates.
 
-Invariant: what a row says follows from the request and its position, so a request that was preempted and is computed
-again says the same. A step's tokens are known when it is launched; they can be read when its time is up.
+Invariant: tokens of a row follow from the request and its position. So a request that is preempted and computed again
+has the same tokens. A step's tokens are known when it is launched, and readable when its time is up.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from vllm_rollout.tracker.verified import NO_POSITION
 
 CONFIDENCE_DEVIATION_NATS = 1.0
 NUM_IN_FLIGHT = 1
-"""Tokens of a candidate that may be on their way when it has ended."""
+"""Tokens of a candidate that may be in flight when it has ended."""
 
 
 class LaunchedStep(NamedTuple):
-    """A step on its way."""
+    """A launched step that is not over."""
 
     output: ModelRunnerOutput
     work: StepWork
     rows: Sequence[SaidRow]
     num_sampled: int
     goes_on: bool
-    """Some of its requests were in an earlier step: the device had something to do before."""
+    """True if some of its requests were in an earlier step: the device was busy before."""
 
 
 class EmulatedRunner:
-    """The requests of one engine. Keeps what vLLM's model runners keep, without a batch."""
+    """The requests of one engine. Keeps the same data as vLLM's model runners, without a batch."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class EmulatedRunner:
         marker: Sequence[int] = (),
         drafts: EmulatedDrafts | None = None,
     ) -> None:
-        """marker: the tokens with which a turn asks for a tool."""
+        """`marker`: tokens with which a turn asks for a tool."""
         self.drafts = drafts
         self.num_last_states = 1 + (NUM_IN_FLIGHT if drafts is None else drafts.most)
-        """How many of a candidate's newest tokens may be its last one when it ends."""
+        """Number of a candidate's newest tokens that may be its last one when it ends."""
         self.heads: dict[HeadKey, PublishedHead] = {}
-        """Quality heads publish here. There are no adapters (`adapter/api/client/emulate.py`)."""
+        """Published quality heads. There are no adapters (`adapter/api/client/emulate.py`)."""
         self._fates = fates
         self._vocab_size = vocab_size
         self._marker = marker
@@ -74,12 +74,14 @@ class EmulatedRunner:
         self._requests: dict[str, EmulatedRequest] = {}
         self._vocabularies: dict[frozenset[int], Vocabulary] = {}
         self._logprobs: dict[str, Sequence[int] | int] = {}
-        """Alternatives that are asked for, by request: these tokens, or so many."""
+        """Requested alternatives by request id: token ids, or their number."""
         self._prompt_logprobs: dict[str, tuple[Sequence[int], int]] = {}
-        """Prompts whose own log probabilities are asked for, with the number of alternatives, until they are told."""
+        """Prompts whose log probabilities are wanted, with the number of alternatives, by request id, until they are
+        sent.
+        """
 
     def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
-        """What is known here of candidates that leave."""
+        """Data of candidates that leave, by request id."""
         known = {request_id: self._requests[request_id] for request_id in request_ids if request_id in self._requests}
         features = detach(self._ring, {request_id: its.scored_at for request_id, its in known.items()})
         return {
@@ -90,21 +92,21 @@ class EmulatedRunner:
         }
 
     def attach(self, candidates: Sequence[MovedCandidate]) -> None:
-        """Candidates come that have run elsewhere."""
+        """Add candidates that have run elsewhere."""
         for candidate in candidates:
             request, state = candidate.request, candidate.state
             self._admit(request.request_id, request.prompt_token_ids, request.sampling_params, state.fate)
             attach(self._ring, request.request_id, state.features)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """As of a tracker. Here a state is made when somebody asks for it."""
+        """As of a tracker. Here the states are made on demand."""
         for request_id in request_ids:
             if request_id in self._requests:
                 self._keep_last(request_id, self._requests[request_id])
         return None
 
     def step(self, scheduled: SchedulerOutput) -> LaunchedStep | None:
-        """What a step says; None when nothing is scheduled."""
+        """Launch a step. None if nothing is scheduled."""
         for request_id in scheduled.finished_req_ids:
             ended = self._requests.pop(request_id, None)
             if ended is not None:
@@ -191,7 +193,7 @@ class EmulatedRunner:
         return request
 
     def _keep_last(self, request_id: str, ended: EmulatedRequest) -> None:
-        """The states of what may have been its last token."""
+        """Keep the states of tokens that may have been the last one."""
         if ended.is_final and ended.newest:
             numbers = range(max(1, ended.newest - self.num_last_states + 1), ended.newest + 1)
             keys = [StateKey(request_id, number, at_end=True) for number in numbers]
@@ -240,8 +242,11 @@ class EmulatedRunner:
 def made_up_logprobs(
     tokens: Sequence[Sequence[int]], asked: Sequence[Sequence[int] | int], vocab_size: int
 ) -> LogprobsLists:
-    """For each token that a row says, and for one of a row that says none, it and others, less likely one after the
-    other: those that its request asks for, or so many as any request does."""
+    """Log probabilities for each token of a row, and for one token of a row without tokens.
+
+    Each line has the token and less likely alternatives: those that the request asks for, or as many as any request
+    asks for.
+    """
     lines = [row or [0] for row in tokens]
     first = np.array([token for line in lines for token in line], dtype=np.int32)
     width = 1 + max(each if isinstance(each, int) else len(each) for each in asked)
@@ -257,6 +262,6 @@ def made_up_logprobs(
 
 
 def prompt_logprobs(prompt: Sequence[int], num_others: int, vocab_size: int) -> LogprobsTensors:
-    """For each token of a prompt but the first."""
+    """Log probabilities for each token of a prompt except the first."""
     lists = made_up_logprobs([[token] for token in prompt[1:]], [num_others] * len(prompt), vocab_size)
     return LogprobsTensors(*map(torch.from_numpy, lists[:3]))

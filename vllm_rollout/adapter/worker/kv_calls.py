@@ -1,6 +1,6 @@
-"""What an engine core asks of its workers when KV blocks leave or come with a group, by `collective_rpc`.
+"""Calls of an engine core to its workers when KV blocks leave or come with a group, by `collective_rpc`.
 
-Invariant: what cannot be sent or received is answered with the reason; the target computes it again.
+Invariant: if blocks cannot be sent or received, the answer is the reason, and the target computes them again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class KVCalls:
 
     @torch.inference_mode()
     def rollout_share_kv(self, block_ids: list[int]) -> KVSegment | str:
-        """Copy blocks to where the workers of another engine find them, by the first way that can; or why not."""
+        """Copy blocks to memory that workers of another engine can read, by the first way that works. Returns the
+        reason if none does.
+        """
         reason = ""
         try:
             for way, transfer in self.kv_transfers.items():
@@ -54,7 +56,7 @@ class KVCalls:
 
     @torch.inference_mode()
     def rollout_fetch_kv(self, segments: list[KVSegment], slots: list[int], block_ids: list[int]) -> str | None:
-        """Copy blocks of another engine into blocks that nobody uses; or why not."""
+        """Copy blocks of another engine into unused blocks. Returns the reason if that fails."""
         segment = next((segment for segment in segments if segment.rank == self.rank), None)
         if segment is None:
             return f"the KV blocks are of {len(segments)} workers, none of them of rank {self.rank}"
@@ -66,14 +68,14 @@ class KVCalls:
             return f"{segment.way}: {error}"
 
     def rollout_drop_kv(self, segments: list[KVSegment]) -> None:
-        """Nobody reads these any more."""
+        """Drop segments that are not needed any more."""
         for segment in segments:
             if segment.rank == self.rank:
                 self.kv_transfers[segment.way].drop(segment.name)
 
 
 def kv_transfers(vllm_config: VllmConfig, layers: KVLayers, rank: int) -> Mapping[KVWay, KVTransfer]:
-    """The ways out of a worker and into it, the best first. Raises: TransferError when there is none."""
+    """Ways out of a worker and into it, the best first. Raises: TransferError if there is none."""
     if ServeOptions.of(vllm_config).moves_kv_by_nixl:
         return {"nixl": NixlKV(layers, rank, Agent.load())}
     host_memory = SharedKV(layers, rank)

@@ -1,13 +1,13 @@
-"""KV blocks on their way from one worker process to another on any host, through host memory that NIXL carries.
+"""KV blocks between worker processes on any hosts, through host memory that NIXL transfers.
 
     source  `share` copies blocks into memory that is registered with NIXL and answers how to reach it
     target  `fetch` reads them into memory of its own, and puts them into the cache
 
-vLLM's NixlConnector hands over the prompt of a request that has ended; a group that moves is in the middle of its
-answers, and its candidates share blocks. So NIXL is used here as vLLM loads it, without the connector.
+vLLM's NixlConnector transfers the prompt of a request that has ended. A group that moves has unfinished answers, and
+its candidates share blocks. So NIXL is used here as vLLM loads it, without the connector.
 
-Invariant: memory that a transfer may still read from or write to stays mapped. A segment's stamp is read after its
-blocks, so that who comes too late finds another one, and says so.
+Invariant: memory that a transfer may still read or write stays mapped. A segment's stamp is read after its blocks. So a
+late reader finds another stamp, and raises.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ logger = init_logger("vllm.vllm_rollout")
 
 BACKEND = "UCX"
 TRANSFER_LIMIT_S = 5.0
-"""The longest that one segment may take; the target makes no step meanwhile."""
+"""Longest transfer of one segment in seconds. The target makes no step meanwhile."""
 POLL_S = 0.0005
 NUM_KEPT = 8
-"""Dropped segments whose pages are given back, but still mapped: a reader that gave up may not have stopped."""
+"""Dropped segments whose pages are freed, but still mapped: a reader that gave up may still be reading."""
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where registered memory is."""
+    """Location of registered memory."""
 
     agent: bytes
-    """Metadata of its agent, with the keys of this memory."""
+    """Metadata of the memory's agent, with the keys of this memory."""
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredMemory:
-    """Host memory that the agent knows."""
+    """Host memory that is registered with the agent."""
 
     map: mmap.mmap
     bytes: torch.Tensor
@@ -80,11 +80,11 @@ class Late(NamedTuple):
 
 
 class Agent:
-    """NIXL, as far as it is needed here. Raises: TransferError.
+    """The part of NIXL that is needed here. Raises: TransferError.
 
     Args:
         nixl: an agent.
-        errors: what it raises.
+        errors: exceptions that the agent raises.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Agent:
 
     @classmethod
     def load(cls) -> Agent:
-        """Raises: TransferError when the package cannot be loaded."""
+        """Load NIXL. Raises: TransferError if the package cannot be loaded."""
         new_agent = nixl_utils.NixlWrapper
         if new_agent is None:
             raise TransferError(f"NIXL cannot be loaded. Run {install_command('nixl')}.")
@@ -120,7 +120,9 @@ class Agent:
         )
 
     def forget(self, memory: RegisteredMemory) -> None:
-        """Give its pages back, unless a late transfer writes to them. It stays mapped as long as somebody has it."""
+        """Free the memory's pages, unless a late transfer writes to them. It stays mapped as long as it is
+        referenced.
+        """
         if all(late.into is not memory for late in self._late):
             self._ask("deregister_memory", memory.token)
             memory.map.madvise(mmap.MADV_DONTNEED)
@@ -130,7 +132,7 @@ class Agent:
 
     @contextmanager
     def connected(self, place: Place) -> Iterator[str]:
-        """The name of the agent that has the memory."""
+        """Connect to the agent that has the memory. Yields its name."""
         name = self._ask("add_remote_agent", place.agent)
         try:
             yield name
@@ -139,7 +141,9 @@ class Agent:
                 self._ask("remove_remote_agent", name)
 
     def read(self, there: str, start: int, into: RegisteredMemory, first: int, num_bytes: int) -> None:
-        """What begins `first` bytes after a start, to where it is in a copy."""
+        """Copy `num_bytes` bytes at offset `first` of remote memory to the same offset of `into`. `start`: remote
+        address.
+        """
         local = self._ask("get_xfer_descs", [(into.start + first, num_bytes, 0)], "DRAM")
         remote = self._ask("get_xfer_descs", [(start + first, num_bytes, 0)], "DRAM")
         handle = self._ask("initialize_xfer", "READ", local, remote, there)
@@ -171,7 +175,7 @@ class Agent:
 
 
 class NixlKV(KVTransfer):
-    """NIXL."""
+    """KV blocks by NIXL."""
 
     way = "nixl"
     leads_to_other_hosts = True
@@ -180,7 +184,7 @@ class NixlKV(KVTransfer):
         super().__init__(layers, rank)
         self._agent = agent
         self._lent: dict[str, RegisteredMemory] = {}
-        """By segment."""
+        """Registered memory by segment."""
         self._dropped: deque[RegisteredMemory] = deque(maxlen=NUM_KEPT)
 
     def _lend(self, name: str, block_ids: Sequence[int]) -> bytes:

@@ -1,6 +1,6 @@
-"""What only observes a step, kept apart from the step.
+"""Code that only observes a step, separated from the step.
 
-Invariant: an exception here fails the candidates that are observed; tokens are sampled as if nobody looked.
+Invariant: an exception here fails the observed candidates. Tokens are sampled as without observation.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from vllm_rollout.tracker.tracker import CandidateTracker
 logger = init_logger("vllm.vllm_rollout")
 
 NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype."
-"""Why a candidate fails whose tokens would be chance."""
+"""Reason for failing candidates whose tokens would be random."""
 
 
 class Observing:
-    """`with observing:` stands around code that reads a step and changes nothing of vLLM's."""
+    """Context for code that reads a step and changes nothing of vLLM's. An exception inside fails all observed
+    candidates.
+    """
 
     def __init__(self, tracker: CandidateTracker, faults: Faults) -> None:
         self.faults = faults
         self.says_not_finite = True
-        """The log is told of the first logits that are not finite, of each weights."""
+        """True until the first logits of the current weights that are not finite have been logged."""
         self._tracker = tracker
         self._failed: dict[str, str] = {}
-        """Requests that can be observed no more, and why, until a report says so."""
+        """Reasons by id of requests that cannot be observed any more, until the next report."""
 
     def __enter__(self) -> None:
         pass
@@ -45,7 +47,7 @@ class Observing:
         return True
 
     def begin(self, request: NewRequestData) -> None:
-        """Observe a request that comes, if it is a candidate."""
+        """Observe a new request, if it is a candidate."""
         try:
             _begin(self._tracker, request)
         except Exception as error:
@@ -60,7 +62,7 @@ class Observing:
         return bool(self._failed)
 
     def not_finite(self, request_ids: Sequence[str]) -> dict[str, str]:
-        """Candidates whose tokens would be chance, with the reason."""
+        """Candidates whose tokens would be random, with the reason."""
         if self.says_not_finite:
             self.says_not_finite = False
             logger.error(

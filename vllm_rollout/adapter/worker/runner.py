@@ -1,6 +1,6 @@
-"""vLLM's model runners, made to show logits and hidden states to the tracker. A thin mixin for each runner generation.
+"""vLLM's model runners, changed to pass logits and hidden states to the tracker. One thin mixin per runner generation.
 
-Invariant: what is observed is not changed, and no step waits for it: values ride the copy of the step's own output.
+Invariant: observed values are not changed, and no step waits for them: they are copied with the step's own output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class HostCopy:
-    """A step's values on their way to the host, on the current stream."""
+    """Copy of a step's values to the host, on the current stream."""
 
     def __init__(self, step: StepValues) -> None:
         self._step = self._copy = step  # the device tensors must outlive their copies
@@ -44,7 +44,7 @@ class HostCopy:
             self._ready.record()
 
     def get(self) -> StepValues:
-        """What arrived; waits for it."""
+        """The values on the host. Waits for the copy."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._copy
@@ -56,7 +56,7 @@ class ObservedOutput(AsyncModelRunnerOutput):
     def __init__(
         self, inner: AsyncModelRunnerOutput, report: StepReport, copy_stream: torch.cuda.Stream | None
     ) -> None:
-        """`copy_stream`: None where the step's values are on the host already."""
+        """`copy_stream`: None if the step's values are on the host already."""
         self._inner = inner
         self._report = report
         if copy_stream is None:
@@ -77,10 +77,10 @@ class ObservedOutput(AsyncModelRunnerOutput):
 
 
 class StepReport:
-    """What a step showed and which weights computed it, on their way to the scheduler."""
+    """Observations of a step and the version of its weights, for the scheduler."""
 
     def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing, weights: int = 0) -> None:
-        """`step`: None where nobody was observed. `weights`: as of a RunnerReport."""
+        """`step`: None if no request was observed. `weights`: as of a RunnerReport."""
         self._step = step
         self._weights = weights
         self._failed = observing.take_failed()
@@ -94,14 +94,16 @@ class StepReport:
         return self._step is None or self._step.on_host
 
     def begin_copy(self) -> None:
-        """On the current stream."""
+        """Begin the copy to the host, on the current stream."""
         try:
             self._copy = None if self._step is None else HostCopy(self._step)
         except Exception as error:
             self._error = error
 
     def attach(self, output: ModelRunnerOutput) -> None:
-        """Put it where the scheduler reads it, and its features into the ring. Waits for the copy."""
+        """Attach the report to the output, where the scheduler reads it, and put features into the ring. Waits for the
+        copy.
+        """
         try:
             if self._error is not None:
                 raise self._error
@@ -122,7 +124,7 @@ class StepReport:
 
 
 def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, observing: Observing) -> RunnerReport:
-    """The report of values that are on the host."""
+    """Report of values that are on the host."""
     shape = (int(step.tokens[-1]) + 1, step.num_rows)
     moments = np.full((2, *shape), np.nan, dtype=np.float32)
     values = step.moments.numpy().T
@@ -144,25 +146,26 @@ def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, obse
 
 
 class RunnerMixin:
-    """What both generations share. Overrides: execute_model, sample_tokens, _dummy_sampler_run.
+    """Common part of both runner generations. Overrides: execute_model, sample_tokens, _dummy_sampler_run.
 
-    An exception of ours here would end the engine: `observing` and `drafts` keep theirs.
+    An exception of ours here would end the engine: `observing` and `drafts` catch theirs.
     """
 
     drafts: Drafts | None = None
     _weights = 0
-    """The change of weights after which the last step was computed."""
+    """Number of the weights change after which the last step was computed."""
 
     def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
-        """Make the tracker. Without a ring (nobody reads this rank's outputs, or its rows are not whole requests)
-        nothing is observed."""
+        """Make the tracker. Without a ring nothing is observed: this rank's outputs are not read, or its rows are not
+        whole requests.
+        """
         self.feature_ring = ring
         self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
         self.observing = Observing(self.candidate_tracker, Faults())
 
     @torch.inference_mode()
     def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
-        """What is known here of candidates that leave."""
+        """Data of candidates that leave, by request id."""
         ring = self.feature_ring
         if ring is None:
             return {request_id: WorkerState(self._generator_state(request_id)) for request_id in request_ids}
@@ -177,7 +180,7 @@ class RunnerMixin:
 
     @torch.inference_mode()
     def attach(self, candidates: list[MovedCandidate]) -> None:
-        """Candidates come that have run elsewhere."""
+        """Add candidates that have run elsewhere."""
         for candidate in candidates:
             request_id, state = candidate.request.request_id, candidate.state
             if self.feature_ring is not None and state.tracked is not None:
@@ -190,17 +193,17 @@ class RunnerMixin:
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
-        """The KV cache, a tensor per layer, [num_blocks, kernel blocks in each, ...]."""
+        """The KV cache, one tensor per layer, [num_blocks, kernel blocks in each, ...]."""
         num_blocks = self.kv_cache_config.num_blocks
         caches = {cache.data_ptr(): cache for cache in self.kv_caches}.values()  # layers may share one
         return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
 
     def _generator_state(self, request_id: str) -> bytes | None:
-        """The generator's state of a request that has one of its own."""
+        """State of the request's own generator. None if it has none."""
         return None
 
     def _know(self, candidate: MovedCandidate) -> None:
-        """Make the runner know a request that it will be told to resume."""
+        """Register a request with the runner, before the scheduler resumes it."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
@@ -219,7 +222,7 @@ class RunnerMixin:
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _hear_of_new_weights(self) -> None:
-        """The one place where a worker's parts hear of them, before the first step that they compute."""
+        """Notify the worker's parts of new weights, before the first step that they compute."""
         self.observing.says_not_finite = True
         if self.drafts is not None:
             self.drafts.new_weights()
@@ -294,7 +297,7 @@ class RunnerV1Mixin(RunnerMixin):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
-            spec_decode_metadata = None  # vLLM from 0.32 on verifies nothing, for which its top_k on a CPU has no rows
+            spec_decode_metadata = None  # without drafts, top_k of vLLM from 0.32 on has no rows on a CPU
         num_rows = self.input_batch.num_reqs
         num_unverified: int | np.ndarray = 0
         if spec_decode_metadata is not None and self._cannot_verify():
@@ -309,7 +312,7 @@ class RunnerV1Mixin(RunnerMixin):
             with self.observing:
                 self.candidate_tracker.observe(request_ids, logits, num_computed, unfinished)
             return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
-        # After sampling, which tells how many tokens there are. Verification works on copies of the logits.
+        # After sampling, when the number of tokens is known. Verification works on copies of the logits.
         output = super()._sample(logits, spec_decode_metadata, *args, **kwargs)
         with self.observing:
             num_drafted = np.array(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
@@ -319,12 +322,15 @@ class RunnerV1Mixin(RunnerMixin):
         return output
 
     def _cannot_verify(self) -> bool:
-        """vLLM's rejection sampler ends the engine where a request names tokens whose log probabilities it wants
-        (vLLM issue 42592). Our drafts come in other requests' steps, so it is ours to keep out of that."""
+        """True if this step's drafts cannot be verified.
+
+        vLLM's rejection sampler ends the engine if a request names the tokens whose log probabilities it wants (vLLM
+        issue 42592). Our drafts come in steps of such requests too.
+        """
         return self.drafts is not None and bool(self.input_batch.sampling_metadata.logprob_token_ids)
 
     def _without_drafts(self, logits: torch.Tensor | None, drafted: Any) -> tuple[torch.Tensor | None, np.ndarray]:
-        """The logits of the first token of each request, as if there were no drafts, and how many there were."""
+        """Logits of the first token of each request, as without drafts, and the number of drafts of each."""
         num_drafted = np.array(drafted.num_draft_tokens, dtype=np.int64)
         if logits is None:
             return None, num_drafted
@@ -333,8 +339,8 @@ class RunnerV1Mixin(RunnerMixin):
         return logits.index_select(0, first), num_drafted
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
-        # vLLM's answer is a draft model's: while any request is near the end of the context, no, and then token 0 is
-        # proposed to all. Ours looks to the end of each request.
+        # vLLM's answer is for a draft model: False while any request is near the end of the context. Then token 0 is
+        # proposed for all requests. Our proposer checks the end of each request.
         if self.drafts is not None:
             return common_attn_metadata is not None
         return super()._input_fits_in_drafter(common_attn_metadata, *args, **kwargs)
@@ -347,8 +353,8 @@ class CPURunnerV1Mixin(RunnerV1Mixin):
     """V1 on CPU. Overrides: those of RunnerV1Mixin.
 
     vLLM draws noise for every row, also for an unfinished prefill, and then rewinds the generators of those rows with
-    `set_offset`, which CPU generators do not have: one seeded request with a chunked prefill ends the engine. Taking
-    the generators of those rows away while the step samples has the intended effect, that no noise is used up.
+    `set_offset`. CPU generators do not have this method, so one seeded request with a chunked prefill ends the engine.
+    Here the generators of such rows are removed while the step samples, so that no noise is used up.
     """
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -366,8 +372,8 @@ class CPURunnerV1Mixin(RunnerV1Mixin):
 class RunnerV2Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu/model_runner.py`. Overrides: those of RunnerMixin, load_model, sample.
 
-    V2 computes its logits inside `sample()` and hands them to `self.sampler`; computing them again would cost the
-    output projection, so the sampler is the seam.
+    V2 computes its logits inside `sample()` and passes them to `self.sampler`. Computing them again would cost the
+    output projection. So the sampler is observed.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -387,7 +393,7 @@ class RunnerV2Mixin(RunnerMixin):
 
 
 class SamplerMixin:
-    """Shows V2's sampler input to the tracker. Overrides: __call__."""
+    """Passes the input of V2's sampler to the tracker. Overrides: __call__."""
 
     candidate_tracker: CandidateTracker
     observing: Observing
@@ -402,17 +408,17 @@ class SamplerMixin:
 
 
 def observe_sampler(sampler: Any, tracker: CandidateTracker, observing: Observing) -> None:
-    """Give a V2 sampler our mixin. Its class changes rather than its identity: vLLM tests it with isinstance."""
+    """Add our mixin to a V2 sampler. Its class changes and the object stays, because vLLM tests it with isinstance."""
     cls = type(sampler)
     sampler.__class__ = type(f"Observed{cls.__name__}", (SamplerMixin, cls), {})
     sampler.candidate_tracker, sampler.observing = tracker, observing
 
 
 def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool, num_in_flight: int = 1) -> None:
-    """Give a model runner our mixin. `num_in_flight`: as of `CandidateTracker`.
+    """Add our mixin to a model runner. `num_in_flight`: as of `CandidateTracker`.
 
-    vLLM's workers construct the runner inline (only the GPU worker has a factory method, which names the class itself),
-    so the class of the instance is the only seam both have.
+    vLLM's workers construct the runner inline. (Only the GPU worker has a factory method, which names the class
+    itself.) So changing the instance's class is the only way for both.
     """
     mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
     cls = type(runner)

@@ -1,9 +1,9 @@
-"""KV blocks on their way from one worker process to another on the same host, through memory without a file name.
+"""KV blocks between worker processes on the same host, through memory without a file name.
 
     source  `share` copies blocks into a memory file and answers where it is -> target `fetch` copies them out of it
 
-Invariant: the memory belongs to the source and is gone when it is dropped or the process ends, however it ends. Who
-comes too late finds nothing, or something else, and says so.
+Invariant: the memory belongs to the source. It is freed when it is dropped or the process ends, however it ends. A late
+reader finds no file, or another one, and raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_rollout.adapter.worker.kv_layers import KVLayers, KVTransfer, check_ro
 
 
 class SharedKV(KVTransfer):
-    """Host memory."""
+    """KV blocks by host memory."""
 
     way = "host_memory"
 
@@ -52,6 +52,6 @@ class SharedKV(KVTransfer):
             os.close(file)
 
     def _parts(self, file: int, num_blocks: int) -> list[torch.Tensor]:
-        """What a memory file has of each layer, [num_blocks, ...]."""
+        """Parts of each layer in a memory file, [num_blocks, ...]."""
         memory = mmap.mmap(file, sum(self._layers.sizes(num_blocks)))
         return self._layers.parts(torch.frombuffer(memory, dtype=torch.uint8), num_blocks)

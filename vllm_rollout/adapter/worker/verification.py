@@ -1,6 +1,6 @@
-"""What vLLM's CPU build does wrong when it verifies drafts, mended.
+"""Fix of an error in the verification of drafts by vLLM's CPU build.
 
-Invariant: where vLLM is right, nothing is replaced.
+Invariant: a correct vLLM is not changed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 def mend_expansion() -> None:
-    """Make temperature, top_k and top_p of a request those of each of its drafts.
+    """Use each request's temperature, top_k and top_p for all its drafts.
 
-    The CPU's stand-in for vLLM's kernel writes into a copy, so that drafts of a request that samples are verified at
-    whatever temperature lies in memory (vllm#55005). There is no seam: the function is replaced where it is looked up.
+    The CPU's replacement of vLLM's kernel writes into a copy. So drafts of a request that samples are verified at an
+    undefined temperature (vllm#55005). vLLM has no hook: the function is replaced where it is looked up.
     """
     values, ends = torch.arange(1, 65) / 7, torch.arange(1, 65, dtype=torch.int32)
     if not torch.equal(rejection_sampler.expand_batch_to_tokens(values, ends, len(values)), values):
@@ -29,8 +29,8 @@ def expand(
 ) -> torch.Tensor:
     """Each request's value for each of its tokens, [num_tokens].
 
-    x: [num_requests]; `replace_from` in it stands for `replace_to`.
-    cu_num_tokens: [num_requests], how many tokens there are up to each request, its own included.
+    x: [num_requests]. A value `replace_from` in it becomes `replace_to`.
+    cu_num_tokens: [num_requests], cumulative numbers of tokens up to and including each request.
     """
     num_of_each = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.where(x != replace_from, replace_to).repeat_interleave(num_of_each)

@@ -1,4 +1,4 @@
-"""The worker that `--worker-cls` names: the platform's own, with an observed model runner and quality heads."""
+"""The worker for `--worker-cls`: the platform's own, with an observed model runner and quality heads."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ else:
 logger = init_logger("vllm.vllm_rollout")
 
 STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
-"""What a step calls, the last one only when a candidate is due."""
+"""Operators of a step. The last one runs only if a candidate is due."""
 
 
 class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
-    """Overrides: init_device, load_model, reload_weights, update_weights, finish_weight_update. Adds the methods of
-    `WorkerCalls` and `KVCalls`, for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
+    """Overrides: init_device, load_model, reload_weights, update_weights, finish_weight_update.
+
+    Adds the methods of `WorkerCalls` and `KVCalls`, for `collective_rpc`. `worker_extension_cls` stays free for the
+    trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +86,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         super().load_model(*args, **kwargs)
         listen(self.model_runner.get_model())
 
-    # Weights may also come without the model's `load_weights`, copied by vLLM into where they belong.
+    # Weights may also come without the model's `load_weights`, copied by vLLM into place.
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         Changes.num += 1
@@ -99,7 +101,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         super().finish_weight_update(*args, **kwargs)
 
     def _kept_drafts(self, path: str | None) -> DraftsFile | None:
-        """The file of this rank's drafts, read."""
+        """The file of this rank's drafts, loaded. None if there is none."""
         drafts = self.model_runner.drafts
         if path is None or drafts is None or get_tp_group().rank_in_group:
             return None
@@ -110,7 +112,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
 
 
 def say_what_serves(runner: str, device_type: str) -> None:
-    """One line about the model runner and each operator; a warning where a faster operator than the active one is."""
+    """Log the model runner and each operator. It is a warning if a faster operator than the active one exists."""
     operators = {name: active_implementation(device_type, name) for name in STEP_OPERATORS}
     described = [
         f"{name}: {active.name}" + (f" ({active.reason})" if active.reason else "")

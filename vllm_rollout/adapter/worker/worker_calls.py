@@ -1,7 +1,7 @@
-"""What an engine core asks of its worker, by `collective_rpc`: of its quality heads, and when a group leaves or comes.
+"""Calls of an engine core to its worker, by `collective_rpc`: for its quality heads, and when a group leaves or comes.
 
-Invariant: of all ranks only the one whose outputs are read scores and learns; the others have no heads and answer None.
-A candidate that comes is to the model runner one that was preempted here.
+Invariant: only the rank whose outputs are read scores and learns. The others have no heads and answer None. A candidate
+that comes looks like a preempted one to the model runner.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from vllm_rollout.tracker.quality_heads import QualityHeads
 
 
 class WorkerCalls:
-    """The methods of a worker that begin with `rollout_`, but for those that move KV blocks."""
+    """The methods of a worker that begin with `rollout_`, except those that move KV blocks."""
 
     quality_heads: QualityHeads | None
     drafts_file: DraftsFile | None = None
-    """Where its memory of drafts is kept, if it has one."""
+    """File of its memory of drafts, if it has one."""
     moving_runner: Any
-    """Its model runner, from which candidates leave and to which they come: `detach`, `attach`."""
+    """Model runner with `detach` and `attach`, for candidates that leave and come."""
 
     def rollout_learn(
         self, key: HeadKey, states: list[StateKey], positives: list[bool], weights: list[float]
     ) -> list[int] | None:
-        """Plan training on the features that have these keys; returns positions of those that were still there."""
+        """Plan training on the features with these keys. Returns the positions of those that still exist."""
         if (heads := self.quality_heads) is None:
             return None
         features, found = heads.take_features([StateKey(*state) for state in states])
@@ -55,7 +55,7 @@ class WorkerCalls:
             heads.learn(key, states_of(features, len(positives)), positives, weights)
 
     def rollout_train(self, budget_s: float) -> int | None:
-        """Train for `budget_s` seconds at most, or one step; returns how many planned steps are left."""
+        """Train for `budget_s` seconds at most, or one step. Returns the number of planned steps that are left."""
         return None if self.quality_heads is None else self.quality_heads.train(budget_s)
 
     def rollout_heads(self) -> list[HeadInfo] | None:
@@ -75,29 +75,29 @@ class WorkerCalls:
                 heads.forget(key)
 
     def rollout_open_head(self, reader: str, key: HeadKey) -> int | None:
-        """Begin to read a trained head; returns how many bytes there are, None without one."""
+        """Begin to read a trained head. Returns its size in bytes, or None without one."""
         return None if self.quality_heads is None else self.quality_heads.open(reader, key)
 
     def rollout_copy_head_state(self, reader: str, key: HeadKey) -> int | None:
-        """Begin to read a head with its optimizer; returns how many bytes there are, 0: call again."""
+        """Begin to read a head with its optimizer. Returns the size in bytes, or 0: call again."""
         return None if self.quality_heads is None else self.quality_heads.copy_state(reader, key)
 
     def rollout_read(self, reader: str, start: int, end: int) -> bytes | None:
-        """A part of what is open."""
+        """A part of the open data."""
         return None if self.quality_heads is None else self.quality_heads.read(reader, start, end)
 
     def rollout_restore_heads(
         self, states: list[tuple[str, bytes]], known: list[HeadKey], only_check: bool
     ) -> list[HeadKey] | Refusal | None:
-        """States by adapter. Answers what the heads are for."""
+        """Restore heads from states by adapter. Returns the keys of these heads."""
         return None if self.quality_heads is None else _answer(self.quality_heads.restore, states, known, only_check)
 
     def rollout_num_changes(self) -> int:
-        """How often weights have changed in this process."""
+        """Number of weights changes in this process."""
         return Changes.num
 
     def rollout_count_change(self) -> int:
-        """They have changed by a way on which nobody counts."""
+        """Count a weights change that came by an uncounted way."""
         Changes.num += 1
         return Changes.num
 
@@ -106,16 +106,16 @@ class WorkerCalls:
             self.drafts_file.save()
 
     def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
-        """What this worker knows of candidates that leave; None on a worker whose outputs nobody reads."""
+        """This worker's data about candidates that leave. None on a worker whose outputs are not read."""
         return None if self.quality_heads is None else self.moving_runner.detach(request_ids)
 
     def rollout_attach(self, candidates: list[MovedCandidate]) -> None:
-        """Candidates with output tokens come; the scheduler is told of them next."""
+        """Add candidates with output tokens. The scheduler gets them next."""
         self.moving_runner.attach(candidates)
 
 
 def _answer(put: Callable[..., Any], *args: Any) -> Any:
-    """Errors as values: of an exception only its text would cross the executor."""
+    """Return errors as values: only an exception's text would pass the executor."""
     try:
         return put(*args)
     except HeadMismatch as error:

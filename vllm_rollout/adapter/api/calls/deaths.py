@@ -1,10 +1,10 @@
-"""Engine cores that die while others live: who sees it, and how the API processes hear of it.
+"""Engine cores that die while others live: detection, and notice to the API processes.
 
-Whoever started the engine cores (the API process, or the launcher of several) writes a line for each that died into a
-file of the server's folder.
+The process that started the engine cores is the API process, or the launcher of several. It writes a line for each dead
+core into a file of the server's folder.
 
-Invariant: as long as one rank lives the server does. When the last one dies it stops, as vLLM alone does with the
-first.
+Invariant: the server lives as long as one rank lives. When the last rank dies, the server stops, as vLLM alone does
+when the first one dies.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from vllm_rollout.adapter.options import ServeOptions
 logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 1.0
-"""Between two looks whether the server ends."""
+"""Seconds between two checks whether the server is being stopped."""
 
 
 class Death(NamedTuple):
-    """The death of an engine core."""
+    """Death of an engine core."""
 
     rank: int
     exit_code: int
-    """As of `multiprocessing`: negative is the number of a signal."""
+    """Exit code as in `multiprocessing`: a negative value is the number of a signal."""
 
 
 class Deaths:
-    """The file of one server."""
+    """The server's file of dead engine cores."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @classmethod
     def of_this_server(cls) -> Deaths | None:
-        """None where nobody writes them."""
+        """None if no file is written."""
         folder = server_folder.of_this_server()
         return None if folder is None else cls(folder / "deaths")
 
     def write(self, death: Death) -> None:
-        with suppress(FileNotFoundError), self._path.open("a") as file:  # it has gone with a server that ends
+        with suppress(FileNotFoundError), self._path.open("a") as file:  # a server that ends has deleted the folder
             file.write(f"{death.rank} {death.exit_code}\n")
 
     def read(self) -> list[Death]:
@@ -60,11 +60,11 @@ class Deaths:
 
 
 def outlives_a_rank(config: VllmConfig) -> bool:
-    """Whether the other ranks go on when one dies: somebody must see and say which it was.
+    """True if the other ranks go on when one dies.
 
-    Ranks of a dense model know nothing of each other. Those of a mixture of experts compute together, and none goes on
-    alone. Of ranks on other hosts, and of Ray's, nobody here sees the processes; an engine in a trainer's own process
-    has nobody who writes; vLLM's Rust front end would go on sending to one that has died.
+    Ranks of a dense model are independent. Ranks of a mixture of experts compute together, so none goes on alone.
+    Processes of other hosts and of Ray are not visible here. An engine in a trainer's own process has no writer of the
+    file. vLLM's Rust front end would go on sending to a dead rank.
     """
     parallel = config.parallel_config
     are_all_here = parallel.data_parallel_size_local == parallel.data_parallel_size
@@ -88,7 +88,7 @@ class RankProcesses(CoreEngineProcManager):
         super().__init__(local_engine_count, start_index, *args, **kwargs)
 
     def monitor_engine_liveness(self) -> None:
-        """Returns when all have ended, or the server is being stopped."""
+        """Return when all processes have ended, or the server is being stopped."""
         if self._deaths is None:
             super().monitor_engine_liveness()
             return

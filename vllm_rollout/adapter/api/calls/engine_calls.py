@@ -23,11 +23,11 @@ from vllm_rollout.server.engine import EngineStopped, RequestError
 Value = TypeVar("Value")
 
 LOOK_S = 1.0
-"""A call that is not answered asks this often whether the engine is alive."""
+"""Seconds between two checks whether the engine is alive, while a call waits for its answer."""
 
 
 class CalledClient(Protocol):
-    """As much of an engine client as calls need."""
+    """The part of an engine client that calls need."""
 
     vllm_config: VllmConfig
     engine_core: Any
@@ -44,7 +44,7 @@ class CalledClient(Protocol):
 
 
 class CalledCores:
-    """As much of an engine client as calls need, of engine cores that no client of ours stands before."""
+    """Engine cores without an engine client of ours, as the part of a client that calls need."""
 
     def __init__(self, engine_core: Any, vllm_config: VllmConfig, num_ranks: int = 1) -> None:
         self.engine_core, self.vllm_config, self.num_ranks = engine_core, vllm_config, num_ranks
@@ -56,15 +56,15 @@ class CalledCores:
 
 
 class EngineCalls:
-    """Calls through one engine client, which the parts of the service's engine share."""
+    """Calls through one engine client, shared by the parts of the service's engine."""
 
     def __init__(self, client: CalledClient) -> None:
         self._client = client
         self.after_change: Callable[[], None] = lambda: None
-        """Called when training is done and when lengths were told: there is something new to save."""
+        """Called after training and after new lengths: there is new state to save."""
         self._reading = asyncio.Lock()
         self._turn_of: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """One for each rank: calls that work come one at a time, or several would meet between the same two steps."""
+        """One lock per rank: calls run one at a time, so that no two of them run between the same two steps."""
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -73,7 +73,7 @@ class EngineCalls:
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """The configuration of the engine as it is now."""
+        """The configuration of the current engine."""
         return self._client.vllm_config
 
     @property
@@ -82,20 +82,20 @@ class EngineCalls:
 
     @property
     def first_rank(self) -> int:
-        """The one that trains, and is asked for what all of them know."""
+        """The rank that trains, and that is asked for data that all ranks have."""
         return next(iter(self.living_ranks), 0)
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way that takes several calls, of which an engine must get all or none."""
+        """True while several calls belong together: an engine must get all of them or none."""
         return bool(self._running) or self._reading.locked()
 
     async def call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
-        """One operation on one rank of those that this API process calls. Raises: RequestError (503) for a dead one."""
+        """Run one operation on one rank of this API process. Raises: RequestError (503) if the rank is dead."""
         payload = operation.encode_argument(argument)
         try:
             async with self._turn_of[rank]:
-                core = self._client.engine_core  # of now: while it waited the engine may have been rebuilt
+                core = self._client.engine_core  # read here: the engine may have been rebuilt during the wait
                 answer = await self.unless_dead(
                     core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
                 )
@@ -106,11 +106,11 @@ class EngineCalls:
         return operation.decode_result(answer)
 
     async def call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
-        """One operation on the first rank."""
+        """Run one operation on the first living rank."""
         return await self._ask_first(lambda rank: self.call_rank(rank, operation, argument))
 
     async def _ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
-        """What the first rank answers, or the next one when that dies meanwhile."""
+        """Call `ask` for the first living rank, and for the next one if that rank dies meanwhile."""
         while True:
             rank = self.first_rank
             try:
@@ -122,7 +122,7 @@ class EngineCalls:
     async def call_if_alive(
         self, rank: int, operation: Operation[Argument, Result], argument: Argument
     ) -> Result | None:
-        """One operation on one rank; None when it is dead, or dies meanwhile."""
+        """Run one operation on one rank. Returns None if the rank is dead or dies meanwhile."""
         try:
             return await self.call_rank(rank, operation, argument)
         except EngineStopped:
@@ -131,7 +131,7 @@ class EngineCalls:
             return None
 
     async def call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
-        """One operation on every rank; the results of those that live, by rank and in their order."""
+        """Run one operation on every rank. Returns the results of living ranks by rank, in order."""
         payload = operation.encode_argument(argument)
         core = self._client.engine_core
         calls = {
@@ -145,11 +145,11 @@ class EngineCalls:
         return {rank: operation.decode_result(answer) for rank, answer in answers.items()}
 
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
-        """The same, of those who need not know which rank said what."""
+        """Results of `call_each` as a list, without ranks."""
         return list((await self.call_each(operation, argument)).values())
 
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
-        """Await a call. One that is on its way when the engine dies is never answered, and vLLM would wait for ever.
+        """Await a call. If the engine dies, vLLM would wait for ever: here the call ends.
 
         Raises: RequestError (503).
         """
@@ -163,9 +163,11 @@ class EngineCalls:
             calling.cancel()
 
     async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
-        """What the first rank writes in parts, one between two of its steps; None when there is nothing to open.
+        """Read data that the first rank writes in parts, each between two of its steps. Returns None if there is
+        nothing to open.
 
-        `argument` of the opening operation for the name of a reader. One at a time: each holds memory of the engine.
+        `argument`: makes the opening operation's argument from a reader's name. One read at a time, because each read
+        holds memory of the engine.
         """
         async with self._reading:
             return await self._ask_first(lambda rank: self._read_from(rank, open_operation, argument))
@@ -187,12 +189,12 @@ class EngineCalls:
         )
 
     async def to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """Await work that goes on when the one who waits for it goes away: half of it would leave ranks different."""
+        """Await work that continues if its caller goes away: half of it would leave ranks different."""
         return await heard(begin(work, self._running), "a call of several ranks", refusals=(RequestError,))
 
 
 def engine_stopped() -> EngineStopped:
-    """What a client is told of a dead engine."""
+    """The error for a client if the engine is dead."""
     return EngineStopped(
         "the engine has stopped; restart the server and see its log for the reason.",
         status=HTTPStatus.SERVICE_UNAVAILABLE,

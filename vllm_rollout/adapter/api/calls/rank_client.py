@@ -23,15 +23,15 @@ Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
 
 NOTHING = msgspec.msgpack.encode(EngineCoreOutputs())
-"""What an engine core sends that has nothing to say."""
+"""An engine core's message without outputs."""
 
 
 class RankDied(GracefulHTTPError):
-    """What was asked of a rank is lost with it; the server goes on."""
+    """The rank died, and the request or call to it is lost. The server goes on."""
 
     rank: int
     request_id: str | None
-    """The request that was not sent there any more."""
+    """Id of the request that was not sent, if any."""
 
     @classmethod
     def of(cls, rank: int, request_id: str | None = None) -> RankDied:
@@ -45,7 +45,7 @@ class RankDied(GracefulHTTPError):
 
 
 async def answers_of_the_living(calls: Mapping[Key, Awaitable[Answer]]) -> dict[Key, Answer]:
-    """One answer of each that is not dead, nor dies meanwhile. Raises: EngineDeadError when none is left."""
+    """Answers of the calls whose rank is alive to the end. Raises: EngineDeadError if no rank is left."""
     answers = await asyncio.gather(*calls.values(), return_exceptions=True)
     answered = {key: answer for key, answer in zip(calls, answers, strict=True) if not isinstance(answer, RankDied)}
     if not answered:
@@ -63,23 +63,23 @@ class RankClient(DPLBAsyncMPClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._dead: set[bytes] = set()
         self._deaths: dict[bytes, asyncio.Future[None]] = {}
-        """One for each rank that was called: done when it has died."""
+        """One future per called rank, done when the rank has died."""
         super().__init__(*args, **kwargs)
 
     def bury(self, rank: int) -> None:
-        """It is dead: calls to it end now, with RankDied, and so does whatever is sent from now on."""
+        """Mark a rank as dead. Running and later calls to it end with RankDied."""
         engine = self.core_engines[rank]
         self._dead.add(engine)
         if (death := self._deaths.get(engine)) is not None and not death.done():
             death.set_result(None)
 
     def requests_of(self, rank: int) -> list[str]:
-        """Those on their way there."""
+        """Ids of requests in flight at this rank."""
         engine = self.core_engines[rank]
         return [request_id for request_id, each in self.reqs_in_flight.items() if each == engine]
 
     def forget(self, request_id: str) -> None:
-        """This request is in no engine core any more."""
+        """Remove a request that is in no engine core any more."""
         engine = self.reqs_in_flight.pop(request_id, None)
         if engine is not None:
             self.engine_inflight[engine] -= 1
@@ -91,7 +91,7 @@ class RankClient(DPLBAsyncMPClient):
 
     @staticmethod
     def _overhear_last_words(frames: list[Any]) -> None:
-        """An engine core that fails says so to every client, and not which it is: its process ends, which does."""
+        """Drop an engine core's message that it failed. It does not name the rank: the end of its process does."""
         if len(frames) == 1 and frames[0].buffer == EngineCoreProc.ENGINE_CORE_DEAD:
             frames[0] = NOTHING
 
@@ -111,7 +111,7 @@ class RankClient(DPLBAsyncMPClient):
             call.cancel()
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
-        """The answers of those that live to give one, in the order of the ranks."""
+        """Answers of living ranks, in the order of ranks."""
         calls = {engine: self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines}
         return list((await answers_of_the_living(calls)).values())
 

@@ -1,6 +1,6 @@
-"""A folder that all processes of one server know, and nobody else. It goes when the server ends.
+"""A folder shared by all processes of one server, and by no others. It is deleted when the server ends.
 
-Invariant: the path of a socket in it is short enough wherever those of vLLM's own sockets are.
+Invariant: the path of a socket in it is short enough if the paths of vLLM's own sockets are.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from tempfile import TemporaryDirectory
 from vllm import envs
 
 VARIABLE = "ROLLOUT_SERVER_FOLDER"
-"""Environment variable with its path. (Of one that begins with VLLM_ vLLM would say that it knows no such.)"""
+"""Environment variable with the folder's path. (For an unknown name with the prefix VLLM_, vLLM would log a warning.)
+"""
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 MAX_SOCKET_PATH, NAME_BYTES = 107, 37
-"""Bytes of a socket's path, and of the name that vLLM gives one."""
+"""Longest path of a socket, and length of vLLM's socket names, in bytes."""
 
 
 @contextmanager
 def of_a_server() -> Iterator[None]:
-    """Around the first process of a server, before it starts others."""
+    """Create the folder around the first process of a server, before it starts others."""
     with TemporaryDirectory(prefix="vllm-rollout-", dir=envs.VLLM_RPC_BASE_PATH, ignore_cleanup_errors=True) as folder:
         before = {name: os.environ.get(name) for name in (VARIABLE, SOCKETS)}
         os.environ[VARIABLE] = folder
         if len(os.fsencode(folder)) + NAME_BYTES <= MAX_SOCKET_PATH:
-            os.environ[SOCKETS] = folder  # vLLM's sockets, too, are where nobody else comes in
+            os.environ[SOCKETS] = folder  # vLLM's sockets, too, are not open to other users
         try:
             yield
         finally:
@@ -40,6 +41,6 @@ def of_a_server() -> Iterator[None]:
 
 
 def of_this_server() -> Path | None:
-    """None in a trainer's own process."""
+    """Path of the server's folder. None in a trainer's own process."""
     path = os.environ.get(VARIABLE)
     return None if path is None else Path(path)

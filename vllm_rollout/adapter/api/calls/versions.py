@@ -1,6 +1,6 @@
-"""What the API process does otherwise on one supported vLLM than on another: a function per difference.
+"""Differences between supported versions of vLLM in the API process: one function per difference.
 
-Invariant: which way is taken is asked of the contract, and nowhere else in the API process.
+Invariant: only this file asks the contract which variant applies in the API process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LATER_FLAGS = {
     "logging_config": (LOGGING_FLAGS, ", and set VLLM_LOGGING_CONFIG_PATH"),
     "enable_scale_out": (SCALE_OUT_FLAG, ": what it switches on is always there"),
 }
-"""Flags that some versions lack, and what to do there instead."""
+"""Flags that some versions lack, with the row of the contract and the replacement."""
 
 
 def _rejections() -> tuple[type[Exception], ...]:
-    """What a request gets that comes while a pause of mode `abort` or `wait` lasts; nothing where it waits."""
+    """Exceptions for requests that come during a pause of mode `abort` or `wait`. Empty if such requests wait."""
     if not has(RETRYABLE):
         return ()
     from vllm.exceptions import RetryableRequestError
@@ -43,21 +43,21 @@ REJECTIONS = _rejections()
 
 
 def weight_spans(completion: CompletionOutput) -> Sequence[Any]:
-    """Which weights sampled which tokens; empty where vLLM does not say."""
+    """Weight versions by token spans. Empty if vLLM has none."""
     return (completion.weight_versions or ()) if has(WEIGHT_SPANS) else ()
 
 
 def mend_weight_spans(completion: CompletionOutput, starts: Sequence[tuple[int, str]]) -> None:
-    """Say of vLLM's spans, if it has some, where each begins and of which version it is."""
+    """Correct start and version of vLLM's spans, if it has some."""
     if starts and (spans := weight_spans(completion)):
         known = version_spans(starts, spans[-1].end)
         completion.weight_versions = [replace(spans[0], **span) for span in known]
 
 
 def version_spans(starts: Sequence[tuple[int, str]], num_tokens: int) -> list[dict[str, Any]]:
-    """Spans `{"version", "start", "end"}` over so many output tokens; each ends where the next begins.
+    """Spans `{"version", "start", "end"}` over `num_tokens` output tokens. Each span ends where the next begins.
 
-    None where nothing is known: of a request that was in no group any more when it ended.
+    Empty if `starts` is empty: the request was in no group any more when it ended.
     """
     ends = [*(start for start, _ in starts), num_tokens][1:]
     return [
@@ -68,7 +68,7 @@ def version_spans(starts: Sequence[tuple[int, str]], num_tokens: int) -> list[di
 
 
 def set_up_environment() -> None:
-    """vLLM's own first steps of a command."""
+    """Run vLLM's own first steps of a command."""
     if has(STARTUP):
         from vllm.entrypoints.common.startup import cli_env_setup
     else:
@@ -77,7 +77,7 @@ def set_up_environment() -> None:
 
 
 def refuse_missing_flags(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy for a flag that later versions of vLLM have."""
+    """Exit with status 2 and a remedy if a flag needs a later version of vLLM."""
     for argument in arguments:
         flag = argument.partition("=")[0].partition(".")[0]
         name = flag.removeprefix("--").replace("-", "_")

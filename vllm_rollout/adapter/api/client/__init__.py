@@ -1,1 +1,1 @@
-"""vLLM's engine client with groups: a tagged request per candidate, and its rank."""
+"""vLLM's engine client with groups: one tagged request per candidate, and its rank."""

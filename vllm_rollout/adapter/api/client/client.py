@@ -1,6 +1,6 @@
-"""vLLM's engine client with groups, whose siblings meet on one data-parallel rank.
+"""vLLM's engine client with groups. All candidates of a group run on one data-parallel rank.
 
-Invariant: a request without our fields takes the base class's path untouched.
+Invariant: a request without our fields takes the base class's path unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_rollout.server.metrics import Metrics
 
 ABORT_AGAIN_S = 0.1
 NUM_ABORTS = 3
-"""A rollout is aborted again and again, until so many times nothing of it was found."""
+"""A rollout is aborted repeatedly, until this many attempts in a row find nothing of it."""
 
 
 class RolloutAsyncLLM(GroupClient, AsyncLLM):
@@ -62,12 +62,13 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         super().__init__(*args, **kwargs)
         keep_to_output_text(self.output_processor)
         self._candidates: WeakKeyDictionary[RequestOutputCollector, str] = WeakKeyDictionary()
-        """Group ids of candidates on their way. Request ids do not tell candidates, since clients may give theirs to
-        other requests too."""
+        """Group ids of running candidates. Request ids do not identify candidates: clients may use the same ids for
+        other requests.
+        """
         # The Rust front end is a client of the engine cores, but knows no groups.
         num_others = int(ServeOptions.of(kwargs["vllm_config"]).beside_rust)
         self.client_index = int(kwargs.get("client_index", 0)) - num_others
-        """Which of the API processes this is."""
+        """Number of this API process, from 0."""
         self.num_api_processes = int(kwargs.get("client_count", 1)) - num_others
         # Ties go in turn, and several API processes begin with different ranks.
         self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
@@ -83,15 +84,15 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks this client can choose from."""
+        """Data-parallel ranks that this client can choose from."""
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
 
     def request_counts(self) -> list[int]:
-        """Requests on each rank, running or waiting, whoever sent them.
+        """Requests on each rank, running or waiting, of all clients.
 
-        As vLLM's coordinator has last told, plus those that vLLM's own balancing has sent since, times the number of
-        API processes; at least those that this process has sent, which are known at once.
+        The count is the coordinator's last report plus the requests that vLLM's balancing has sent since, times the
+        number of API processes. It is at least the number of requests that this process has sent.
         """
         core = self.engine_core
         told = zip(core.core_engines, core.lb_engines, strict=True)
@@ -99,7 +100,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
     @property
     def living_ranks(self) -> list[int]:
-        """Those of these ranks that have not died."""
+        """Ranks of this client that have not died."""
         return self.life.living_ranks
 
     def generate(
@@ -110,7 +111,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         return super().generate(prompt, sampling_params, request_id, **kwargs)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """An adapter that takes the place of one has done so: else every request would have its files read again."""
+        """Load an adapter. Clears `load_inplace` afterwards, so that its files are not read again for every request."""
         try:
             return await super().add_lora(lora_request)
         finally:
@@ -140,14 +141,16 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
                 request_id[:] = stopped  # vLLM's /abort_requests answers with its length
 
     async def _abort_named(self, ids: Sequence[str]) -> list[str]:
-        """Abort candidates of requests and rollouts that clients call so, of whichever API process; their own ids."""
+        """Abort candidates of requests and rollouts by the clients' ids, in all API processes. Returns the candidates'
+        internal ids.
+        """
         names = set().union(*map(names_of_request, ids))
 
         async def found(names: set[str]) -> list[str]:
             return [id for rank in await EngineCalls(self).call_all(ABORT_REQUESTS, sorted(names)) for id in rank]
 
         async def stop_the_rest() -> None:
-            """Groups of rollouts that start in place of those that have ended."""
+            """Abort groups of rollouts that start in place of groups that have ended."""
             num_idle = 0
             while num_idle < NUM_ABORTS:
                 await asyncio.sleep(ABORT_AGAIN_S)
@@ -155,7 +158,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
         try:
             stopped = await found(names)
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # a dead engine is reported elsewhere
             return []
         if stopped:
             spawn(stop_the_rest(), "abort")
@@ -186,7 +189,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     @asynccontextmanager
     async def _passing(self, tag: CandidateTag | None) -> AsyncIterator[None]:
         async with self.door.passing():
-            if tag is not None:  # asked inside: whoever has not passed can still find another engine there
+            if tag is not None:  # inside: a request that has not passed may reach another engine
                 await self.lost_weights.found(self.get_weight_version)
             yield
 
@@ -212,7 +215,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
             await self.before_weights()
 
     async def stop_reading(self) -> asyncio.Task[None] | None:
-        """Read no more outputs of the engine; returns what has read them, ended."""
+        """Stop reading the engine's outputs. Returns the ended task that has read them."""
         handler, self.output_handler = self.output_handler, None
         if handler is not None:
             handler.cancel()
@@ -225,30 +228,30 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         self._run_output_handler()
 
     def _group_of(self, internal_id: str) -> str | None:
-        """The group of a candidate on its way."""
+        """Group id of a running candidate."""
         state = self.output_processor.request_states.get(internal_id)
         return None if state is None else self._candidates.get(state.queue)
 
     def send_to(self, rank: int, request_ids: Iterable[str]) -> None:
-        """From now on what concerns these requests goes to that rank."""
+        """Send later messages about these requests to another rank."""
         core = self.engine_core
         target = core.core_engines[rank]
         for request_id in request_ids:
             before = core.reqs_in_flight.get(request_id)
-            if before is None:  # it ended on this side, a moment ago
+            if before is None:  # it has just ended on this side
                 continue
             core.reqs_in_flight[request_id] = target
             core.engine_inflight[before] -= 1
             core.engine_inflight[target] += 1
 
     async def lose_group(self, group_id: str, error: Exception) -> None:
-        """Nobody knows where the candidates of this group are: they end here, and wherever they may be."""
+        """End a group whose candidates may be in any engine core or none: abort and fail all of them."""
         request_ids = [id for id in self.output_processor.request_states if self._group_of(id) == group_id]
         await self.engine_core.abort_requests_async(request_ids)
         self.lose(request_ids, error)
 
     def lose(self, request_ids: Iterable[str], error: Exception) -> None:
-        """These requests are in no engine core any more: who waits for their outputs is told."""
+        """Fail requests that are in no engine core any more. Readers of their outputs get `error`."""
         for request_id in request_ids:
             self.engine_core.forget(request_id)
             state = self.output_processor.request_states.get(request_id)
@@ -258,8 +261,10 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
 
 
 def _fail_calls(engine_core: AsyncMPClient, handler: asyncio.Task[None]) -> None:
-    """Nothing is read from this engine any more. vLLM leaves the calls that are on their way without an answer, and the
-    server would wait for their clients before it ends."""
+    """Fail the running calls of an engine whose outputs are no longer read.
+
+    vLLM leaves such calls without an answer, and the server would wait for their clients before it ends.
+    """
     for answer in engine_core.utility_results.values():
         if not answer.done():
             answer.set_exception(EngineDeadError())

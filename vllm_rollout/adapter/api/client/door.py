@@ -1,4 +1,4 @@
-"""Where requests enter an engine, or a group, and wait while it is rebuilt, or moves."""
+"""A gate for requests to an engine or a group. It is shut while the engine is rebuilt or the group moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Door:
-    """Lets requests in. Invariant: whoever finds it shut waits, and comes in once."""
+    """Lets requests in. Invariant: a request that comes while the gate is shut waits, and enters once."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -16,7 +16,7 @@ class Door:
         self._open.set()
         self._empty.set()
         self.num_inside = 0
-        """On their way in: not yet among vLLM's unfinished requests."""
+        """Requests that are entering and not yet among vLLM's unfinished requests."""
 
     @property
     def is_open(self) -> bool:
@@ -29,12 +29,12 @@ class Door:
         self._open.set()
 
     async def opened(self) -> None:
-        """Wait until it is open."""
+        """Wait until the gate is open."""
         while not self.is_open:
             await self._open.wait()
 
     async def left_by_all(self) -> None:
-        """Wait until nobody is on the way in."""
+        """Wait until no request is entering."""
         await self._empty.wait()
 
     @asynccontextmanager

@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def number_in(low: float, high: float) -> Callable[[str], float]:
-    """What reads the value of a flag."""
+    """A parser of a flag's value as a number in [low, high]."""
 
     def number(text: str) -> float:
         value = float(text)
@@ -60,7 +60,7 @@ def number_in(low: float, high: float) -> Callable[[str], float]:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where a device cannot be emulated."""
+    """Exit with status 2 and a remedy if a device cannot be emulated with these flags."""
     if args.rollout_emulate is None:
         for flag, is_set in (
             ("--rollout-emulate-log", args.rollout_emulate_log is not None),
@@ -104,7 +104,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
-    """What the engine cores are told; None without --rollout-emulate."""
+    """Emulation settings for the engine cores. None without --rollout-emulate."""
     if args.rollout_emulate is None:
         return None
     return EmulationOptions(
@@ -119,7 +119,7 @@ def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
 def switch_on(args: argparse.Namespace) -> None:
     args.worker_cls = EMULATED_WORKER_CLS
     args.distributed_executor_backend = EMULATED_EXECUTOR_CLS
-    args.async_scheduling = False  # as the platform would have it; the executor sets what was asked for
+    args.async_scheduling = False  # as the platform requires. The executor restores the user's setting
     args.enforce_eager = True
-    # Without a model nothing ends at the length it was trained for.
+    # Without a model there is no trained length.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")

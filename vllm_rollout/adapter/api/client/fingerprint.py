@@ -1,6 +1,6 @@
-"""What PTL depends on, read off a configured engine: the model's shape, the hardware, the flags, the versions.
+"""Everything that PTL depends on, read from a configured engine: the model's shape, the hardware, flags and versions.
 
-Invariant: values are plain text, numbers and booleans, the same in the profiler and in a server with the same flags.
+Invariant: values are plain text, numbers and booleans. A profiler and a server with the same flags give equal values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_rollout.profiling.hardware import cpu_name
 
 
 def fingerprint_of(config: VllmConfig) -> dict[str, Any]:
-    """The model, as far as the time of a step depends on it: weights of one architecture cost the same."""
+    """Properties of the model on which the time of a step depends. Weights of one architecture cost the same."""
     model = config.model_config
     return {
         "architecture": model.architecture,
@@ -37,7 +37,7 @@ def fingerprint_of(config: VllmConfig) -> dict[str, Any]:
 
 
 def hardware_of(config: VllmConfig) -> dict[str, Any]:
-    """What it runs on."""
+    """Device, number of devices, CPU and number of cores."""
     cpu = cpu_name()
     return {
         "device": cpu if current_platform.is_cpu() else current_platform.get_device_name(),

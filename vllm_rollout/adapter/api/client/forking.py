@@ -14,11 +14,11 @@ from vllm_rollout.adapter.options import ServeOptions
 
 
 def fork_engines(vllm_config: VllmConfig) -> None:
-    """To be called before this process starts its engine cores.
+    """Make engine cores copies of this process. Call this before the process starts them.
 
-    A process that has computed with several threads must not be copied: OpenMP waits for ever for threads that the copy
-    does not have. An API process computes only with images and sounds. Engines that are rebuilt while the server runs
-    are not copied either (`ServeOptions.forks`).
+    A process that has computed with several threads must not be copied: OpenMP would wait for ever for threads that the
+    copy does not have. An API process computes only with images and sounds. Engines that are rebuilt while the server
+    runs are not copied either (`ServeOptions.forks`).
     """
     if ServeOptions.of(vllm_config).forks and not vllm_config.model_config.is_multimodal_model:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -1,6 +1,6 @@
 """`rollout_reward` among the fields of an OpenAI request: the answer's choices are graded before it is sent.
 
-Their grades are in the answer's `kv_transfer_params`, the one field of every answer that passes what an engine says.
+The grades are in the answer's `kv_transfer_params`, the one field that every answer passes on from the engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
 
 
 class AnswerGrader:
-    """Grades the choices of answers."""
+    """Grades the choices of OpenAI answers."""
 
     def __init__(self, grading: GradingService, learning: LearningService) -> None:
         self._grading = grading
         self._learning = learning
 
     def options(self, xargs: Mapping[str, Any], params: SamplingParams) -> RewardOptions:
-        """What a request asks for. Raises: VLLMValidationError."""
+        """Reward options of a request. Raises: VLLMValidationError."""
         if not isinstance(name := xargs[REWARD], str) or not name:
             raise _invalid(REWARD, f"must be the name of a reward, got {name!r:.100}.")
         if params.output_kind != RequestOutputKind.FINAL_ONLY:
@@ -60,7 +60,7 @@ class AnswerGrader:
         xargs: Mapping[str, Any],
         request_id: str,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same outputs; with the last one come the grades of its choices, null for one that was stopped."""
+        """Yield the outputs. The last one carries the grade of each choice, null for a stopped choice."""
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
@@ -98,7 +98,7 @@ class AnswerGrader:
 
 
 def without_reward(params: SamplingParams) -> SamplingParams:
-    """The same parameters, for whoever runs the request."""
+    """Copy of the parameters without the reward fields."""
     plain = params.clone()
     extra_args = {key: value for key, value in (params.extra_args or {}).items() if key not in (REWARD, DATA)}
     plain.extra_args = {**extra_args, MARK_KEY: True}
@@ -106,7 +106,7 @@ def without_reward(params: SamplingParams) -> SamplingParams:
 
 
 def _data_of(xargs: Mapping[str, Any]) -> Any:
-    """`vllm_xargs` take no objects: a text that is JSON stands for what it says."""
+    """The request's `rollout_data`. `vllm_xargs` takes no objects, so a text that is JSON is parsed."""
     data = xargs.get(DATA)
     if isinstance(data, str):
         with suppress(ValueError):

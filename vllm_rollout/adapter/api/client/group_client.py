@@ -1,6 +1,6 @@
 """Groups on an engine client of vLLM's: one tagged vLLM request per candidate.
 
-Invariant: a request without our fields takes the client's own path untouched.
+Invariant: a request without our fields takes the client's own path unchanged.
 """
 
 from __future__ import annotations
@@ -78,34 +78,37 @@ from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SessionService
 
 LAST_OUTPUT_S = 10.0
-"""How long the last output of a candidate is awaited whose client has left: a step, unless generation is paused."""
+"""Longest wait in seconds for the last output of a candidate whose client has left. It takes one step, unless
+generation is paused.
+"""
 
 logger = init_logger("vllm.vllm_rollout")
 
 
 class GroupClient:
-    """Stands before the class that sends a single request (`generate`), as AsyncLLM does."""
+    """Mixin before a class that sends single requests (`generate`), such as AsyncLLM."""
 
     fields_in = "vllm_xargs"
-    """Where a user has written our fields."""
+    """Name of the field in which users write our fields."""
     vllm_config: VllmConfig
     engine_core: Any
     num_api_processes: int
-    """How many the server has."""
+    """API processes of the server."""
     client_index: int
-    """Which of them this is, from 0."""
+    """Number of this API process, from 0."""
     rollout_metrics: Metrics
     routes: GroupRoutes
     answer_grader: AnswerGrader | None = None
-    """None until there are services."""
+    """None until the services are built."""
     sessions: SessionService | None = None
-    """The same."""
+    """None until the services are built."""
 
     def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
-        """Once, before the first request comes."""
+        """Set up the groups. Call this once, before the first request comes."""
         self.routes, self.rollout_metrics = routes, metrics
         self.unread: dict[str, RequestOutputCollector | None] = {}
-        """What will have the last outputs of candidates whose client has left, by their ids: they are counted."""
+        """Collectors of the last outputs of candidates whose client has left, by request id. Their tokens are counted.
+        """
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
         self._adapters = AdapterNames()
@@ -162,7 +165,7 @@ class GroupClient:
     def _turn(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A request that is one turn of a session (docs/guides/agents.md)."""
+        """Run a request that is one turn of a session (docs/guides/agents.md)."""
         assert self.sessions is not None
         extra_args = params.extra_args or {}
         self._check_forced_length(extra_args)
@@ -179,7 +182,7 @@ class GroupClient:
     async def _generate_turn(
         self, turn: OpenTurn, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """On the rank where its group is."""
+        """Run the turn on its group's rank."""
         assert self.sessions is not None
         max_model_len = self.vllm_config.model_config.max_model_len
         prompt = await session_turns.compared(self.sessions, turn, prompt, max_model_len)
@@ -205,12 +208,13 @@ class GroupClient:
                 self.routes.leave_joined(route, refused=False)
 
     def first_of_answer(self, request_id: str) -> str:
-        """The request that came first of those that are answered together with this one."""
+        """Id of the first request among those that are answered together with this one."""
         return first_of_completion(request_id)
 
     def _refuse_unnamed(self, join: GroupJoin) -> None:
-        """Raises: VLLMValidationError where siblings may reach another process, which knows of other groups. Those that
-        come where groups are joined are all handed on to the first one."""
+        """Raises: VLLMValidationError if siblings may reach another API process, which has other groups. Endpoints that
+        join groups pass all such requests to the first process.
+        """
         if join.name is None and self.client_index > 0:
             raise self._invalid(
                 "rollout_group_id",
@@ -219,11 +223,11 @@ class GroupClient:
             )
 
     def _invalid(self, field: str, message: str) -> VLLMValidationError:
-        """For a client: `message` begins with the field, named as it is written."""
+        """The error for a client. `message` begins with the field's name, as the client writes it."""
         return VLLMValidationError(f"{self.fields_in}.{message}", parameter=f"{self.fields_in}.{field}")
 
     def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
-        """Here, since a worker has nobody to tell. Raises: VLLMValidationError."""
+        """Check the forced length here, because a worker has no client to answer. Raises: VLLMValidationError."""
         if ServeOptions.of(self.vllm_config).emulation is not None:
             try:
                 forced_length(extra_args)
@@ -233,9 +237,9 @@ class GroupClient:
     async def _generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[tuple[RequestOutput, EndingNote | None], None]:
-        """One candidate's outputs, each with the scheduler's note when it is the last.
+        """Yield one candidate's outputs. The last one comes with the scheduler's note.
 
-        Raises: VLLMValidationError when the group that it names did not let it in.
+        Raises: VLLMValidationError if the named group refused the candidate.
         """
         params.extra_args = {**(params.extra_args or {}), **tag.to_extra_args()}
         async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
@@ -267,20 +271,19 @@ class GroupClient:
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
-        """Run the candidates of one group; yields their outputs as they come, in the kind `params` asks for.
+        """Run the candidates of one group. Yields their outputs as they come, in the kind that `params` asks for.
 
-        With `beginnings` they go on from there; their outputs have what comes after. `outlook`: what is expected of
-        them, by which a rank is chosen, and what they may move to another one for.
+        With `beginnings`, candidates continue from these tokens, and their outputs have the later tokens only.
+        `outlook`: the expected lengths, by which a rank is chosen, and the reasons for which the group may move.
 
-        Without `observed` and `scoring` nobody looks at their logits, and there is no mean confidence.
+        Without `observed` and `scoring`, logits are not observed, and there is no mean confidence.
 
         A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
-        Closing the generator aborts what still runs. Raises what concerns all candidates alike: bad parameters, a full
-        queue, a dead engine.
+        Closing the generator aborts the running candidates. Raises errors that concern all candidates: bad parameters,
+        a full queue, a dead engine.
 
-        However much the engine generates, at most three outputs per candidate are held for a reader that does not read:
-        as many as there are candidates in the queue, and of each candidate one that waits for room there and one into
-        which vLLM merges the deltas that nobody has taken.
+        At most three outputs per candidate are held for a slow reader. The queue holds one per candidate. One more
+        waits for a place in the queue, and vLLM merges later deltas into a third one.
         """
         if kwargs.get("lora_request") is not None:
             kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
@@ -290,7 +293,7 @@ class GroupClient:
         # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
         candidates: FanIn[CandidateOutput | CandidateFailed] = FanIn(plan.num_candidates)
         params = params.clone()
-        params.skip_clone = True  # siblings share what they only read; each gets its own copy of the rest below
+        params.skip_clone = True  # siblings share fields that they only read. Others are copied below
         delta = params.output_kind == RequestOutputKind.DELTA
         interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
 
@@ -326,7 +329,7 @@ class GroupClient:
                 raise
             except Exception as error:  # one candidate's failure is not its group's: the reader ends it as failed
                 logger.exception("candidate %d of group %s failed", index, group_id)
-                cause = error.__cause__ or error  # vLLM's own says nothing
+                cause = error.__cause__ or error  # vLLM's own error has no details
                 yield CandidateFailed(index, f"{type(cause).__name__}: {cause}")
 
         for index, before in before_each.items():
@@ -341,9 +344,9 @@ class GroupClient:
     async def _generate_choices(
         self, plan: GroupPlan, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A group behind an OpenAI request: exactly n choices.
+        """Run a group for an OpenAI request: exactly n choices.
 
-        The winners are known when the group is over, so a stream gets each of them in one piece.
+        The winners are known when the group is over, so a stream gets each choice in one piece.
         """
         started = time.monotonic()
         is_stream = params.output_kind == RequestOutputKind.DELTA
@@ -381,7 +384,7 @@ class GroupClient:
         if plan.pruning is not None:
             name = answer_name(request_id, client_namespace(), plan.group_size)
             await self._name_choices(name, group_id, indices)
-        answer = finals[indices[0]]  # its prompt was computed, if that of any candidate was
+        answer = finals[indices[0]]  # its prompt was computed if any candidate's was
         answer.request_id = request_id
         answer.outputs = choices_of(plan, indices, finals)
         answer.finished = True
@@ -396,7 +399,9 @@ class GroupClient:
         unread: Iterable[RequestOutputCollector | None],
         before: int = 0,
     ) -> None:
-        """Count a request whose client has left, when its candidates have ended. `before`: tokens that were read."""
+        """Count a request whose client has left, once its candidates have ended. `before`: tokens that the client has
+        read.
+        """
         ended = list(endings)
         for collector in unread:
             num_tokens = before
@@ -413,7 +418,7 @@ class GroupClient:
         self.rollout_metrics.client_left(request, ended)
 
     async def _name_choices(self, answer: AnswerName, group_id: str, indices: Sequence[int]) -> None:
-        """So that rewards can name them. Without an engine there is nothing to be learned."""
+        """Name the choices in the engine, so that rewards can refer to them. Does nothing if the engine has stopped."""
         choices = dict(enumerate(indices, start=answer.choice))
         with suppress(EngineStopped):
             await EngineCalls(self).call_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
@@ -421,7 +426,7 @@ class GroupClient:
     async def _generate_joined(
         self, join: GroupJoin, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One of several requests that make up a group: they meet on one rank."""
+        """Run one of several requests that form a group. They run on one rank."""
         content = digest_of_prompt(prompt)
         lora: LoRARequest | None = kwargs.get("lora_request")
         interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS

@@ -1,6 +1,6 @@
-"""Where the groups of this API process run, and who has to wait while one of them moves.
+"""Ranks of the groups of this API process, and waiting for groups that move.
 
-Invariant: what is sent to a group (a launch, an abort) is sent to the rank that has it, and not while it is on its way.
+Invariant: a message to a group (a launch, an abort) goes to the rank that has the group, and not while the group moves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm_rollout.group.ranks.work import TokenCost, Work
 from vllm_rollout.server.engine import Outlook
 
 PRECISION = 32
-"""Tokens to come are predicted anew when a share of 1 / `PRECISION` of a group's candidates has ended since."""
+"""Remaining tokens are predicted anew after 1 / `PRECISION` of a group's candidates have ended."""
 
 
 class NoRankLeft(GracefulHTTPError):
-    """All ranks that live are drained."""
+    """All living ranks are drained."""
 
 
 class GroupRoute:
-    """One group's way to its engine core."""
+    """Route of one group to its engine core."""
 
     def __init__(
         self,
@@ -41,35 +41,39 @@ class GroupRoute:
         joined: bool = False,
         outlook: Outlook | None = None,
     ) -> None:
-        """num_tokens: of each candidate, by index, when it begins; `work`: what those that come together have to do."""
+        """`num_tokens`: tokens of each candidate at its start, by index. `work`: work of the candidates that start
+        together.
+        """
         self.group_id = group_id
         self.rank = rank
-        """One of those that this API process calls."""
+        """Rank of this API process that runs the group."""
         self.joined = joined
-        """Its candidates come one by one, and each counts for itself."""
+        """True if candidates come one by one, each with a load of its own."""
         self.outlook = outlook
         self.work = work
-        """What is left of that; it counts in the load of the rank."""
+        """Remaining work of candidates that started together. It counts in the rank's load."""
         self._num_tokens = dict(num_tokens)
-        """What each that has not ended had at age 0; less than nothing: it comes later."""
+        """Tokens of each running candidate at age 0, by index. Negative for a candidate that starts later."""
         self._num_at_prediction = len(num_tokens)
         self._age = 0
-        """Tokens that candidates have generated here which began with the group, as the last that ended has told."""
+        """Tokens that each candidate from the start has generated here, as of the last candidate's end."""
         self._door = Door()
-        """Shut while it moves."""
+        """Shut while the group moves."""
 
     @property
     def num_left(self) -> int:
-        """Candidates that came together and have not ended."""
+        """Running candidates that started together."""
         return len(self._num_tokens)
 
     @property
     def migration(self) -> Migration:
-        """What it may move for when nobody drains its rank."""
+        """Reasons for which the group may move without a drain."""
         return "off" if self.outlook is None else self.outlook.migration
 
     def predict(self) -> Work:
-        """What is left of it now. The number of candidates is exact, their tokens are as of `PRECISION`."""
+        """Remaining work now. The number of candidates is exact. Their tokens are as of the last prediction
+        (`PRECISION`).
+        """
         num_ended = self._num_at_prediction - self.num_left
         if self.num_left and 0 <= num_ended * PRECISION < self._num_at_prediction:
             return self.work._replace(num_candidates=self.num_left)
@@ -77,27 +81,27 @@ class GroupRoute:
         return work_of([before + self._age for before in self._num_tokens.values()], self.outlook)
 
     def begins(self, index: int) -> None:
-        """A candidate comes late, in the place of one that was lost."""
+        """Add a candidate that replaces a lost one."""
         self._num_tokens[index] = -self._age
 
     def ended(self, index: int, num_tokens: int) -> None:
-        """After so many tokens."""
+        """Remove a candidate that ended after `num_tokens` tokens."""
         late = max(0, -self._num_tokens.pop(index))
         self._age = max(self._age, late + num_tokens)
 
     async def at_rest(self) -> None:
-        """Wait until it does not move."""
+        """Wait until the group does not move."""
         await self._door.opened()
 
     @asynccontextmanager
     async def launching(self) -> AsyncIterator[int]:
-        """The rank to which a candidate is sent now; the group stays there until it is sent."""
+        """Rank for a new candidate. The group stays there inside the block."""
         async with self._door.passing():
             yield self.rank
 
     @asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """While it moves. What is being sent to it arrives first; whoever has more for it waits."""
+        """Hold the group's messages during a move. Messages under way arrive first, later ones wait."""
         assert self._door.is_open, f"group {self.group_id} moves already"
         self._door.shut()
         try:
@@ -108,7 +112,7 @@ class GroupRoute:
 
 
 class GroupRoutes:
-    """Routes of the groups that run, by id."""
+    """Routes of running groups, by id."""
 
     def __init__(
         self,
@@ -116,7 +120,9 @@ class GroupRoutes:
         request_counts: Callable[[], Sequence[int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """request_counts: of all requests on each rank, whoever sent them, a while ago; None: nobody else matters."""
+        """`request_counts`: all requests on each rank, of all clients, slightly out of date. None: there are no other
+        clients.
+        """
         self._placement = placement
         self._request_counts = request_counts
         self._other_requests = OtherRequests(placement.num_ranks)
@@ -132,37 +138,37 @@ class GroupRoutes:
 
     @property
     def held(self) -> frozenset[int]:
-        """Ranks that nothing is sent to unless a client names them, and dead ones."""
+        """Drained ranks, used only if a client names them, and dead ranks."""
         return self._placement.held
 
     def hold(self, ranks: frozenset[int]) -> None:
-        """These are held from now on, beside those that are dead."""
+        """Hold exactly these ranks, and those that are dead."""
         self._placement.held = ranks | self._dead
 
     def bury(self, rank: int) -> None:
-        """It is dead: nothing goes there any more."""
+        """Mark a rank as dead. It gets no more requests."""
         self._dead |= {rank}
         self.hold(self.held)
 
     def leave_dead(self, rank: int) -> None:
-        """What still comes of the joined groups of a dead rank begins elsewhere."""
+        """Let later candidates of a dead rank's joined groups start on another rank."""
         for route in self.on_rank(rank):
             if route.joined and self.has_open:
                 self.arrived(route, self.next_rank())
 
     def next_rank(self) -> int:
-        """Where to go next: the least load. Raises: NoRankLeft."""
+        """Rank with the least load. Raises: NoRankLeft."""
         self.check_open()
         self._look()
         return self._placement.next_rank()
 
     @property
     def has_open(self) -> bool:
-        """Some rank takes groups."""
+        """True if at least one rank takes groups."""
         return len(self.held) < self._placement.num_ranks
 
     def check_open(self, pinned_rank: int | None = None) -> None:
-        """Raises: NoRankLeft; RankDied, VLLMValidationError for a rank that a client names and that takes nothing."""
+        """Raises: NoRankLeft. RankDied or VLLMValidationError if the client's rank is dead or drained."""
         if pinned_rank in self._dead:
             raise RankDied.of(pinned_rank)
         if pinned_rank in self.held:
@@ -180,11 +186,11 @@ class GroupRoutes:
 
     @property
     def movable(self) -> list[GroupRoute]:
-        """Groups that may move when nobody drains their rank."""
+        """Groups that may move without a drain of their rank."""
         return [route for route in self._routes.values() if route.migration != "off"]
 
     def weigh(self, cost: CostModel) -> None:
-        """Work is compared by what it costs from now on."""
+        """Compare work by this cost from now on."""
         self._placement.token_cost = TokenCost.of(cost)
 
     def open(
@@ -194,8 +200,10 @@ class GroupRoutes:
         pinned_rank: int | None = None,
         outlook: Outlook | None = None,
     ) -> GroupRoute:
-        """A group begins, on the rank that the placement chooses or the client names. `num_tokens`: that its candidates
-        have, by index. Raises: as `check_open`."""
+        """Begin a group on the rank of the placement, or on the client's rank.
+
+        `num_tokens`: tokens of each candidate at its start, by index. Raises: as `check_open`.
+        """
         self.check_open(pinned_rank)
         self._look()
         work = work_of(num_tokens.values(), outlook)
@@ -204,12 +212,12 @@ class GroupRoutes:
         return self._routes[group_id]
 
     def begins(self, route: GroupRoute, index: int) -> None:
-        """A candidate takes the place of one that was lost."""
+        """Add a candidate that replaces a lost one."""
         route.begins(index)
         self._predict(route)
 
     def ended(self, route: GroupRoute, index: int, num_tokens: int) -> None:
-        """A candidate has, after so many tokens."""
+        """Remove a candidate that ended after `num_tokens` tokens."""
         route.ended(index, num_tokens)
         self._predict(route)
 
@@ -220,7 +228,7 @@ class GroupRoutes:
             del self._routes[route.group_id]
 
     def join(self, group_id: str, num_candidates: int, pinned_rank: int | None) -> GroupRoute:
-        """A sibling of a group whose candidates come one by one. Raises: as `check_open`."""
+        """Add a candidate of a group whose candidates come one by one. Raises: as `check_open`."""
         self.check_open(pinned_rank)
         self._look()
         for forgotten in self._placement.forget_waiting(self._clock()):
@@ -231,14 +239,14 @@ class GroupRoutes:
         return self._routes[group_id]
 
     def leave_joined(self, route: GroupRoute, *, refused: bool) -> None:
-        """A sibling has ended, or was refused."""
+        """Remove a candidate of a joined group that ended or was refused."""
         self._look()
         forgotten = self._placement.leave_joined(route.group_id, refused=refused, now_s=self._clock())
         if forgotten is not None:
             self._routes.pop(forgotten, None)
 
     def arrived(self, route: GroupRoute, rank: int) -> None:
-        """It runs on another rank now, unless it was over before it arrived."""
+        """Note that a group runs on another rank now, unless it ended before it arrived."""
         self._look()
         if route.joined:
             self._placement.move_joined(route.group_id, rank)
@@ -253,12 +261,12 @@ class GroupRoutes:
         self._placement.change(route.rank, before, route.work)
 
     def _look(self) -> None:
-        """Before what was placed changes: see what else the ranks have."""
+        """Update the ranks' other load. Call this before the placement changes."""
         if self._request_counts is not None:
             own = self._placement.num_candidates
             self._placement.others = self._other_requests.look(self._request_counts(), own, self._clock())
 
 
 def work_of(num_tokens: Collection[int], outlook: Outlook | None) -> Work:
-    """The work of candidates that have so many output tokens."""
+    """Work of candidates that have these numbers of output tokens."""
     return Work(len(num_tokens)) if outlook is None else outlook.work(num_tokens)

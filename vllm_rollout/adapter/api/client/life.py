@@ -1,6 +1,6 @@
-"""Whether the engine, and each of its ranks, is alive; whoever waits for a dead one is told.
+"""Detection of dead engines and dead ranks. Requests and calls that wait for them fail.
 
-Invariant: of a rank that has died nobody waits for anything, its groups have ended, and no other comes to it.
+Invariant: no request waits for a dead rank. Its groups have ended, and it gets no others.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vllm_rollout.background import spawn, survived
 logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 0.25
-"""Between two looks."""
+"""Seconds between two checks."""
 
 
 class WatchedClient(Protocol):
-    """As much of an engine client as the watch needs."""
+    """The part of an engine client that the watch needs."""
 
     engine_core: Any
     output_processor: Any
     logger_manager: Any
-    """These three as AsyncLLM has them."""
+    """`engine_core`, `output_processor` and `logger_manager` are those of AsyncLLM."""
     routes: GroupRoutes
 
     @property
@@ -43,21 +43,21 @@ class WatchedClient(Protocol):
 
 
 class Life:
-    """The life of the engine behind one engine client."""
+    """State of the engine behind one engine client: which ranks have died."""
 
     def __init__(self, client: WatchedClient) -> None:
         self._client = client
         self._deaths = Deaths.of_this_server()
         self._watching: asyncio.Task[None] | None = None
         self.dead: dict[int, Death] = {}
-        """Ranks that have died."""
+        """Deaths by rank."""
 
     @property
     def living_ranks(self) -> list[int]:
         return [rank for rank in range(self._client.num_ranks) if rank not in self.dead]
 
     def watch(self) -> None:
-        """From now on, until the engine dies."""
+        """Start watching, until the engine dies."""
         if self._watching is None or self._watching.done():
             self._watching = spawn(self._watch(), "watching ranks")
 
@@ -68,18 +68,22 @@ class Life:
                     if death.rank not in self.dead:
                         self._bury(death)
             await asyncio.sleep(LOOK_S)
-        # vLLM tells whoever waits when it reads from a dead engine, but its client may be closed before it does.
+        # vLLM fails waiting requests when it reads from a dead engine, but its client may be closed before.
         self._client.output_processor.propagate_error(EngineDeadError())
 
     def _bury(self, death: Death) -> None:
-        """Nobody turns to it any more; whoever waits for it is told by and by."""
+        """Mark a rank as dead. Its requests are failed in the background."""
         self.dead[death.rank] = death
         self._client.engine_core.bury(death.rank)
         self._client.routes.bury(death.rank)
         spawn(self._tell(death.rank), "telling of a dead rank")
 
     async def _tell(self, rank: int) -> None:
-        """A move between two dead ranks ends when both are buried, so that this must not keep the watch from it."""
+        """Fail the requests of a dead rank.
+
+        This waits for moves, and a move between two dead ranks ends once both are marked as dead. So it runs in the
+        background of the watch.
+        """
         client, core = self._client, self._client.engine_core
         for route in client.routes.on_rank(rank):
             await route.at_rest()  # one that leaves a dead rank may arrive elsewhere
@@ -87,5 +91,5 @@ class Life:
         lost = core.requests_of(rank)
         logger.error("vllm_rollout: rank %d has died, and %d requests with it; the other ranks go on", rank, len(lost))
         client.lose(lost, RankDied.of(rank))
-        if client.logger_manager is not None:  # what it said last would be shown for ever
+        if client.logger_manager is not None:  # its last statistics would be shown for ever
             client.logger_manager.record(scheduler_stats=SchedulerStats(), iteration_stats=None, engine_idx=rank)

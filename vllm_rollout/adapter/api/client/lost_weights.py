@@ -1,6 +1,6 @@
-"""Weights that a trainer has sent are gone when the engine is rebuilt.
+"""Handling of weights that a trainer has sent and that a rebuild of the engine has lost.
 
-Invariant: no rollout begins on the model's own weights in place of them.
+Invariant: no rollout begins on the model's own weights in place of the lost ones.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError
 
 UNNAMED_WEIGHTS = "default"
-"""vLLM's weight version until somebody says one."""
+"""vLLM's weight version until a client names one."""
 PATIENCE_S = 30.0
-"""A rollout waits this long for a trainer to send them again."""
+"""Seconds for which a rollout waits for a trainer to send weights again."""
 LOOK_S = 0.1
 
 
 class LostWeights:
-    """What the engine had before it was rebuilt, until somebody sends weights again."""
+    """Weight version before the engine was rebuilt, until weights are sent again."""
 
     version: str | None = None
-    """None: nothing is missing."""
+    """None: no weights are missing."""
 
     async def found(self, current_version: Callable[[], Awaitable[str]]) -> None:
-        """Return when weights of any version are there again; at once when none were lost.
+        """Wait until the engine has weights of any named version. Returns at once if none were lost.
 
-        Raises: GracefulHTTPError (409) after `PATIENCE_S`.
+        Raises: GracefulHTTPError (409) after `PATIENCE_S` seconds.
         """
         deadline = None
         while self.version is not None:

@@ -1,8 +1,10 @@
-"""Where vLLM's --api-key does not reach. Invariant: our fields work nowhere that the key does not guard, and what
-trainers may change there needs the keys that our own endpoints need.
+"""Paths that vLLM's --api-key does not guard.
 
-vLLM guards the paths that begin with one of its prefixes; /invocations generates without a key. A server without
---api-key takes our fields in the same places, so that a key changes nothing but who may come in.
+Invariant: our fields work on guarded paths only. Trainers' routes that change something need the same keys as our own
+endpoints.
+
+vLLM guards the paths that begin with one of its prefixes. /invocations generates without a key. A server without
+--api-key takes our fields on the same paths.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.paths import path_of
 
 _open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
-"""The path of the request that is being answered, where no key guards it."""
+"""Path of the current request if no key guards it, else None."""
 
 
 class OpenPaths:
-    """ASGI middleware that notes requests which no key guards, by the rule of vLLM's own."""
+    """ASGI middleware that marks requests on paths without a key, by vLLM's own rule."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,7 +42,7 @@ class OpenPaths:
 
 
 def refuse_on_open_path(fields: Iterable[str]) -> None:
-    """Raises: VLLMValidationError (400) for our fields in a request that no key guards."""
+    """Raises: VLLMValidationError (400) for our fields in a request on a path without a key."""
     if (path := _open_path.get()) is None:
         return
     field = f"vllm_xargs.{next(iter(fields))}"
@@ -52,7 +54,7 @@ def refuse_on_open_path(fields: Iterable[str]) -> None:
 
 
 def has_key(app: Starlette, headers: Headers) -> bool:
-    """Whether a request has --api-key, or the server has none."""
+    """True if the request has --api-key, or the server has none."""
     return all(
         AuthenticationMiddleware(app, **middleware.kwargs).verify_token(headers)
         for middleware in app.user_middleware
@@ -61,13 +63,13 @@ def has_key(app: Starlette, headers: Headers) -> bool:
 
 
 def lacks_key(app: Starlette, scope: Scope) -> bool:
-    """Whether vLLM refuses a request because it has not --api-key."""
+    """True if vLLM refuses a request because it lacks --api-key."""
     is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
     return is_guarded and not has_key(app, Headers(scope=scope))
 
 
 def require_keys(request: Request) -> None:
-    """Raises: HTTPException (401) without --api-key and --rollout-admin-key, where the server was given them."""
+    """Raises: HTTPException (401) if --api-key or --rollout-admin-key is set and the request lacks it."""
     if not has_key(request.app, request.headers):
         raise HTTPException(
             HTTPStatus.UNAUTHORIZED,
@@ -80,4 +82,4 @@ def require_keys(request: Request) -> None:
 
 
 KEYS_NEEDED = [Depends(require_keys)]
-"""Dependencies of a trainer's route that changes something."""
+"""FastAPI dependencies of a trainer's route that changes something."""

@@ -1,4 +1,4 @@
-"""vLLM's outputs of candidates -> endings and choices. Invariant: nothing here waits or sends."""
+"""Endings and choices from vLLM's outputs of candidates. Invariant: nothing here waits or sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRUNCATED = frozenset({"length", "repetition"})
 
 @dataclass(frozen=True, slots=True)
 class CandidateOutput:
-    """One output of a candidate; `note` comes with the last one of a candidate the scheduler ended."""
+    """One output of a candidate. `note` comes with the last output of a candidate that the scheduler ended."""
 
     index: int
     output: RequestOutput
@@ -25,14 +25,14 @@ class CandidateOutput:
 
 @dataclass(frozen=True, slots=True)
 class CandidateFailed:
-    """Something of ours or of vLLM's raised: this candidate has no last output. Its siblings go on."""
+    """The candidate raised an exception in our code or vLLM's and has no last output. Its siblings go on."""
 
     index: int
     error: str
 
 
 def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Ending:
-    """The ending in a candidate's last output; `num_tokens` when that output is a delta."""
+    """Ending from a candidate's last output. `num_tokens`: all its output tokens, if the output is a delta."""
     (completion,) = candidate.output.outputs
     note = candidate.note
     failed = note is None or completion.finish_reason == "error"
@@ -48,15 +48,20 @@ def ending_of(candidate: CandidateOutput, num_tokens: int | None = None) -> Endi
 
 
 def pad_prompt_logprobs(output: RequestOutput) -> None:
-    """One place per token of the prompt, also for a request that was stopped before its prompt was computed."""
+    """Pad prompt log probabilities with None to one per prompt token, for a request that was stopped before its
+    prefill.
+    """
     given = output.prompt_logprobs
     if given and (num_missing := len(output.prompt_token_ids or ()) - len(given)) > 0:
         output.prompt_logprobs = [*given, *[None] * num_missing]
 
 
 def chosen(plan: GroupPlan, result: GroupResult, finals: Collection[int]) -> list[int]:
-    """Which candidates are the choices, `group_size` at most: the selected ones, and in an incomplete group what the
-    others left, most first. `finals`: those that left anything."""
+    """Indices of the choices, at most `group_size`: the selected candidates, then the others with the most tokens
+    first.
+
+    `finals`: indices of candidates that have a last output.
+    """
     indices = list(result.selected)
     others = [e for e in result.endings if e.index not in result.selected and e.index in finals]
     others.sort(key=lambda e: (-e.num_tokens, e.index))
@@ -64,7 +69,7 @@ def chosen(plan: GroupPlan, result: GroupResult, finals: Collection[int]) -> lis
 
 
 def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, RequestOutput]) -> list[CompletionOutput]:
-    """Exactly `group_size` choices, empty ones where too few candidates left anything."""
+    """Exactly `group_size` choices. Empty choices fill the places without a candidate."""
     choices = []
     for position, index in enumerate(indices):
         (choice,) = finals[index].outputs
@@ -77,14 +82,16 @@ def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, Reques
 
 
 class NoTokens(list[int]):
-    """None, and true: a stream of vLLM takes what is false, before a first token came, for a part of a prefill."""
+    """An empty list that is true. vLLM's stream takes an empty false list before the first token for a part of the
+    prefill.
+    """
 
     def __bool__(self) -> bool:
         return True
 
 
 def let_stream(output: RequestOutput) -> None:
-    """Have vLLM send the finish reasons of candidates that were stopped before their first token."""
+    """Let vLLM stream the finish reasons of candidates that were stopped before their first token."""
     for completion in output.outputs:
         if completion.finish_reason is not None and not completion.token_ids:
             completion.token_ids = NoTokens()

@@ -1,4 +1,4 @@
-"""What a prompt says, in whichever form it reaches the engine client. Invariant: nothing of it is kept."""
+"""Digests of prompts, in every form that reaches the engine client. Invariant: no prompt is kept."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vllm_rollout.group.plans.prompt_key import digest_of
 
 
 def digest_of_prompt(prompt: Any) -> str:
-    """Names its content: token ids, with the hashes of images and the like.
+    """Digest of a prompt's content: token ids, with the hashes of images and other media.
 
-    A prompt that has no token ids (embeddings, a stream of inputs) is told from others by nothing but its form.
+    Prompts without token ids (embeddings, a stream of inputs) are distinguished only by their type.
     """
     if isinstance(prompt, str):
         return f"text:{digest_of([*map(ord, prompt)])}"

@@ -1,6 +1,6 @@
-"""What this engine cannot do, each with its reason and remedy.
+"""Requests that this engine cannot run, each with a reason and a remedy.
 
-Invariant: what is refused on one endpoint is refused on all of them, before anything is launched.
+Invariant: a request refused on one endpoint is refused on all of them, before anything is launched.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ NO_PROMPT_LOGPROBS = (
 
 
 def refuses_prompt_logprobs(vllm_config: VllmConfig) -> bool:
-    """Whether log probabilities of a prompt would end the engine: vLLM's LoRA operators for CPUs take every row for a
-    sampled one."""
+    """True if prompt log probabilities would end the engine. vLLM's LoRA operators for CPUs treat every row as a
+    sampled one.
+    """
     return vllm_config.lora_config is not None and current_platform.is_cpu()
 
 
 def refuse_unwritable(extra_args: Mapping[str, Any]) -> None:
-    """Raises: VLLMValidationError (400) for half a surrogate pair, which JSON admits and no message to the engine."""
+    """Raises: VLLMValidationError (400) for an unpaired surrogate. JSON allows it, messages to the engine do not."""
     try:
         json.dumps(extra_args, ensure_ascii=False, default=repr).encode()
     except UnicodeEncodeError as error:
@@ -46,7 +47,7 @@ def refuse_unwritable(extra_args: Mapping[str, Any]) -> None:
 
 
 def pruning_refusal(vllm_config: VllmConfig) -> str | None:
-    """Why candidates cannot be scored here, and so not pruned; None when they can."""
+    """Reason if candidates cannot be scored and pruned here, else None."""
     reason = observing_refusal(vllm_config)
     if reason is None:
         return None
@@ -57,10 +58,10 @@ def pruning_refusal(vllm_config: VllmConfig) -> str | None:
 
 
 def refuse_our_fields_in_beam_search() -> None:
-    """Make vLLM's requests refuse `rollout_*` fields beside `use_beam_search`; once per API process.
+    """Make vLLM's requests refuse `rollout_*` fields together with `use_beam_search`. Call this once per API process.
 
-    Beam search reaches the engine client as many requests of one token, without any of the fields that came with it:
-    only where a request becomes beam search parameters both are seen, and there vLLM has no seam.
+    Beam search reaches the engine client as many requests of one token, without the request's fields. Both are visible
+    only where a request becomes beam search parameters, and vLLM has no hook there.
     """
     for request_class in (ChatCompletionRequest, CompletionRequest):
         if not hasattr(request_class.to_beam_search_params, "__wrapped__"):
@@ -75,10 +76,10 @@ FULL_TURN = (
 
 
 def refuse_full_turns() -> None:
-    """Make vLLM's requests say of a turn of a session that no token is left for its answer; once per API process.
+    """Make vLLM's requests refuse a session's turn that leaves no token for its answer. Call this once per API process.
 
-    vLLM has a sentence for prompts that are longer than the context. With one that just fills it, `max_tokens` becomes
-    0 before the engine client sees the request.
+    vLLM has a message for prompts longer than the context. For a prompt that just fills it, `max_tokens` becomes 0
+    before the engine client gets the request.
     """
     for request_class in (ChatCompletionRequest, CompletionRequest):
         if not hasattr(request_class.to_sampling_params, "__wrapped__"):

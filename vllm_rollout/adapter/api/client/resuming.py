@@ -1,6 +1,6 @@
-"""Candidates that go on from tokens of an earlier round: they are a longer prompt to vLLM.
+"""Candidates that continue from tokens of an earlier round: for vLLM they have a longer prompt.
 
-Invariant: what vLLM reads of output tokens only, and so would not see of the earlier ones, is refused beforehand.
+Invariant: sampling fields by which vLLM reads only output tokens are refused, because it would miss the earlier ones.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ READS_OUTPUT_TOKENS = {
     "thinking_token_budget": "counts tokens of the answer",
     "extra_args": "may be read by a logits processor that looks at the answer",
 }
-"""Sampling fields with which a candidate cannot go on, each with its reason. `repetition_penalty` counts prompt and
-answer alike, `min_tokens` and `max_tokens` are reduced."""
+"""Sampling fields with which a candidate cannot continue, each with its reason. `repetition_penalty` counts prompt and
+answer alike. `min_tokens` and `max_tokens` are reduced.
+"""
 
 
 def resume_refusal(params: SamplingParams, prompt: Mapping[str, Any]) -> RequestError | None:
-    """Why candidates of this prompt cannot go on later; None when they can."""
+    """Error if candidates of this prompt cannot continue later, else None."""
     for field, reason in READS_OUTPUT_TOKENS.items():
         if getattr(params, field):
             return RequestError(
@@ -48,14 +49,16 @@ def resume_refusal(params: SamplingParams, prompt: Mapping[str, Any]) -> Request
 
 
 def resumed_prompt(prompt: Any, token_ids: Sequence[int]) -> Any:
-    """The prompt with output tokens behind it."""
+    """The prompt followed by output tokens."""
     if not token_ids:
         return prompt
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *token_ids]}
 
 
 def resumed_params(params: SamplingParams, num_before: int) -> SamplingParams:
-    """What is left after so many tokens. With a seed, its chance begins anew: another one than without the break."""
+    """Parameters for the rest after `num_before` output tokens. With a seed, sampling starts anew and differs from an
+    uninterrupted candidate.
+    """
     left = copy(params)
     if num_before:
         left.max_tokens = params.max_tokens - num_before
@@ -71,19 +74,19 @@ def text_of(
     *,
     stopped: bool,
 ) -> str:
-    """The text of output tokens as vLLM would have made it; `stopped`: a stop token is the last one."""
+    """Text of output tokens, as vLLM makes it. `stopped`: True if the last token is a stop token."""
     detokenizer = detokenizer_of(cached_tokenizer_from_config(model_config), "text", prompt_token_ids, params)
     detokenizer.update(list(token_ids), stop_terminated=stopped)
     return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
 def prompt_text(model_config: ModelConfig, token_ids: Sequence[int], params: SamplingParams) -> str:
-    """The text of a prompt, in which a stop string ends nothing."""
+    """Text of a prompt. Stop strings in it are ignored."""
     endless = copy(params)
     endless.stop = []
     return text_of(model_config, token_ids, endless, token_ids, stopped=False)
 
 
 def whole_text(model_config: ModelConfig, token_ids: Sequence[int]) -> str:
-    """The text of tokens, special ones included."""
+    """Text of tokens, special tokens included."""
     return cached_tokenizer_from_config(model_config).decode(list(token_ids), skip_special_tokens=False)

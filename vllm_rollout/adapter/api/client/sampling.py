@@ -1,6 +1,6 @@
-"""What a rollout's `sampling_params` may say, as vLLM's SamplingParams.
+"""A rollout's sampling parameters, as vLLM's SamplingParams.
 
-Invariant: a field that the installed vLLM does not have, or that the server sets, is refused by name.
+Invariant: a field that the installed vLLM lacks, or that the server sets, is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.server.engine import RequestError
 
 SEEDS = range(-(2**63), 2**63)
-"""Those that vLLM's own endpoints take."""
+"""Range of seeds that vLLM's own endpoints take."""
 
 OURS = {
     "n": "is not a sampling field here: use group_size",
@@ -31,7 +31,7 @@ OURS = {
     "prompt_logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
     "logprob_token_ids": "is not returned by this endpoint: use /inference/v1/generate",
 }
-"""SamplingParams fields that a rollout does not take, with what to use instead."""
+"""SamplingParams fields that a rollout refuses, with the replacement."""
 
 FIELDS = {field.name for field in msgspec.structs.fields(SamplingParams)}
 ALLOWED = sorted(field for field in FIELDS - OURS.keys() if not field.startswith("_"))
@@ -41,9 +41,10 @@ SAMPLING = TypeAdapter(SamplingParams)
 def sampling_params(
     sampling: dict[str, Any], defaults: dict[str, Any], *, want_logprobs: bool, want_text: bool
 ) -> SamplingParams:
-    """The fields of a request on top of the model's defaults.
+    """SamplingParams from the fields of a request on top of the model's defaults.
 
-    Raises: RequestError that names the field, the installed vLLM where it does not know it, and what is allowed.
+    Raises: RequestError that names the field. For an unknown field it also has the version of vLLM and the allowed
+    fields.
     """
     for field in sampling:
         if field in OURS and field in FIELDS:
@@ -82,13 +83,15 @@ def _refused(field: str, problem: str) -> RequestError:
 
 
 def sampling_field(error: Exception) -> str:
-    """The field vLLM's own check complains about, where it says so."""
+    """Name of the field that vLLM's own check refused, if it names one."""
     field = error.parameter if isinstance(error, VLLMValidationError) else None
     return f"sampling_params.{field}" if field in ALLOWED else "sampling_params"
 
 
 def _sampling_error(error: ValidationError) -> RequestError:
-    """Pydantic tries SamplingParams as an instance and as a dictionary; what it says of the latter is of use."""
+    """RequestError from pydantic's error. Pydantic tries SamplingParams as an instance and as a dictionary. The message
+    is about the latter.
+    """
     problems = error.errors(include_url=False)
     problem = next((p for p in problems if p["type"] != "is_instance_of"), problems[0])
     field = ".".join(["sampling_params", *(part for part in problem["loc"] if part in ALLOWED)])

@@ -1,6 +1,6 @@
-"""Turns of sessions on the way to the engine: each is a candidate of a group that knows them all, on one rank.
+"""Turns of sessions on the way to the engine. Each turn is a candidate of its group, and all run on one rank.
 
-Invariant: a turn whose session has ended is answered without the engine, and one that is stopped has all its tokens.
+Invariant: a turn of an ended session is answered without the engine. A turn that is stopped returns all its tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from vllm_rollout.server.sessions.groups import OpenTurn
 from vllm_rollout.server.sessions.service import SCORED, SessionService
 
 MANY = 1 << 40
-"""Turns that may come to a group: its rank is remembered between them."""
+"""Limit of turns per group, large enough for any group. The group's rank is kept between turns."""
 TERMS = GroupTerms(1, 1, early_stop=False)
-"""The terms of the engine's group, which decides nothing, and is forgotten when no turn runs."""
+"""Terms of the engine's group. It decides nothing, and is dropped when no turn runs."""
 
 
 def turn_of(
     service: SessionService, xargs: Mapping[str, object], prompt: Any, params: SamplingParams, model: str | None
 ) -> OpenTurn | None:
-    """The turn that a request is. None: its session has ended. Raises: as vLLM answers with its status."""
+    """The turn of a request. None if its session has ended. Raises: vLLM's error for the status."""
     try:
         said = turn_from_xargs(xargs, client_session(), n=params.n)
         return service.turn(said, model, _tokens_of(prompt))
@@ -49,7 +49,7 @@ def turn_of(
 
 
 async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_model_len: int) -> Any:
-    """The prompt, in the tokens that the turns before had. Raises: as vLLM answers with its status."""
+    """The prompt with the token ids of earlier turns. Raises: vLLM's error for the status."""
     try:
         continuation = await service.compare(turn)
     except RequestError as error:
@@ -62,7 +62,7 @@ async def compared(service: SessionService, turn: OpenTurn, prompt: Any, max_mod
 
 
 def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
-    """The parameters, within what its group allows a session."""
+    """The parameters, with `max_tokens` limited to the tokens that the turn may generate."""
     if turn.max_tokens is not None and (params.max_tokens is None or params.max_tokens > turn.max_tokens):
         params.max_tokens = turn.max_tokens
         params.min_tokens = min(params.min_tokens, turn.max_tokens)
@@ -81,7 +81,7 @@ def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:
 
 
 def begin(service: SessionService, turn: OpenTurn) -> bool:
-    """As of the service. Raises: as vLLM answers with its status."""
+    """Begin the turn, as in `SessionService.begin`. Raises: vLLM's error for the status."""
     try:
         return service.begin(turn)
     except RequestError as error:
@@ -89,7 +89,7 @@ def begin(service: SessionService, turn: OpenTurn) -> bool:
 
 
 class Heard:
-    """What a turn has generated so far, however its outputs come."""
+    """Tokens, log probabilities and text that a turn has generated so far, from deltas or whole outputs."""
 
     def __init__(self, *, in_deltas: bool) -> None:
         self._in_deltas = in_deltas
@@ -115,7 +115,7 @@ class Heard:
 
 
 async def ended_at_once(request_id: str, prompt: Any, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
-    """The answer to a turn of a session that has ended."""
+    """Yield the answer to a turn of a session that has ended."""
     tokens = list(_tokens_of(prompt) or ())
     logprobs: list[Any] | None = None if params.logprobs is None and not params.logprob_token_ids else []
     prompt_logprobs: list[Any] | None = None if params.prompt_logprobs is None else [None] * len(tokens)
@@ -133,13 +133,13 @@ async def heard(
     *,
     in_deltas: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The same outputs; the session knows its turn's end before its client does."""
+    """Yield the outputs of a turn. The session records the turn's end before the client gets it."""
     said = Heard(in_deltas=in_deltas)
     async with aclosing(outputs):
         async for output, note in outputs:
             said.take(output)
             if output.finished and any(map(isnan, said.logprobs or ())):
-                service.leave(turn)  # vLLM answers with a 400, because JSON has no NaN: it has not happened
+                service.leave(turn)  # vLLM answers with a 400, because JSON has no NaN: the turn does not count
             elif output.finished:
                 service.end(
                     turn,
@@ -158,7 +158,7 @@ async def heard(
 
 
 def _tokens_of(prompt: Any) -> Sequence[int] | None:
-    """None for a prompt that is not tokenized yet, or is more than its tokens."""
+    """Token ids of a prompt. None if it is not tokenized yet, or has content beyond tokens."""
     if not isinstance(prompt, Mapping) or "encoder_prompt" in prompt or prompt.get("mm_hashes"):
         return None
     return prompt.get("prompt_token_ids")

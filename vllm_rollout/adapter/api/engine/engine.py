@@ -65,7 +65,7 @@ from vllm_rollout.server.engine import (
 from vllm_rollout.server.slices import Slices
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class VLLMEngine:
@@ -96,7 +96,7 @@ class VLLMEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way that takes several calls, of which an engine must get all or none."""
+        """True while several calls or a training belong together: an engine must get all of them or none."""
         return self.calls.is_busy or self.learning.is_training
 
     async def prepare(
@@ -108,7 +108,7 @@ class VLLMEngine:
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
-        await self._client.door.opened()  # an engine that is being rebuilt will have lost its weights
+        await self._client.door.opened()  # a rebuilt engine has lost its weights
         try:
             await self._client.lost_weights.found(self._client.get_weight_version)
         except GracefulHTTPError as error:
@@ -250,7 +250,7 @@ class VLLMEngine:
         )
 
     def _limited(self, params: SamplingParams, prompt: PromptInput, token_ids: Sequence[int]) -> SamplingParams:
-        """The parameters with `max_tokens` bounded by the context that the prompt leaves."""
+        """The parameters with `max_tokens` limited by the context that the prompt leaves. Raises: RequestError."""
         max_model_len = self.max_model_len
         vocab_size = self._client.model_config.get_vocab_size()
         if prompt.prompt_token_ids is not None and max(token_ids) >= vocab_size:
@@ -278,7 +278,7 @@ class VLLMEngine:
             else:
                 text_or_ids = prompt.prompt if prompt.prompt is not None else list(prompt.prompt_token_ids or ())
                 rendered = await self._renderer.render_completion(CompletionRequest(prompt=text_or_ids, max_tokens=1))
-        except Exception as error:  # a chat template may raise anything; it is the prompt's fault
+        except Exception as error:  # a chat template may raise anything: the prompt is to blame
             raise _bad_prompt(prompt, f" cannot be rendered: {_first_line(error)}") from error
         if isinstance(rendered, ErrorResponse):
             raise _bad_prompt(prompt, f": {rendered.error.message}")
@@ -301,7 +301,7 @@ class VLLMEngine:
 
 
 class _CandidateLog:
-    """What one candidate has said so far."""
+    """Output of one candidate so far."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -343,7 +343,7 @@ class _CandidateLog:
         return version_spans(candidate.note.weights, len(self._token_ids))
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
-        """The tokens not sent yet, if there are at least `min_tokens` of them."""
+        """The tokens that were not sent yet, if there are at least `min_tokens` of them."""
         offset = self._num_sent
         if len(self._token_ids) - offset < min_tokens:
             return None
@@ -352,13 +352,13 @@ class _CandidateLog:
         return CandidateTokens(self._index, offset, self._token_ids[offset:], logprobs)
 
     def failed(self, error: str | None = None) -> CandidateEnd:
-        """The end of a candidate that never had one."""
+        """The end of a candidate that has no last output."""
         ending = Ending(self._index, "failed", len(self._token_ids))
         return CandidateEnd(ending, self._token_ids, self._logprobs, self._text, "error", None, None, (), error=error)
 
 
 def sampled_logprobs(flat: FlatLogprobs) -> list[float]:
-    """The sampled token's log probability at each position: the first entry of its range."""
+    """Log probability of the sampled token at each position: the first entry of its range."""
     return [max(flat.logprobs[start], LOWEST_LOGPROB) for start in flat.start_indices]
 
 

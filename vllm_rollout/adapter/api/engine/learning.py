@@ -1,6 +1,6 @@
 """The part of the service's engine that learns: rewards, quality heads, reports, state.
 
-Invariant: what one API process is told, every data-parallel rank it can reach learns.
+Invariant: rewards and lengths that one API process gets reach every data-parallel rank of that process.
 """
 
 from __future__ import annotations
@@ -54,42 +54,42 @@ from vllm_rollout.server.engine import EngineStopped, KeepState, LearningReport,
 logger = init_logger("vllm.vllm_rollout")
 
 REWARDS_PER_CALL = 512
-"""Rewards in one message to an engine core, which accounts for as many of them as its time allows."""
+"""Rewards in one message to an engine core. The core accounts for as many of them as its time allows."""
 
 ANY_ROLLOUT = ""
-"""Whose turn it is when rewards of several are posted."""
+"""Key of the lock for posts with rewards of several rollouts."""
 
 REFUSAL_STATUS = {"mismatch": HTTPStatus.CONFLICT, "invalid": HTTPStatus.BAD_REQUEST}
 
 
 class Unkept:
-    """What is put is kept nowhere but in the engine. `state_file.py` keeps it on disk."""
+    """Keeps heads and states in the engine only. `state_file.py` has the version that keeps them on disk."""
 
     @asynccontextmanager
     async def putting_state(self, state: bytes) -> AsyncIterator[str]:
-        """Around a state that is put; yields the name under which it lies on disk until it is taken."""
+        """Around a state that is being put. Yields its file name on disk until `take`."""
         yield ""
 
     async def take(self, staged: str) -> None:
-        """From now on a restart has this state."""
+        """Make this the state that a restart reads."""
 
     @asynccontextmanager
     async def putting_head(self, put: HeadToPut) -> AsyncIterator[None]:
-        """Around a head that is put; a restart has it unless that fails."""
+        """Around a head that is being put. A restart reads it unless putting fails."""
         yield
 
 
 class EngineLearning:
-    """What `server.engine.LearningPart` asks for. Rank 0 trains; the others get its heads."""
+    """Implements `server.engine.LearningPart`. Rank 0 trains, and the other ranks get its heads."""
 
     def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
         self._calls = calls
         self._budget_s = options.train_budget_s
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By rollout, while rewards of it are posted."""
+        """Locks by rollout id, held while its rewards are posted."""
         self._replacing = asyncio.Lock()
-        """Held while heads or all that was learned are put on one rank after the other."""
+        """Held while a head or a state is put on one rank after the other."""
         self.kept: Unkept = Unkept()
 
     @property
@@ -109,7 +109,9 @@ class EngineLearning:
         return await self._calls.to_its_end(self._post_in_turn(ANY_ROLLOUT, rewards))
 
     async def _post_in_turn(self, turn_of: str, rewards: Sequence[NamedReward]) -> RewardsReceipt:
-        """Rewards of one rollout one post after the other: of two alike, one is accepted and one a duplicate."""
+        """Post the rewards of one rollout in order, one post after the other. If two posts are equal, one is accepted
+        and one is a duplicate.
+        """
         turn = self._turns.setdefault(turn_of, asyncio.Lock())
         async with turn:
             posted = await asyncio.gather(*(self._post_to(rank, rewards) for rank in self._calls.living_ranks))
@@ -125,7 +127,7 @@ class EngineLearning:
             return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
 
     async def _post_to(self, rank: int, rewards: Sequence[NamedReward]) -> RewardsProgress:
-        """Post to one rank, as many at a time as it gets through; one that has died knows none of them."""
+        """Post rewards to one rank, in portions that it can process. For a dead rank all are unknown."""
         posted = RewardsProgress(set(), [])
         share = self._calls.num_ranks > 1
         while len(posted.statuses) < len(rewards):
@@ -141,7 +143,7 @@ class EngineLearning:
         return posted
 
     async def _teach_others(self, origin: int, progress: RewardsProgress) -> None:
-        """Calibration on every other rank, the head on the first."""
+        """Send labels to the calibration of every other rank, and features to the first rank, which trains the head."""
         if progress.labels:
             others = [rank for rank in self._calls.living_ranks if rank != origin]
             await asyncio.gather(*(self._calls.call_if_alive(rank, LEARN_LABELS, progress.labels) for rank in others))
@@ -165,7 +167,9 @@ class EngineLearning:
             return await self.restore_head(put)
 
     async def restore_head(self, put: HeadToPut) -> HeadInfo:
-        """On the first rank, which decides, and then on the others. Raises: RequestError, and nothing has changed."""
+        """Put a head on the first rank, then on the others. Raises: RequestError of the first rank, with nothing
+        changed.
+        """
         async with self._replacing:
             head = await self._calls.call_first(PUT_HEAD, put)
             _check([head])
@@ -175,7 +179,7 @@ class EngineLearning:
     async def _put_on_others(self, put: HeadToPut) -> None:
         for rank in self._calls.living_ranks[1:]:
             refusal = await self._calls.call_if_alive(rank, PUT_HEAD, put)
-            if isinstance(refusal, Refusal):  # rewards are awaited there for as many other detection lengths
+            if isinstance(refusal, Refusal):  # that rank awaits rewards for the maximum of other detection lengths
                 logger.warning("rank %d did not take the head of the first: %s", rank, refusal.message)
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
@@ -183,7 +187,7 @@ class EngineLearning:
         known = {each.head.detection_length: each for each in learned}
         length = self._choose(detection_length, known, "anything learned")
         key = HeadKey(length, adapter)
-        # Every rank's calibration knows every label; verdicts, and what awaits a reward, each rank knows of itself.
+        # Every rank's calibration has every label. Verdicts and awaited rewards each rank has only of its own.
         found = [each for each in learned if each.head == key]
         windows = (await self._calls.call_if_alive(rank, LEARNING_WINDOW, key) for rank in self._calls.living_ranks)
         window = LearningWindow()
@@ -214,11 +218,11 @@ class EngineLearning:
         )
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
-        """Every rank learns every label: one of them knows."""
+        """Tried candidates from one rank, because every rank learns every label."""
         return await self._calls.call_first(TRIED_LENGTHS, adapter)
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
-        """Every rank learns every group's lengths and every reward: one of them knows."""
+        """Known prompts from one rank, because every rank learns all lengths and rewards."""
         lines = await self._calls.read(OPEN_PROMPTS, lambda reader: PromptsToRead(reader, adapter))
         assert lines is not None, "it always opens"
         return await asyncio.to_thread(
@@ -235,7 +239,9 @@ class EngineLearning:
         await self._calls.to_its_end(self._put_state(state, keep))
 
     async def _put_state(self, state: bytes, keep: KeepState | None) -> None:
-        """Looked at by every rank, then on disk, then in every rank: what has been looked at is not refused."""
+        """Check a state on every rank, write it to disk, then put it on every rank. A state that passed the check is
+        not refused later.
+        """
         _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=True)))
         async with self.kept.putting_state(state) as staged:
             if keep is not None:
@@ -244,24 +250,29 @@ class EngineLearning:
             await self.restore_state(state)
 
     async def restore_state(self, state: bytes) -> None:
-        """In every rank. Raises: RequestError, and nothing has changed, if they all have the same model."""
+        """Put a state on every rank. Raises: RequestError. If all ranks have the same model, nothing has
+        changed then.
+        """
         async with self._replacing:
             _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=False)))
 
     async def _train(self) -> None:
-        """Ask for one slice after the other; the engine makes its steps in between. If it fails, rewards were taken and
-        calibration has learned, published heads are as they were, and the next rewards begin it again."""
+        """Train slice by slice, while the engine makes steps in between.
+
+        If this fails, rewards stay accounted for, calibration has learned, and published heads are unchanged. The next
+        rewards start the training again.
+        """
         try:
             while await self._calls.call_first(TRAIN, self._budget_s):
                 pass
             if self._calls.num_ranks > 1:
                 await self._share_heads()
             self._calls.after_change()
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # a dead engine is reported elsewhere
             logger.warning("training of the quality head ended with the engine")
 
     async def settled(self) -> None:
-        """Wait until the training that is on its way is done."""
+        """Wait until the running training is done."""
         if self._training is not None and not self._training.done():
             await asyncio.wait([self._training])
 
@@ -276,13 +287,13 @@ class EngineLearning:
         return await self._calls.read(OPEN_HEAD, lambda reader: HeadToRead(reader, head))
 
     async def _heads(self) -> list[HeadInfo]:
-        """The heads of the first rank, which trains."""
+        """Heads of the first rank, which trains."""
         return await self._calls.call_first(HEADS, None)
 
     def _choose(self, detection_length: int | None, known: dict[int, Any], what: str) -> int:
         named = ", ".join(map(str, sorted(known)))
         if detection_length is None:
-            meant = set(known) - {WHOLE} or set(known)  # whole trajectories are asked for by name, beside any other
+            meant = set(known) - {WHOLE} or set(known)  # whole trajectories are only meant if they are alone
             if len(meant) == 1:
                 return meant.pop()
             if known:
@@ -304,7 +315,7 @@ class EngineLearning:
 
 
 def _check(answers: Iterable[Any]) -> None:
-    """Raises: RequestError when a rank refused what was put."""
+    """Raises: RequestError if a rank refused the head or state."""
     for answer in answers:
         if isinstance(answer, Refusal):
             raise RequestError(f"{answer.message}.", status=REFUSAL_STATUS[answer.kind])

@@ -1,6 +1,6 @@
-"""Which groups of this API process move by themselves: `group/ranks/migration.py` asked with what the engine cores say.
+"""Migration of groups of this API process, planned by `group/ranks/migration.py` from the engine cores' loads.
 
-Invariant: a group moves without a drain only for what its request allows.
+Invariant: a group moves without a drain only for reasons that its request allows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm_rollout.server.engine import EngineStopped
 logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 0.05
-"""Between two counts of what has ended, while groups run that may move."""
+"""Seconds between two counts of ended candidates, while groups run that may move."""
 
 
 class MigrationWatch:
-    """Sees groups run that may move, and has them moved when that pays."""
+    """Watches running groups that may move, and moves them if that pays."""
 
     def __init__(self, client: RolloutAsyncLLM, moves: EngineMoves, shaping: EngineShaping) -> None:
         self._client = client
@@ -34,7 +34,7 @@ class MigrationWatch:
         self._planning: asyncio.Task[None] | None = None
 
     def let_migrate(self) -> None:
-        """Groups begin that may move: plan moves as long as there are some."""
+        """Plan moves as long as groups run that may move. Call this when such a group begins."""
         if self._planning is None or self._planning.done():
             self._planning = spawn(self._plan_on(), "planning moves")
 
@@ -51,13 +51,13 @@ class MigrationWatch:
             if not is_look_due(num_left, num_left_at_look):
                 continue
             num_left_at_look = num_left
-            with survived("planning moves"), suppress(EngineStopped):  # it says so elsewhere
+            with survived("planning moves"), suppress(EngineStopped):  # a dead engine is reported elsewhere
                 moves, delay = await self._next_moves(delay)
                 for move in moves:
                     await self._moves.move_group(move.group_id, move.target)
 
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
-        """And by how much the consolidations of this tail make its end later (`Consolidation.delay`)."""
+        """The next moves, and how much this tail's consolidations delay its end so far (`Consolidation.delay`)."""
         cost, loads = self._shaping.cost_model, await self._moves.rank_loads()
         if spread := plan_spread(cost, loads(lambda route: route.migration in ("spread", "auto"))):
             return spread, delay

@@ -1,17 +1,18 @@
 """The part of the service's engine that moves groups from one rank to another, and keeps ranks empty.
 
-    release  source       the group stops between two steps and is put into a parcel
-    adopt    target       it goes on there
-    confirm  source       the parcel is forgotten
+    release  source       the group stops between two steps and is packed
+    adopt    target       it continues there
+    confirm  source       the packed group is dropped
 
-All messages to one engine core go through one socket, so what is sent before a call is there before it. Who has
-something for a group that moves waits (`group_routes.py`). Each API process moves its own groups.
+All messages to one engine core go through one socket, so a message sent before a call arrives before it. Requests for a
+group that moves wait (`group_routes.py`). Each API process moves its own groups.
 
-A rank that is kept empty knows for whom. API processes share the ranks and nothing else: each looks whether others take
-groups, holds, and looks again. Of two that meet at least one finds nobody left, and gives back.
+A rank that is kept empty stores the owners of the hold. API processes share the ranks and nothing else. Each checks
+that other ranks take groups, holds the rank, and checks again. If two processes hold the last ranks at the same time,
+at least one finds no other rank, and releases its hold.
 
-Invariant: whatever fails, the group ends up in exactly one engine core: in the source until the target has it. What is
-held gets no group, and while two ranks live not all of them are held for longer than a call takes.
+Invariant: whatever fails, the group ends up in exactly one engine core: in the source until the target has it. A held
+rank gets no group. While two ranks live, not all of them are held for longer than a call takes.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ from vllm_rollout.server.engine import Drained, EngineStopped, RequestError
 logger = init_logger("vllm.vllm_rollout")
 
 RELEASE_TRIES = 64
-"""So often a group is asked for that has a token in flight, or an event that waits for the end of a step."""
+"""Attempts to release a group that has a token in flight, or an event that waits for the end of a step."""
 LOOK_S = 0.05
-"""Between two looks at an engine core that is to become empty."""
+"""Seconds between two checks of an engine core that is to become empty."""
 FOLLOW_S = 0.5
-"""Where there are several API processes, each looks this often which ranks the others have put on hold. A drain is
-answered after two such looks: until then the others may send something."""
+"""Seconds between two checks for ranks that other API processes hold. A drain is answered after two such checks: until
+then the other processes may send requests to the rank.
+"""
 
 SHARED = "its candidates come through several API processes"
 REASONS = {
@@ -77,14 +79,14 @@ MayMove = Callable[[GroupRoute], bool]
 
 
 class Move(NamedTuple):
-    """What became of a move."""
+    """Result of a move."""
 
     outcome: MoveOutcome
     reason: str = ""
 
 
 class EngineMoves:
-    """What `server.engine.MovesPart` asks for, and what moves a group."""
+    """Implements `server.engine.MovesPart`, and moves groups."""
 
     def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, shaping: EngineShaping) -> None:
         self._client = client
@@ -92,8 +94,9 @@ class EngineMoves:
         self._shaping = shaping
         self._epochs = count(1)
         self._one_move = asyncio.Lock()
-        """Held while a group is in no engine core, while it is decided which ranks take groups, and by calls that have
-        to reach all groups."""
+        """Held while a group is in no engine core, while ranks are held or restored, and by calls that must reach all
+        groups.
+        """
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -119,18 +122,20 @@ class EngineMoves:
         return None
 
     async def engine_loads(self) -> list[EngineLoad]:
-        """By rank. Raises: RequestError (503) for a dead engine."""
+        """Loads by rank. Raises: RequestError (503) if the engine is dead."""
         loads = await self._calls.call_each(ENGINE_LOAD, None)
         return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
 
     async def rank_loads(self) -> Callable[[MayMove], list[RankLoad]]:
-        """Ask once; what is returned says what the rules know of each rank, given which groups may move."""
+        """Ask for loads once. Returns a function: given which groups may move, it gives the load of each rank for the
+        rules.
+        """
         lengths = (await self._shaping.length_history([])).dataset  # they predict groups without an outlook
         loads = await self.engine_loads()
         return lambda may_move: [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
 
     def _rank_load(self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: MayMove) -> RankLoad:
-        """Groups that may not move are requests like others."""
+        """Load of one rank. Groups that may not move count as other requests."""
         groups, other_tokens = [], 0
         for running in load.groups:
             route = self._client.routes.find(running.group_id)
@@ -155,7 +160,7 @@ class EngineMoves:
         return plan_scale_down(progress, (await self.rank_loads())(lambda route: True))
 
     async def tell_all_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """One operation on every rank while no group is between two: one in no engine core would not hear of it."""
+        """Run one operation on every rank while no group moves: a group in no engine core would miss it."""
         async with self._one_move:
             await self._calls.call_all(operation, argument)
 
@@ -182,7 +187,7 @@ class EngineMoves:
         await self._calls.to_its_end(self._end_hold(rank, owner))
 
     async def _hold(self, rank: int, owner: str) -> None:
-        """Keep a rank empty from now on. Raises: RequestError (409) when no other would take groups."""
+        """Keep a rank empty from now on. Raises: RequestError (409) if no other rank would take groups."""
         async with self._one_move:
             if not self._takers(await self.engine_loads(), rank):
                 only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
@@ -202,12 +207,12 @@ class EngineMoves:
             self._client.routes.hold(self._held(await self.engine_loads()))
 
     def follow_holds(self) -> None:
-        """From now on leave ranks that other API processes put on hold."""
+        """Start to leave ranks that other API processes hold."""
         if self.num_ranks > 1 and self._client.num_api_processes > 1:
             self._following = spawn(self._follow(), "following holds")
 
     async def move_group(self, group_id: str, target: int) -> Move:
-        """Move a group to another rank; also to its end when the one who waits for it goes away."""
+        """Move a group to another rank. The move completes even if its caller goes away."""
         route = self._client.routes.find(group_id)
         if route is None:
             return Move("over")
@@ -219,17 +224,17 @@ class EngineMoves:
 
     @classmethod
     def _takers(cls, loads: Sequence[EngineLoad], rank: int) -> frozenset[int]:
-        """Ranks that take groups when this one does not."""
+        """Ranks that take groups if this one does not."""
         return frozenset(range(len(loads))) - cls._held(loads) - {rank}
 
     async def _follow(self) -> None:
         before: frozenset[int] = frozenset()
         while not self._client.errored:
             await asyncio.sleep(FOLLOW_S)
-            with survived("following holds"), suppress(EngineStopped):  # it says so elsewhere
+            with survived("following holds"), suppress(EngineStopped):  # a dead engine is reported elsewhere
                 async with self._one_move:
                     held = self._held(await self.engine_loads())
-                    if len(held) < self.num_ranks or held == before:  # else drains that meet, and give back
+                    if len(held) < self.num_ranks or held == before:  # else drains collide, and one is released
                         self._client.routes.hold(held)
                     before = held
                 for rank in self._client.routes.held:
@@ -254,7 +259,7 @@ class EngineMoves:
         async with self._one_move:
             routes = self._client.routes
             if target in routes.held and route.rank in routes.held and routes.has_open:
-                target = routes.next_rank()  # it has to leave, to wherever
+                target = routes.next_rank()  # it has to leave its rank, so any other rank will do
             if target in routes.held:
                 return Move("stays", f"rank {target} takes no groups any more")
             if route.rank == target:
@@ -283,7 +288,7 @@ class EngineMoves:
             return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
         try:
             await self._calls.call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
-            if target in self._client.life.dead:  # it died with the group, whose requests nobody looked for there
+            if target in self._client.life.dead:  # it died with the group, whose requests were not known to be there
                 raise RankDied.of(target)
         except Exception as error:
             logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)
@@ -298,7 +303,7 @@ class EngineMoves:
         return Move("moved")
 
     async def _take_back(self, route: GroupRoute, wanted: GroupToRelease, move: Move) -> Move:
-        """The group goes on in the source. Where that fails too, its candidates do."""
+        """Let the group continue in the source. If that fails too, its candidates fail."""
         try:
             await self._calls.call_rank(route.rank, KEEP_GROUP, wanted)
         except Exception as error:

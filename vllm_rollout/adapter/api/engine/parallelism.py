@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where an engine cannot be rebuilt."""
+    """Exit with status 2 and a remedy if the engine cannot be rebuilt with these flags."""
     if args.rollout_parallelism == "fixed":
         if args.rollout_parallelism_devices is not None:
             parser.error("--rollout-parallelism-devices bounds what --rollout-parallelism auto may do; add that flag.")
@@ -95,9 +95,9 @@ def switch_on(args: argparse.Namespace) -> None:
 
 
 def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VLLMEngine) -> Parallelism | None:
-    """What changes the engine's size; None without --rollout-parallelism auto.
+    """The planner and resizer of the engine's size. None without --rollout-parallelism auto.
 
-    Raises: RuntimeError, which ends the start, when the model or the profile leaves nothing to choose.
+    Raises: RuntimeError, which ends the start, if the model or the profile leaves nothing to choose.
     """
     if args.rollout_parallelism == "fixed":
         return None
@@ -143,7 +143,7 @@ def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VL
 
 
 def engine_size(profile: Profile, size: int, max_num_seqs: int) -> EngineSize:
-    """What a profile says of a size that it has."""
+    """Costs and KV capacity of a tensor-parallel size that the profile has."""
     engine = profile.engine(size)
     assert engine is not None, "a profile has an engine for every cost"
     return EngineSize(replace(profile.cost(size), max_num_seqs=max_num_seqs), engine.kv_capacity_tokens)

@@ -1,8 +1,8 @@
-"""An engine at another tensor-parallel size behind the same engine client: vLLM's engine cores are stopped and others
-started, while whoever asks for something waits.
+"""An engine at another tensor-parallel size behind the same engine client. vLLM's engine cores are stopped and new ones
+started, while requests wait.
 
-Invariant: nothing fails because of it. A request, and a call, reaches the old engine and is answered by it, or waits
-and reaches the new one; what was learned is the same before and after.
+Invariant: no request or call fails because of it. It is answered by the old engine, or waits for the new one. The
+learned state is the same before and after.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from vllm_rollout.server.runs.parallelism import Resized
 logger = init_logger("vllm.vllm_rollout")
 
 LOOK_S = 0.02
-"""Whoever waits for an engine to run empty looks this often."""
+"""Seconds between two checks whether the engine is empty."""
 CALLS_TIMEOUT_S = 60.0
-"""An engine that has not answered a call for so long is rebuilt another time."""
+"""Seconds. If the engine has not answered a call by then, it is not rebuilt now."""
 
 
 class ClosedEngine:
-    """Stands where vLLM's engine core client stands while there is none: what is asked of it waits for the next.
+    """Replaces vLLM's engine core client while there is no engine. Calls of its coroutines wait for the next engine.
 
-    What is no coroutine is answered by the one before.
+    Other attributes are those of the client before.
     """
 
     def __init__(self, before: AsyncMPClient) -> None:
@@ -50,7 +50,7 @@ class ClosedEngine:
         self._next: asyncio.Future[AsyncMPClient] = asyncio.get_running_loop().create_future()
         self.resources = SimpleNamespace(engine_dead=False)
         self.is_stopping = False
-        """The server ends: an engine that has just been built is of no use."""
+        """True once the server ends. An engine that has just been built is then shut down."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._before, name)
@@ -68,14 +68,14 @@ class ClosedEngine:
     def die(self) -> None:
         self.resources.engine_dead = True
         self._next.set_exception(EngineDeadError())
-        self._next.exception()  # read, for there may be nobody who waits
+        self._next.exception()  # read here, because it may not be awaited
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.is_stopping = True
 
 
 def config_of(args: Namespace, size: int) -> VllmConfig:
-    """The server's settings at another tensor-parallel size, with all that vLLM derives from them."""
+    """The server's configuration at another tensor-parallel size, with all values that vLLM derives."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.tensor_parallel_size = size
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -84,17 +84,19 @@ def config_of(args: Namespace, size: int) -> VllmConfig:
 
 
 def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> AsyncMPClient:
-    """Start engine cores as AsyncLLM does; returns when they are ready: after seconds to minutes, on a thread."""
+    """Start engine cores as AsyncLLM does. Returns when they are ready, after seconds to minutes. Call this on a
+    thread.
+    """
     core = EngineCoreClient.make_async_mp_client(
         vllm_config=config, executor_class=Executor.get_class(config), log_stats=log_stats
     )
-    if closed.is_stopping:  # nobody else is left who would stop it
+    if closed.is_stopping:  # no other code would stop it
         core.shutdown()
     return core
 
 
 class Resizer:
-    """Rebuilds the service's engine at another tensor-parallel size: what `server.runs.parallelism` asks for."""
+    """Rebuilds the service's engine at another tensor-parallel size, for `server.runs.parallelism`."""
 
     def __init__(self, client: RolloutAsyncLLM, engine: VLLMEngine, args: Namespace) -> None:
         self._client = client
@@ -107,9 +109,10 @@ class Resizer:
         return self._client.vllm_config.parallel_config.tensor_parallel_size
 
     async def resize(self, size: int, patience_s: float) -> Resized:
-        """Rebuild the engine as soon as nothing runs in it, within `patience_s`; requests that come meanwhile wait.
+        """Rebuild the engine once nothing runs in it, within `patience_s` seconds. Requests that come meanwhile wait.
 
-        Raises: RequestError (503) when the engine starts neither at `size` nor at the size it had. It is dead then.
+        Raises: RequestError (503) if the engine starts neither at `size` nor at the size it had. The engine is then
+        dead.
         """
         started = time.monotonic()
         before = self.tensor_parallel_size
@@ -133,7 +136,7 @@ class Resizer:
         return Resized("rebuilt", size, seconds)
 
     async def _is_empty(self, deadline: float) -> bool:
-        """Wait until nothing is in the engine; False when it is paused or asleep, or something is at the deadline."""
+        """Wait until nothing is in the engine. False if it is paused or asleep, or still busy at the deadline."""
         client, unless_dead = self._client, self._engine.calls.unless_dead
         if await unless_dead(client.is_paused()) or await unless_dead(client.is_sleeping()):
             return False
@@ -164,7 +167,7 @@ class Resizer:
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
             await EngineLearning(EngineCalls(CalledCores(core, config)), self._options).set_learning_state(learned)
         except BaseException:
-            client.output_handler = handler  # which is done: so vLLM sees that the engine is dead
+            client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()
             raise
         client.read_from(core, config)
@@ -172,7 +175,7 @@ class Resizer:
         await client.reset_mm_cache()
 
     async def _started(self, sizes: Sequence[int], closed: ClosedEngine) -> tuple[AsyncMPClient, VllmConfig]:
-        """An engine of the first of these sizes that starts. Raises: RequestError (503) when none does."""
+        """An engine of the first of these sizes that starts. Raises: RequestError (503) if none does."""
         for size in sizes:
             try:
                 config = await asyncio.to_thread(config_of, self._args, size)
@@ -183,7 +186,7 @@ class Resizer:
 
 
 async def _calls_answered(core: AsyncMPClient) -> None:
-    """Wait until an engine has answered whatever it was asked before its client was replaced."""
+    """Wait until the engine has answered all calls that were made before its client was replaced."""
     await asyncio.sleep(LOOK_S)  # calls that were made, and have not begun
     while core.utility_results and not core.resources.engine_dead:
         await asyncio.sleep(LOOK_S)

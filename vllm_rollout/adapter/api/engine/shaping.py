@@ -1,6 +1,6 @@
-"""The part of the service's engine that knows the history of lengths and what steps cost.
+"""The part of the service's engine that knows the history of lengths and the costs of steps.
 
-Invariant: every rank this API process can reach is told the same.
+Invariant: every rank that this API process can reach gets the same data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEYS_PER_CALL = 512
 
 
 class EngineShaping:
-    """What `server.engine.ShapingPart` asks for."""
+    """Implements `server.engine.ShapingPart`."""
 
     def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class EngineShaping:
         self.cost_model: CostModel | None = None
 
     async def use_costs(self, settings: Namespace) -> None:
-        """The costs of the profile that the flags name, or of the device that they emulate."""
+        """Use the costs of the profile that the flags name, or of the emulated device."""
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
         elif settings.rollout_emulate is not None:  # an emulated device knows what its steps cost
@@ -59,7 +59,7 @@ class EngineShaping:
         self._client.routes.weigh(self.cost_model)
 
     async def use_profile(self, path: str) -> None:
-        """Take a step's cost from a profile, and have live steps compared with it.
+        """Take a step's cost from a profile, and let engine cores compare real steps with it.
 
         Raises: RuntimeError, which ends the start, for a file that is no profile or one of another model.
         """
@@ -84,7 +84,7 @@ class EngineShaping:
         self._calls.after_change()
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
-        """Every rank is told the same, so that one knows."""
+        """Length statistics from one rank, because every rank gets the same lengths."""
         known: list[LengthMoments | None] = []
         for start in range(0, max(1, len(keys)), KEYS_PER_CALL):
             wanted = LengthsToLookUp(list(keys[start : start + KEYS_PER_CALL]), adapter)
@@ -93,7 +93,7 @@ class EngineShaping:
         return replace(history, prompts=known)
 
     async def step_drift(self) -> list[StepDrift]:
-        """For each range of batch sizes, the rank that is furthest from its prediction."""
+        """For each range of batch sizes, the drift of the rank that is furthest from its prediction."""
         if self.cost_model is None:
             return []
         ranges: dict[int, StepDrift] = {}

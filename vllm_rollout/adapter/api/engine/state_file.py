@@ -1,15 +1,15 @@
-"""What was learned, in a file that survives the server.
+"""The learned state in files that survive the server.
 
-    learned.state                    {"next": N} in a line, then all of it, as of some moment
+    learned.state                    {"next": N} in a line, then the whole state as of some moment
     learned.state.head-NUMBER        a head that was put
-    learned.state.put-NUMBER-NAME    a state that is being put, as the first one is written: it takes the first one's
-                                     place when the runs that belong to it are in their database, with its file's name
+    learned.state.put-NUMBER-NAME    a state that is being put, in the same format: it replaces the first file once the
+                                     database has the state's runs and the name of this file
 
-Heads and states that are put share one count. The state contains all that have a number below N, so that one of them
-which a kill has left beside it is known to be older.
+Heads and states that are put share one count. The state contains everything with a number below N, so a file that a
+kill has left beside it is known to be older.
 
-Invariant: a restart finds all that an answered PUT has put, and of one that was not answered all or nothing. Every file
-is whole at every moment; a crash while one is written leaves what was there before.
+Invariant: a restart finds everything that an answered PUT has put. For a PUT that was not answered it finds all or
+nothing. Every file is whole at every moment: a crash during a write leaves the content from before.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ SAVE_INTERVAL_S = 30.0
 SAVE_TIMEOUT_S = 10.0
 
 MAX_HEADS = 32
-"""Files of heads that were put since all was saved; with as many, all is saved before the next one."""
+"""Files of heads that were put since the last save. At this number, the state is saved before the next head is put."""
 MAX_FIRST_LINE_BYTES = 64
 
 
 class _Contents(msgspec.Struct, forbid_unknown_fields=True):
-    """The first line of a state on disk."""
+    """First line of a state on disk."""
 
     next: int
-    """The number of what is put next."""
+    """Number of the next head or state that is put."""
 
 
 class StateFile(Unkept):
-    """Loads at start; has what is put on disk before it is answered; saves while something is learned
-    (`SAVE_INTERVAL_S`), and when the server ends.
+    """Loads the state at start. Writes heads and states that are put to disk before the PUT is answered. Saves while
+    something is learned (every `SAVE_INTERVAL_S` seconds), and when the server ends.
 
     Overrides: putting_state, take, putting_head.
     """
@@ -68,17 +68,17 @@ class StateFile(Unkept):
         self._lock = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
         self._saved_all = True
-        """Nothing was learned since the last save began."""
+        """True if nothing was learned since the last save began."""
         self._taken = ""
-        """The state that was put last."""
+        """File name of the last state that was put."""
         calls.after_change = self._save_soon
         learning.kept = self
         client.before_shutdown = self._save_at_shutdown
 
     async def load(self, staged: str) -> None:
-        """`staged`: the state that was put with the runs that are in their database.
+        """Load state and heads from disk. `staged`: file name of the state that was put with the runs in the database.
 
-        Raises: RuntimeError, which ends the start, for a file that is not of this model or not one of ours.
+        Raises: RuntimeError, which ends the start, for a file of another model or a file that is not ours.
         """
         async with self._alone():
             self._finish(staged)
@@ -97,7 +97,7 @@ class StateFile(Unkept):
             for path in self._files("head"):
                 try:
                     await self._learning.restore_head(PUT_HEAD.decode_argument(path.read_bytes()))
-                except (RequestError, msgspec.DecodeError) as error:  # its PUT was answered so
+                except (RequestError, msgspec.DecodeError) as error:  # its PUT got the same answer
                     logger.warning("vllm_rollout: the head in %s is not taken: %s", path, error)
 
     @asynccontextmanager
@@ -144,7 +144,7 @@ class StateFile(Unkept):
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Nobody else reads or writes these files meanwhile: no other task, and no other API process."""
+        """Lock the files against other tasks and other API processes."""
         async with self._lock:
             with self._translated():
                 private_folder(self._path.parent)
@@ -156,11 +156,11 @@ class StateFile(Unkept):
                 os.close(file)
 
     def _files(self, kind: Literal["head", "put"]) -> list[Path]:
-        """The files of heads, or of states that are being put, in their order."""
+        """Files of heads, or of states that are being put, in order of their numbers."""
         return sorted(self._path.parent.glob(f"{self._path.name}.{kind}-*"), key=self._number)
 
     def _number(self, path: Path) -> int:
-        """0 for a state that a version without numbers was putting."""
+        """Number of a file. 0 for a file of a version without numbers."""
         digits = path.name.removeprefix(f"{self._path.name}.").split("-")[1]
         return int(digits) if digits.isdecimal() else 0
 
@@ -170,7 +170,7 @@ class StateFile(Unkept):
         )
 
     def _contents(self) -> int:
-        """Everything that was put with a lower number is in the state."""
+        """The first number that the state does not contain."""
         try:
             with self._path.open("rb") as file:
                 return _next_in(file.readline(MAX_FIRST_LINE_BYTES)) or 0
@@ -190,7 +190,8 @@ class StateFile(Unkept):
                 path.unlink()
 
     def _finish(self, staged: str) -> None:
-        """Let a state that was put take its place, unless the state there is newer; what was put before it goes.
+        """Let a state that was put replace the saved one, unless the saved one is newer. Removes the files that it
+        contains.
 
         Raises: OSError.
         """
@@ -203,7 +204,7 @@ class StateFile(Unkept):
         await self._write(name, await asyncio.to_thread(first.__add__, state))
 
     async def _write(self, name: str, data: bytes) -> None:
-        """Raises: RequestError (507)."""
+        """Write a whole file. Raises: RequestError (507)."""
         with self._translated():
             await asyncio.to_thread(write_whole, self._path.with_name(name), data)
 
@@ -219,7 +220,7 @@ class StateFile(Unkept):
             ) from error
 
     def _save_soon(self) -> None:
-        """Save now, and what comes within the interval after that at its end."""
+        """Save now. Later changes are saved at the end of the interval."""
         if self._saving is None or self._saving.done():
             self._saving = spawn(self._save_and_rest(), "learned state on disk")
         else:
@@ -242,19 +243,19 @@ class StateFile(Unkept):
             await self._client.collective_rpc("rollout_keep_drafts")
 
     def _save_at_shutdown(self) -> None:
-        """Called on a thread of its own, before the engine is told to stop."""
+        """Save at the server's end. Called on a thread of its own, before the engine is stopped."""
         if not self._loop.is_running():  # the engine died, and the server ended because of it
             logger.warning("vllm_rollout: %s is the one of the last training: the engine is dead", self._path)
             return
         try:
             asyncio.run_coroutine_threadsafe(self._save_with_drafts(), self._loop).result(SAVE_TIMEOUT_S)
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
-        except Exception as error:  # the server is going, with or without us
+        except Exception as error:  # the server ends in any case
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)
 
 
 def _next_in(line: bytes) -> int | None:
-    """None: it is no first line, since a version without numbers wrote the state."""
+    """Number in the first line of a state. None if a version without numbers wrote the state."""
     try:
         return msgspec.json.decode(line, type=_Contents).next
     except msgspec.MsgspecError:

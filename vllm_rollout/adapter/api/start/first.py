@@ -1,6 +1,7 @@
-"""Which API process has sessions and runs, and how the others reach it: over a socket of the server's own folder.
+"""Sessions and runs are in the first API process. Other API processes reach it over a socket in the server's own
+folder.
 
-Invariant: vLLM's own server, which listens where clients call, knows nothing of it.
+Invariant: vLLM's own server, which listens to clients, does not know of this socket.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ AGAIN_S = 1.0
 
 
 class Listener:
-    """The place where the first process of a server with several is reached."""
+    """Socket of the first API process, for the other processes of the server."""
 
     def __init__(self) -> None:
         folder = server_folder.of_this_server()
@@ -29,12 +30,12 @@ class Listener:
         self._serving: asyncio.Task[None] | None = None
 
     def has_sessions(self) -> None:
-        """From now on a request is one's turn if its header says so."""
+        """Mark for all processes that sessions exist: from now on a session header makes a request a turn."""
         self._in_use.touch()
 
     def serve(self, app: FastAPI) -> None:
-        """In the first process: for as long as its loop runs, beside vLLM's server."""
-        # Who calls gives idle connections up first. Logs are as vLLM's server sets them.
+        """Serve the app on the socket, in the first process, as long as its event loop runs."""
+        # Clients give idle connections up first. Logs are as vLLM's server sets them.
         config = uvicorn.Config(
             app, uds=str(self.socket), lifespan="off", log_config=None, timeout_keep_alive=int(2 * IDLE_S)
         )
@@ -42,19 +43,21 @@ class Listener:
 
     @staticmethod
     async def _serve(config: uvicorn.Config) -> None:
-        """Again if it fails: without it the other processes have no sessions and runs."""
+        """Run the server on the socket. If it fails it starts again: without it other processes have no sessions and
+        runs.
+        """
         while True:
             with survived("the first process's socket"):
                 await _Beside(config).serve()
             await asyncio.sleep(AGAIN_S)
 
     def from_another(self) -> FirstProcess:
-        """In another one."""
+        """Client of the socket, for another process."""
         return FirstProcess(self.socket, self._in_use)
 
 
 class _Beside(uvicorn.Server):
-    """Signals are for vLLM's server."""
+    """Server without signal handlers. Signals are handled by vLLM's server."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
 """`VLLM_USE_RUST_FRONTEND=1 vllm-rollout serve`: vLLM's Rust front end on --port, ours beside it on --rollout-port.
 
-Both are clients of the same engine cores, as several API processes are. The Rust one is the first: it serves vLLM's
-endpoints, and requests that join a group by their own fields. Ours is the second: it has every endpoint, vLLM's too.
+Both are clients of the same engine cores, like several API processes. The Rust front end is the first. It serves vLLM's
+endpoints, and requests that join a group by their own fields. Ours is the second. It has every endpoint, vLLM's too.
 
-Two ports, because a client sends both kinds of requests over one connection, so that one port would need somebody who
-reads every byte that the Rust front end sends.
+There are two ports, because a client sends both kinds of requests over one connection. One port would need a proxy for
+all traffic of the Rust front end.
 
 Invariant: without the environment variable nothing here has an effect.
 """
@@ -32,7 +32,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 VARIABLE, PATH_VARIABLE = "VLLM_USE_RUST_FRONTEND", "VLLM_RUST_FRONTEND_PATH"
 OURS = 1
-"""Our process's number among the engine cores' clients. Requests of the Rust front end say 0."""
+"""Number of our process among the engine cores' clients. The Rust front end is number 0."""
 SCHEDULER_ALONE = "Unset it, or use `vllm serve --scheduler-cls vllm_rollout.Scheduler`: docs/guides/deploy.md."
 
 
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where the two front ends cannot be had together."""
+    """Exit with status 2 and a remedy if the two front ends do not work together with these flags."""
     if not envs.VLLM_USE_RUST_FRONTEND:
         if args.rollout_port is not None:
             parser.error(f"--rollout-port is the second of two front ends' ports; set {VARIABLE}=1, or say --port.")
@@ -88,7 +88,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def switch_on(args: argparse.Namespace) -> None:
-    """Have vLLM start several API processes, of which `both` makes one in Rust and one in Python."""
+    """Let vLLM start several API processes. `both` makes one of them a Rust process and one a Python process."""
     args.rust_front_end = None
     if not envs.VLLM_USE_RUST_FRONTEND:
         return
@@ -104,9 +104,9 @@ def switch_on(args: argparse.Namespace) -> None:
 
 @contextmanager
 def both(args: argparse.Namespace) -> Iterator[None]:
-    """Around vLLM's serve command.
+    """Context of vLLM's serve command: replaces its API processes by the two front ends.
 
-    Raises: SystemExit when the port is taken.
+    Raises: SystemExit if the port is taken.
     """
     if args.rust_front_end is None or args.headless:
         yield
@@ -129,10 +129,10 @@ def both(args: argparse.Namespace) -> Iterator[None]:
 
 
 class FrontEnds(APIServerProcessManager):
-    """The Rust front end and our API process, where vLLM starts two API processes. Overrides: __init__, shutdown."""
+    """The Rust front end and our API process, in place of two API processes. Overrides: __init__, shutdown."""
 
     def __init__(self, *, our_sock: socket.socket, **given: Any) -> None:
-        """`given`: what vLLM gives, which names every argument."""
+        """`given`: vLLM's arguments, all by name."""
         args, inputs, outputs = given["args"], given["input_listeners"], given["output_listeners"]
         assert given["num_servers"] == OURS + 1, given["num_servers"]
         self._rust = RustFrontendProcessManager(
@@ -167,6 +167,6 @@ class FrontEnds(APIServerProcessManager):
 def serve_beside_rust(
     listen_address: str, sock: socket.socket, args: argparse.Namespace, client_config: dict[str, Any]
 ) -> None:
-    """Our API process, which vLLM takes for the only one."""
+    """Run our API process, which vLLM starts as the only one, with its real number."""
     config = {**client_config, "client_index": OURS, "client_count": OURS + 1}
     run_api_server_worker_proc(listen_address, sock, args, config)

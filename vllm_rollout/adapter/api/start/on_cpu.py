@@ -1,6 +1,6 @@
-"""`vllm-rollout serve` on a CPU: what an embedded model is given, what is said for any other one.
+"""`vllm-rollout serve` on a CPU: settings for embedded models, advice for other ones.
 
-Invariant: what the user has set stays.
+Invariant: flags and variables set by the user are not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = init_logger("vllm.vllm_rollout")
 
 
 def runs_in_core(args: argparse.Namespace) -> bool:
-    """Whether the engine core runs the worker itself: one worker, and nobody has said where it runs."""
+    """True if the engine core runs the worker itself: there is one worker, and the user has not chosen another way."""
     return (
         current_platform.is_cpu()
         and args.distributed_executor_backend is None
@@ -36,7 +36,10 @@ def runs_in_core(args: argparse.Namespace) -> bool:
 def switch_on(
     args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser, is_embedded: bool
 ) -> None:
-    """`is_embedded`: the model is one of the catalogue. Raises: SystemExit where its server has too little memory."""
+    """Set the flags for a CPU. `is_embedded`: the model is in the catalogue.
+
+    Raises: SystemExit if an embedded model's server has too little memory.
+    """
     if not current_platform.is_cpu():
         return
     if args.block_size is None:

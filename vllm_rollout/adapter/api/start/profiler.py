@@ -1,12 +1,12 @@
 """One real engine that measures its own steps: the child process of `vllm-rollout profile`.
 
-Invariant: the engine is a server's, with its scheduler, worker, candidates and flags; only HTTP is missing.
+Invariant: the engine is that of a server, with its scheduler, worker, candidates and flags. Only HTTP is missing.
 
-It reads commands from standard input and answers on standard output, one JSON object per line; everything else it, vLLM
-and their processes have to say goes to standard error. It ends with its input.
+It reads commands from standard input and answers on standard output, one JSON object per line. Logs of all processes go
+to standard error. It ends when its input ends.
 
-A point of the profile needs so many candidates of so long a context. Their prompts are random, each its own, so that
-every candidate reads its own memory; they are computed once and found in the prefix cache ever after. The scheduler is
+A point of the profile has a number of candidates and a context length. Each candidate has a random prompt of its own,
+so that it reads memory of its own. Prompts are computed once and then found in the prefix cache. The scheduler is
 paused while the candidates of a point arrive, so that they start in one step and every step has all of them.
 """
 
@@ -39,9 +39,9 @@ from vllm_rollout.group.lengths.cost import StepTime
 from vllm_rollout.group.plans.terms import GroupTerms
 
 UNTIMED_STEPS = 2
-"""Steps of candidates that run together that are not timed: the first follows a wait, nobody goes on after the last."""
+"""Steps per run that are not timed: the first follows a wait, and after the last no candidate runs on."""
 NUM_TRIES = 2
-"""Each point is tried so often: a second time when the prefix cache had lost some of its prompts."""
+"""Tries per point. The second is for a prefix cache that has lost some of the prompts."""
 
 
 class Profiler:
@@ -55,22 +55,23 @@ class Profiler:
         self._vocab_size = client.model_config.get_vocab_size()
         self._block_size = client.vllm_config.cache_config.block_size
         self._cached: dict[int, int] = {}
-        """Tokens of each slot's prompt that were computed."""
+        """Computed tokens of each slot's prompt."""
         self._num_requests = 0
 
     async def info(self) -> dict[str, Any]:
-        """What the engine is, and what fits into it."""
+        """Properties and capacity of the engine."""
         kv_bytes = await self._client.collective_rpc("rollout_kv_bytes_per_token")
         return engine_info(self._client.vllm_config, sum(kv_bytes), self._client.max_candidates)
 
     async def warm_up(self) -> None:
-        """A few steps of the kinds that will be measured: the first ones compile and allocate."""
+        """Run a few steps of the kinds that are measured: the first ones compile and allocate."""
         await self.decode(batch_size=2, context_tokens=self._block_size, num_warmup=0, num_steps=2)
 
     async def decode(self, *, batch_size: int, context_tokens: int, num_warmup: int, num_steps: int) -> list[StepTime]:
-        """Steps of `batch_size` candidates with a mean context of about `context_tokens`, warm-up left out.
+        """Times of steps with `batch_size` candidates and a mean context of about `context_tokens` tokens, without
+        warm-up.
 
-        Fewer than `num_steps` when the engine did not run them all together.
+        Fewer than `num_steps` if the engine did not run all candidates together.
         """
         num_prompt = num_prompt_tokens(context_tokens, num_warmup, num_steps, self._block_size)
         measured: list[StepTime] = []
@@ -87,7 +88,7 @@ class Profiler:
         return measured
 
     async def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
-        """Steps that compute a new prompt of so many tokens beside one candidate that decodes."""
+        """Times of steps that compute a new prompt of `chunk_tokens` tokens while one candidate decodes."""
         companion = None
         await self._call(RECORD_STEPS, True)
         for _ in range(num_steps):
@@ -95,7 +96,7 @@ class Profiler:
                 companion = asyncio.create_task(
                     self._generate(self._new_prompt(1), self._max_model_len - 1, "companion")
                 )
-                await self._generate(self._new_prompt(1), 1)  # the companion runs when this one is through
+                await self._generate(self._new_prompt(1), 1)  # the companion runs once this request has ended
             await self._generate(self._new_prompt(chunk_tokens), 1)
         steps = await self._steps()
         await self._client.abort("companion")
@@ -104,7 +105,7 @@ class Profiler:
         return [step for step in steps if step.num_tokens > chunk_tokens]
 
     async def _fill(self, num_slots: int, num_tokens: int) -> None:
-        """Compute the first tokens of the first slots' prompts, unless that was done."""
+        """Compute the first tokens of the first slots' prompts, unless they are cached."""
         missing = [slot for slot in range(num_slots) if self._cached.get(slot, 0) < num_tokens]
         await asyncio.gather(*(self._generate(self._prompt(slot, num_tokens), 1) for slot in missing))
         self._cached.update(dict.fromkeys(missing, num_tokens))
@@ -137,23 +138,23 @@ class Profiler:
             pass
 
     async def _add(self, prompt: list[int], num_tokens: int, request_id: str | None = None) -> RequestOutputCollector:
-        """A candidate of a group of its own, sampled as `/v1/rollouts` does."""
+        """Add a candidate in a group of its own, sampled as by `/v1/rollouts`."""
         self._num_requests += 1
         name = f"profile-{self._num_requests}"
         params = candidate_params(name, num_tokens, self._logprobs)
         return await self._client.add_request(request_id or name, tokens_input(prompt), params)
 
     def _prompt(self, slot: int, num_tokens: int) -> list[int]:
-        """The beginning of a slot's prompt."""
+        """First `num_tokens` tokens of a slot's prompt."""
         return np.random.default_rng(slot).integers(0, self._vocab_size, self._max_model_len)[:num_tokens].tolist()
 
     def _new_prompt(self, num_tokens: int) -> list[int]:
-        """A prompt that was never seen."""
+        """A new random prompt of `num_tokens` tokens."""
         return np.random.default_rng().integers(0, self._vocab_size, num_tokens).tolist()
 
 
 def engine_info(config: VllmConfig, kv_bytes_per_token: float, max_num_seqs: int) -> dict[str, Any]:
-    """What an engine is, and what fits into it."""
+    """Properties and capacity of an engine."""
     return {
         "model": fingerprint_of(config),
         "hardware": hardware_of(config),
@@ -169,18 +170,19 @@ def engine_info(config: VllmConfig, kv_bytes_per_token: float, max_num_seqs: int
 
 
 def num_prompt_tokens(context_tokens: int, num_warmup: int, num_steps: int, block_size: int) -> int:
-    """Of the candidates of a point, one beyond full blocks: all that is left to compute is what the first decode step
-    computes."""
+    """Prompt tokens of a point's candidates: full blocks and one token. So only the first decode step's
+    work is left.
+    """
     return max(1, (context_tokens - num_warmup - num_steps // 2) // block_size * block_size + 1)
 
 
 def steps_together(steps: Iterable[StepTime], batch_size: int) -> list[StepTime]:
-    """Those in which exactly so many candidates decoded, and nothing else ran."""
+    """Steps in which exactly `batch_size` candidates decoded, and nothing else ran."""
     return [step for step in steps if step.num_tokens == step.batch_size == batch_size]
 
 
 def candidate_params(group: str, num_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Of a candidate of a group of its own, sampled as `/v1/rollouts` does."""
+    """Parameters of a candidate in a group of its own, sampled as by `/v1/rollouts`."""
     tag = CandidateTag(group, 0, GroupTerms(1, 1), OUTPUT_INTERVAL_TOKENS)
     return SamplingParams(
         temperature=1.0,
@@ -195,18 +197,18 @@ def candidate_params(group: str, num_tokens: int, logprobs: int | None) -> Sampl
 
 
 def kv_bytes_per_token(worker: Any) -> float:
-    """Of this worker's layers."""
+    """Bytes of KV cache per token in this worker's layers."""
     return sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
 
 
 class KVCacheSize:
-    """Worker extension: one method for `collective_rpc`."""
+    """Worker extension with one method for `collective_rpc`."""
 
     rollout_kv_bytes_per_token = kv_bytes_per_token
 
 
 async def serve_commands(profiler: Profiler, answer: Callable[[Any], None]) -> None:
-    """Carry out commands until there are no more."""
+    """Carry out commands until the input ends."""
     commands: dict[str, Callable[..., Awaitable[Any]]] = {
         command.__name__: command for command in (profiler.info, profiler.warm_up, profiler.decode, profiler.prefill)
     }

@@ -1,4 +1,4 @@
-"""What grades trajectories beside this API process: the flags --rollout-reward*."""
+"""Grading of trajectories beside this API process: the flags --rollout-reward*."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_rollout.rewards.sandbox import SandboxError
 logger = init_logger("vllm.vllm_rollout")
 
 ALWAYS = {name: name for name in BUILT_IN if name != "code"}
-"""Served without a flag. Programs of the policy run only where somebody has asked for it."""
+"""Rewards that are served without a flag. `code` runs programs of the policy, so it needs a flag."""
 DEFAULT_LIMITS = f"{LimitTerms().shortest_s:g},{LimitTerms().longest_s:g}"
 
 
@@ -58,9 +58,11 @@ async def begin_grading(
     num_processes: int | None = None,
     limits: LimitTerms | None = None,
 ) -> Grader:
-    """Ends with this process. Raises: RuntimeError, which ends the start, for a reward that cannot be had here."""
+    """Start grading, which ends with this process. Raises: RuntimeError, which ends the start, for a reward that does
+    not work here.
+    """
     try:
-        # How many wait is bounded by what rollouts are promised, which are refused before they begin.
+        # The queue needs no bound: rollouts that would overload it are refused before they begin.
         grader = Grader({**ALWAYS, **rewards}, num_processes=num_processes, limits=limits, max_waiting=sys.maxsize)
         await grader.__aenter__()
         if rewards:

@@ -1,7 +1,7 @@
 """`vllm-rollout serve`: vLLM's own serve command with our scheduler, worker and endpoints switched on.
 
-Invariant: flags, bodies, exit codes and help are vLLM's; we add the flags --rollout-* and --enable-rollout-*, set four
-arguments and one environment variable.
+Invariant: flags, bodies, exit codes and help are vLLM's. We add flags that begin with --rollout, set four arguments and
+one environment variable.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/
 
 
 def main(arguments: list[str]) -> None:
-    """Run `vllm-rollout serve ARGUMENTS`; returns when the server has stopped.
+    """Run `vllm-rollout serve ARGUMENTS`. Returns when the server has stopped.
 
     Raises: SystemExit as `vllm serve` does (2 for a bad flag).
     """
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> None:
 
 
 def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
-    """vLLM's flags and ours, checked, with what makes a server a rollout server switched on.
+    """Parse and check vLLM's flags and ours, and switch on the settings of a rollout server.
 
     Raises: SystemExit as `vllm serve` does.
     """
@@ -131,7 +131,6 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Our own flags."""
     group = parser.add_argument_group(
         title="Rollout",
         description="What POST /v1/rollouts learns, from rewards and from lengths, and what it leaves behind.",
@@ -260,7 +259,7 @@ def _positive(text: str) -> float:
 
 
 def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where groups could not work."""
+    """Exit with status 2 and a remedy if groups could not work with these flags."""
     if args.grpc:
         parser.error("--grpc has no rollout endpoints. Leave it out to serve HTTP, or use plain `vllm serve`.")
     try:
@@ -304,7 +303,7 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
 
 
 def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where vLLM would say so late, or not say why."""
+    """Exit with status 2 and a remedy for flags of Ray that vLLM would refuse late, or without a reason."""
     for flag, backend in (
         ("--data-parallel-backend", args.data_parallel_backend),
         ("--distributed-executor-backend", args.distributed_executor_backend),
@@ -321,7 +320,7 @@ def refuse_ray(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
 
 
 def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Set what makes the server a rollout server. `arguments`: as the user wrote them."""
+    """Set the arguments of a rollout server. `arguments`: as the user wrote them."""
     if args.model_tag is None and args.model == parser.get_default("model"):
         args.model_tag = DEFAULT_MODEL
     is_embedded = False
@@ -350,7 +349,7 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
     if args.enable_rollout_drafts:
         args.speculative_config = dict(DRAFTS_CONFIG)
     if args.allowed_origins == ["*"] and not _says(arguments, "--allowed-origins"):
-        args.allowed_origins = []  # as vLLM has it from 0.32 on: no page may, unless the user says so
+        args.allowed_origins = []  # as in vLLM from 0.32 on: pages need the user's permission
     args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
@@ -367,8 +366,8 @@ def _says(arguments: Sequence[str], flag: str) -> bool:
 def allowed_plugins(chosen: str | None) -> list[str]:
     """The value of VLLM_PLUGINS with our plugin in it.
 
-    It is one allow-list for every kind of plugin, and vLLM loads an endpoint plugin only if it is named there. Unset
-    means "all but endpoints", so we name what is installed, except other people's endpoints.
+    VLLM_PLUGINS is one allow-list for every kind of plugin, and vLLM loads an endpoint plugin only if it is in the
+    list. Unset means all plugins except endpoints. So the list has all installed plugins except other endpoints.
     """
     if chosen is not None:
         names = [name for name in chosen.split(",") if name]

@@ -1,6 +1,6 @@
-"""The services of one engine, where their routes look for them.
+"""The services of one engine, placed where their routes look for them.
 
-Invariant: a server and a trainer's own process have the same ones.
+Invariant: a server and a trainer's own process have the same services.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from vllm_rollout.server.service import RolloutService
 from vllm_rollout.server.sessions.service import SessionService
 
 LIMITS = "time_limits.json"
-"""In the folder of --rollout-state: how long grading each test case may take."""
+"""File in the folder of --rollout-state with the time limits of test cases."""
 
 
 def keys_of(settings: Namespace) -> list[str]:
-    """Those of --api-key, by vLLM's rule."""
+    """API keys by vLLM's rule: those of --api-key, or VLLM_API_KEY."""
     return [key for key in (settings.api_key or [envs.VLLM_API_KEY]) if key]
 
 
@@ -48,9 +48,10 @@ def _namespace_of_the_first(keys: list[str]) -> str:
 
 
 async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namespace) -> VLLMEngine:
-    """Put them into the app's state, which has models and renderer already; returns the engine that they share.
+    """Build the services and put them into the app's state. Returns the engine that they share.
 
-    `settings`: what our flags say. Raises: RuntimeError, which ends the start, for what they cannot mean here.
+    The state already has models and renderer. `settings`: our flags. Raises: RuntimeError, which ends the start, for
+    flags that do not work here.
     """
     state = app.state
     engine = VLLMEngine(client, state)
@@ -95,7 +96,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     client.answer_grader = AnswerGrader(service.grading, service.learning)
     listener = Listener() if client.num_api_processes > 1 else None
     if listener is not None and not is_first:
-        # Around all middleware: what is answered elsewhere passes that of the process that answers.
+        # Around all middleware: a request for another process passes that process's middleware.
         own = app.middleware_stack or app.build_middleware_stack()
         app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
         return engine

@@ -1,7 +1,7 @@
-"""The folder of --rollout-state belongs to one server at a time: two would each remove what the other has put there.
+"""A lock on the folder of --rollout-state, for one server at a time. Two servers would remove each other's files.
 
-Invariant: a server that was killed leaves its folder free. The lock is of its process alone (POSIX): an engine core
-that was forked from it, and outlives it for a moment, does not hold it.
+Invariant: a server that was killed leaves its folder free. The lock belongs to its process alone (POSIX). An engine
+core that was forked from it, and outlives it for a moment, does not hold the lock.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ NAME = "server.lock"
 
 
 class FolderTaken(RuntimeError):
-    """Another server has it."""
+    """Another server holds the folder."""
 
 
 class FolderLock:
     """Holds a folder until it is released, or its process ends.
 
-    A process holds a folder once: closing any file of that name would let go of the lock.
+    A process locks a folder only once: closing any file of that name would release the lock.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises: FolderTaken; OSError."""
+        """Lock the folder. Raises: FolderTaken, OSError."""
         self._file = open_private(folder / NAME, os.O_RDWR)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

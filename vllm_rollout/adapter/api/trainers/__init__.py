@@ -1,1 +1,1 @@
-"""What a trainer asks of its server beside vLLM's own endpoints (`--rollout-compat`)."""
+"""Endpoints that trainers need beside vLLM's own (`--rollout-compat`)."""

@@ -1,8 +1,9 @@
-"""`--rollout-compat areal`: the calls by which AReaL pauses, sends weights out of a folder, and resumes.
+"""`--rollout-compat areal`: the calls by which AReaL stops generation, loads weights from a folder, and resumes.
 
-AReaL's client sends an aborted request again with the tokens that it has got, so every weight update aborts all of
-them. Its weights by NCCL (`areal_*_xccl`) need its own worker extension and are not here. Invariant: generation goes on
-after new weights only if it was going on before.
+AReaL's client sends an aborted request again with the tokens that it has received, so every weights update aborts all
+requests. Its weights by NCCL (`areal_*_xccl`) need its own worker extension and are not here.
+
+Invariant: generation resumes after new weights only if it was running before.
 """
 
 from __future__ import annotations

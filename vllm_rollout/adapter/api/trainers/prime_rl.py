@@ -1,8 +1,10 @@
-"""`--rollout-compat prime-rl`: what prime-rl's orchestrator and verifiers' clients ask for beyond stock vLLM.
+"""`--rollout-compat prime-rl`: requests of prime-rl and verifiers that stock vLLM does not answer.
 
-Weights out of a folder, adapters under a name that stays, liveness; and log probabilities of /inference/v1/generate
-that name their token as vLLM did up to 0.31, which is how verifiers' renderers read them. Prime-rl's /update_weights
-has vLLM's path, and the body tells them apart. Invariant: what is not prime-rl's reaches vLLM as it was sent.
+These are weights from a folder, adapters under a fixed name, and liveness. Log probabilities of /inference/v1/generate
+also name their token as vLLM did up to 0.31, because verifiers' renderers read them so. Prime-rl's /update_weights has
+the same path as vLLM's: the body distinguishes them.
+
+Invariant: other requests reach vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from vllm_rollout.server.boundary import answer_by_body
 LIVENESS_TIMEOUT_S = 30.0
 UPDATE_WEIGHTS = "/update_weights"
 FROM_FOLDER = "/prime_rl/update_weights"
-"""Where a body with `weight_dir` is answered."""
+"""Path that answers a body with `weight_dir`."""
 GENERATE = "/inference/v1/generate"
 TOKEN_ID = re.compile(rb'"token_id":(\d+)')
-"""The token of a log probability: within a string the quotes would be escaped."""
+"""Pattern of a log probability's token. Inside a string the quotes would be escaped."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -43,14 +45,16 @@ def attach(app: FastAPI) -> None:
 
 
 def attach_token_names(app: FastAPI) -> None:
-    """Once: TRL's client reads log probabilities by the same names (`--rollout-compat trl`, prompts with images)."""
+    """Add `TokenNames` to the app once. TRL's client reads log probabilities by the same names (`--rollout-compat trl`,
+    prompts with images).
+    """
     if TokenNames not in (middleware.cls for middleware in app.user_middleware):
         app.add_middleware(TokenNames)
 
 
 @router.post(FROM_FOLDER, dependencies=KEYS_NEEDED)
 async def update_weights(request: Request) -> JSONResponse:
-    """Weights out of a checkpoint's folder, in place. The prefix cache stays: prime-rl salts it with its version."""
+    """Load weights from a checkpoint's folder. The prefix cache stays: prime-rl salts it with its version."""
     folder = (await request.json())["weight_dir"]
     client: AsyncLLM = request.app.state.engine_client
     if folder is None:
@@ -66,14 +70,16 @@ async def update_weights(request: Request) -> JSONResponse:
         return _error(HTTPStatus.BAD_REQUEST, f"weight_dir must be a folder or null, got {folder!r:.200}.")
     try:
         await load_weights(client, folder)
-    except NoWeights as error:  # prime-rl repeats what fails on the server's side
+    except NoWeights as error:  # prime-rl repeats requests that fail on the server's side
         return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"weight_dir {error}")
     return JSONResponse({"status": "ok"})
 
 
 @router.post("/init_broadcaster", dependencies=KEYS_NEEDED)
 async def init_broadcaster(request: Request) -> JSONResponse:
-    """For prime-rl's worker extension; without it the path is not there, which prime-rl takes for "no broadcast"."""
+    """Call prime-rl's worker extension. Without an extension the answer is 404, which means "no broadcast"
+    to prime-rl.
+    """
     if not request.app.state.args.worker_extension_cls:
         return _error(HTTPStatus.NOT_FOUND, "no worker extension receives broadcasts (--worker-extension-cls).", None)
     body = await request.json()
@@ -93,7 +99,7 @@ async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> J
 
 @router.get("/liveness")
 async def liveness(request: Request) -> JSONResponse:
-    """Whether the engine's loop still carries out calls; unlike /health it sees one that hangs."""
+    """Check whether the engine's loop carries out calls. Unlike /health this detects an engine that hangs."""
     call = AsyncLLM.collective_rpc(request.app.state.engine_client, "check_health")  # ours would wait for weights
     try:
         async with asyncio.timeout(LIVENESS_TIMEOUT_S):
@@ -104,7 +110,7 @@ async def liveness(request: Request) -> JSONResponse:
 
 
 class WeightDirs:
-    """ASGI middleware: /update_weights with `weight_dir` is prime-rl's, any other vLLM's."""
+    """ASGI middleware: /update_weights with `weight_dir` goes to prime-rl's route, others to vLLM."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -122,7 +128,7 @@ class WeightDirs:
 
 
 def names_a_folder(body: bytes) -> bool:
-    """Whether a body is prime-rl's."""
+    """True if a body of /update_weights is prime-rl's."""
     try:
         fields: Any = json.loads(body)
     except ValueError:
@@ -131,7 +137,7 @@ def names_a_folder(body: bytes) -> bool:
 
 
 class TokenNames:
-    """ASGI middleware: log probabilities of /inference/v1/generate name their token as `token_id:N` too."""
+    """ASGI middleware: log probabilities of /inference/v1/generate also name their token as `token_id:N`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

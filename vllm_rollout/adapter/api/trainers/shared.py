@@ -1,6 +1,6 @@
-"""What several trainers ask for: weights and adapters that they have written to disk, and what their bodies say.
+"""Helpers for several trainers: loading of weights and adapters from disk, and choices by a request's body.
 
-Invariant: a folder without weights leaves the model as it is.
+Invariant: a folder without weights leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 class NoWeights(ValueError):
-    """There are none in that folder, or not yet."""
+    """The folder has no weights, or not yet."""
 
 
 async def load_weights(client: AsyncLLM, folder: str) -> None:
-    """Put a checkpoint's weights in place of the model's. Raises: NoWeights."""
+    """Replace the model's weights by a checkpoint's. Raises: NoWeights."""
     # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none.
     if not await asyncio.to_thread(_has_weights, Path(folder)):
         raise NoWeights(f"{folder} has no weights ({', '.join(WEIGHTS)}) on this host, or not yet. Send it again.")
@@ -33,8 +33,10 @@ async def load_weights(client: AsyncLLM, folder: str) -> None:
 
 
 async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> JSONResponse | int:
-    """As vLLM's /v1/load_lora_adapter, but a name that is there already gets the new weights. Returns the adapter's
-    number, or the answer that says why it was not loaded."""
+    """Load an adapter as vLLM's /v1/load_lora_adapter does. A name that exists gets the new weights.
+
+    Returns the adapter's number, or the answer with the reason why it was not loaded.
+    """
     body = LoadLoRAAdapterRequest(lora_name=name, lora_path=folder, load_inplace=True)
     answer = await models.load_lora_adapter(body)
     if isinstance(answer, ErrorResponse):
@@ -47,5 +49,5 @@ def _has_weights(folder: Path) -> bool:
 
 
 def is_for(scope: Scope, method: str, path: str) -> bool:
-    """Whether a request is for that path of vLLM's app, wherever a proxy has it."""
+    """True if a request has this method and path of vLLM's app, without a proxy's prefix."""
     return scope["type"] == "http" and scope["method"] == method and path_of(scope) == path

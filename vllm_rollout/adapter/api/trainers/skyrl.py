@@ -1,8 +1,9 @@
-"""`--rollout-compat skyrl`: what SkyRL's RemoteInferenceClient asks for, and stock vLLM does not answer as it means it.
+"""`--rollout-compat skyrl`: requests of SkyRL's client that stock vLLM answers differently or not at all.
 
-/reset_prefix_cache with its field in a JSON body, where vLLM reads the query only and would keep the running requests'
-cache; adapters under a name that stays. Its /skyrl/v1/generate, for routed experts, is not here. Invariant: what is not
-SkyRL's reaches vLLM as it was sent.
+These are adapters under a fixed name, and /reset_prefix_cache with its field in a JSON body. vLLM reads only the query
+and would keep the running requests' cache. SkyRL's /skyrl/v1/generate, for routed experts, is not here.
+
+Invariant: other requests reach vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ async def load_lora_adapter(body: LoadAdapter, request: Request) -> JSONResponse
 
 
 class ResetBody:
-    """ASGI middleware: /reset_prefix_cache has its field in the query, also when it came in the body."""
+    """ASGI middleware: moves the field of /reset_prefix_cache from the body to the query."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,7 +64,7 @@ class ResetBody:
 
 
 def query_of(body: bytes) -> bytes | None:
-    """The field of a body as a query; None when it is not there."""
+    """The body's field as a query, or None if it is missing."""
     try:
         fields = json.loads(body)
     except ValueError:

@@ -1,7 +1,7 @@
-"""`vllm-rollout serve --rollout-compat TRAINER`: what a trainer asks of its server beside vLLM's own endpoints.
+"""`vllm-rollout serve --rollout-compat TRAINER`: endpoints that a trainer needs beside vLLM's own.
 
-Invariant: without --rollout-compat nothing here has an effect. With it vLLM answers what it knows, as before, and what
-these routes change needs the keys of the server.
+Invariant: without --rollout-compat nothing here has an effect. With it vLLM's own endpoints answer as before. Routes
+that change something need the server's keys.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ COMPAT: Mapping[str, Callable[[FastAPI], None]] = {
     "trl": prime_rl.attach_token_names,
     "trl-legacy": trl_legacy.attach,
 }
-"""Trainer -> what puts its routes on vLLM's app."""
+"""Function that adds a trainer's routes to vLLM's app, by trainer."""
 NEEDS_DEV_MODE = {
     "prime-rl": "/pause and /resume",
     "skyrl": "/pause, /resume and /collective_rpc",
     "trl-legacy": "/get_world_size and /reset_prefix_cache",
 }
-"""What a trainer asks for that vLLM has in its development mode only."""
+"""Endpoints that a trainer needs and that vLLM has only in its development mode."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with status 2 and a remedy where half of what a trainer calls would be missing."""
+    """Exit with status 2 and a remedy if half of a trainer's endpoints would be missing."""
     for trainer in args.rollout_compat:
         if (needed := NEEDS_DEV_MODE.get(trainer)) is not None and not envs.VLLM_SERVER_DEV_MODE:
             parser.error(
@@ -52,6 +52,6 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def attach_compat(app: FastAPI) -> None:
-    """Put on the app what `--rollout-compat` names; plain `vllm serve` has no such flag."""
+    """Add the routes of the trainers in `--rollout-compat` to the app. Plain `vllm serve` has no such flag."""
     for trainer in vars(app.state.args).get("rollout_compat", ()):
         COMPAT[trainer](app)
