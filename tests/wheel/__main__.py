@@ -116,6 +116,7 @@ class Environment:
             "HOME": str(folder),
             "TMPDIR": str(folder),
             "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
+            "PIP_COMPILE": "0",  # Python compiles what is imported
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
