@@ -129,7 +129,7 @@ async def run_race(client: AsyncRolloutClient, options: Options, on_group: Calla
                     groups[int(event.prompt_id)].append(candidate)
                 elif isinstance(event, CandidateEvent):
                     other = event.candidate
-                    # A candidate that reaches the cap in the step that completes its group is surplus, but saves nothing.
+                    # A candidate that reaches the cap as its group is completed is surplus, but saves nothing.
                     stopped = other.state == "surplus" and other.num_tokens < options.max_tokens
                     state = "surplus" if stopped else "unused"
                     groups[int(event.prompt_id)].append(RacedCandidate(other.index, other.num_tokens, state))
