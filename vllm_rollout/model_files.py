@@ -81,7 +81,7 @@ def tiny(path: str | os.PathLike[str], *, seed: int = 0, hidden_size: int = 256,
         bos_token_id=0,
         eos_token_id=2,
         pad_token_id=0,
-        # Tied or small weights repeat one token under greedy decoding; these vary, so that a mistake changes tokens.
+        # Tied or small weights repeat one token under greedy decoding. These vary, so that a mistake changes tokens.
         tie_word_embeddings=False,
         initializer_range=0.1,
     )

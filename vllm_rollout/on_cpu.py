@@ -29,10 +29,9 @@ WAIT_POLICY = ("OMP_WAIT_POLICY", "passive")
 Spinning threads take the core from the thread for which they wait. If another program runs, that is 20 times slower.
 """
 COMPILE_NOTHING = ("TORCH_COMPILE_DISABLE", "1")
-"""An environment variable that torch reads when it is imported.
+"""An environment variable that torch reads when it is imported. It turns compiling off.
 
-vLLM's CPU build compiles parts of its sampler at the first request. Without it the engine dies if torch finds no
-compiler.
+vLLM's CPU build compiles parts of its sampler at the first request. If torch finds no compiler, the engine would die.
 """
 NO_COMPILER = (
     "no C++ compiler is found (g++, or the one that CXX names), so torch compiles nothing: vLLM runs as with "

@@ -66,7 +66,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us; we stop the server
+                start_new_session=True,  # Ctrl-C is for us, and we stop the server
             )
         return self
 

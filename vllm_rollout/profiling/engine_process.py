@@ -59,7 +59,7 @@ class EngineProcess:
                 stderr=log,
                 text=True,
                 bufsize=1,
-                start_new_session=True,  # Ctrl-C is for us; we stop the engine
+                start_new_session=True,  # Ctrl-C is for us, and we stop the engine
             )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return self

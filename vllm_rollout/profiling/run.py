@@ -73,7 +73,8 @@ def run(options: ProfileOptions, console: Console | None = None, start_engine: S
 
 
 def _existing(options: ProfileOptions) -> Profile | None:
-    """The profile to continue. Raises: ValueError if it is of another model or other flags."""
+    """The profile to continue, if any. Raises: ValueError if its model, flags or logprobs differ, or if --refresh finds
+    none."""
     if options.restart or not options.output.exists():
         if options.refresh:
             raise ValueError(f"--refresh needs a profile: {options.output} does not exist")

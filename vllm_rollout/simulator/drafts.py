@@ -59,7 +59,7 @@ def drafted_step(
 
 
 def _plain_share(drafting: float, num_rows: float) -> float:
-    """Share of steps without drafts among the steps in which some row has drafts.
+    """Share of all steps that are made without drafts although some row has drafts.
 
     It is one in `PLAIN_INTERVAL_STEPS`, or less if steps without any draft happen by themselves. `drafting`: share of
     rows that have drafts.

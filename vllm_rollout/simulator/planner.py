@@ -43,7 +43,7 @@ class PlannedRollout:
     at_upper_bound: bool = False
 
     def audited(self) -> PlannedRollout:
-        """This plan for an audit group."""
+        """This plan for an audit group, in which no candidate is stopped."""
         return replace(self, plan=self.plan.audited())
 
 

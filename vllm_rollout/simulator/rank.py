@@ -46,7 +46,7 @@ class Happening(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A group that goes on after some of its candidates have ended."""
+    """A group that goes on after an event of its candidates."""
 
     race: Race
     num_tokens: Sequence[int]
@@ -61,11 +61,11 @@ class Closed(NamedTuple):
     over: Sequence[Race]
     """Groups that are over."""
     left: Sequence[Left]
-    """Groups that go on after some of their candidates have ended."""
+    """Groups that go on after an event of their candidates."""
 
 
 class Departed(NamedTuple):
-    """A group on its way to another rank."""
+    """A group that is moving to another rank."""
 
     race: Race
     detached: DetachedGroup
@@ -120,7 +120,8 @@ class Rank:
         self._send(at_s, lambda: self._group_steps.cut(race_id))
 
     def send_away(self, group_id: str, at_s: float, deliver: Callable[[float, Departed], None]) -> None:
-        """Order a group away at `at_s`. It leaves between two steps and goes to `deliver`, unless it has ended."""
+        """Order a group away at `at_s`. It leaves between two steps and goes to `deliver`, unless it is over or
+        busy."""
         self._send(at_s, lambda: self._leave(group_id, deliver))
 
     def receive(self, departed: Departed, at_s: float) -> None:
