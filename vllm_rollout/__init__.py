@@ -48,7 +48,7 @@ _PLACES = {
     "Scheduler": ("vllm_rollout.adapter.core.scheduler", "make_scheduler"),
     "Worker": ("vllm_rollout.adapter.worker.worker", "RolloutWorker"),
 }
-"""Name -> its module, and what it is called there."""
+"""Module of each public name, and its name in that module."""
 
 __all__ = [
     "LLM",

@@ -1,7 +1,7 @@
-"""Tasks of an event loop beside the one that begins them, and what becomes of their exceptions.
+"""Background tasks of an event loop, and the handling of their exceptions.
 
-Invariant: an exception that nobody awaits is logged and counted by the task's name, and no loop that is to go on ends
-by one.
+Invariant: an exception that no task awaits is logged and counted by the task's name. It does not end a loop that is to
+go on.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ Errors = tuple[type[Exception], ...]
 logger = logging.getLogger("vllm.vllm_rollout")
 
 num_errors: Counter[str] = Counter()
-"""Of this process, by the name of a task."""
+"""Exceptions in this process, by the name of a task."""
 _HELD: set[asyncio.Task[Any]] = set()
 _count: Callable[[str], object] | None = None
 
 
 def count_with(count: Callable[[str], object]) -> None:
-    """From now on `count` is called with a task's name for each of its exceptions. The last call of this counts."""
+    """Call `count` with a task's name for each of its exceptions from now on. A later call replaces `count`."""
     global _count
     _count = count
 
 
 def begin(work: Coroutine[Any, Any, Made], among: set[asyncio.Task[Made]] = _HELD) -> asyncio.Task[Made]:
-    """A task whose owner awaits it, and so hears its exception. It is held until it ends, for the event loop holds it
-    weakly. `among`: where its owner finds it."""
+    """Start a task whose owner awaits it, and so gets its exception.
+
+    The task is held until it ends, because the event loop holds it only weakly. `among`: the set in which its owner
+    finds it.
+    """
     task = asyncio.create_task(work)
     among.add(task)
     task.add_done_callback(among.discard)
@@ -41,7 +44,7 @@ def begin(work: Coroutine[Any, Any, Made], among: set[asyncio.Task[Made]] = _HEL
 
 
 def spawn(work: Coroutine[Any, Any, object], name: str, among: set[asyncio.Task[None]] = _HELD) -> asyncio.Task[None]:
-    """The same, of one whose result nobody needs: its exceptions are logged and counted."""
+    """Start a task whose result is not needed. Its exceptions are logged and counted."""
 
     async def run() -> None:
         with survived(name):
@@ -52,8 +55,10 @@ def spawn(work: Coroutine[Any, Any, object], name: str, among: set[asyncio.Task[
 
 @contextmanager
 def survived(name: str) -> Iterator[None]:
-    """Around one turn of a loop that goes on whatever happens: an exception is logged and counted, and ends here. What
-    the loop waits with between two turns stands outside."""
+    """Log and count an exception of one turn of a loop, so that the loop goes on.
+
+    The loop's waiting between two turns stands outside of this context.
+    """
     try:
         yield
     except Exception as error:
@@ -61,8 +66,10 @@ def survived(name: str) -> Iterator[None]:
 
 
 async def heard(task: asyncio.Future[Made], name: str, refusals: Errors = ()) -> Made:
-    """Await a task that goes on when the one who waits goes away; then its exception is logged. `refusals` are answers
-    and no errors: such a one is a line in the log, and not counted."""
+    """Await a task that goes on if its caller is cancelled. Then its exception is logged.
+
+    `refusals` are answers, not errors: such an exception is logged as a warning, and not counted.
+    """
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -71,7 +78,7 @@ async def heard(task: asyncio.Future[Made], name: str, refusals: Errors = ()) ->
 
 
 async def to_its_end(work: Coroutine[Any, Any, Made], name: str, refusals: Errors = ()) -> Made:
-    """Await work that goes on when the one who waits for it goes away."""
+    """Await work that goes on if its caller is cancelled."""
     return await heard(begin(work), name, refusals)
 
 
@@ -85,7 +92,7 @@ def _unheard(name: str, refusals: Errors, task: asyncio.Future[Any]) -> None:
 
 
 def _failed(name: str, error: BaseException) -> None:
-    """A loop may fail each time: the first, second, fourth … exception of a name is logged."""
+    """Count an exception. The first, second, fourth, … exception of a name is logged, as a loop may fail each time."""
     num_errors[name] += 1
     if _count is not None:
         _count(name)

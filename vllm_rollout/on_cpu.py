@@ -1,7 +1,7 @@
-"""How an engine should run on this machine's CPU: number type, threads, memory. Needs neither torch nor vLLM.
+"""Settings for an engine on this machine's CPU: number type, threads, memory. Needs neither torch nor vLLM.
 
 vLLM's own defaults suit servers with AVX-512 and nothing else running. docs/development/log.md, "The first ten
-minutes", has what they cost elsewhere.
+minutes", has their cost on other machines.
 """
 
 from __future__ import annotations
@@ -19,31 +19,37 @@ import psutil
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 STOCK_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""vLLM's executor that runs the worker inside the engine core. By default a CPU worker is a process of its own, and the
-engine core spins on a core while it waits for that process."""
+"""vLLM's executor that runs the worker inside the engine core.
+
+By default a CPU worker is a process of its own, and the engine core spins on a core while it waits for that process.
+"""
 WAIT_POLICY = ("OMP_WAIT_POLICY", "passive")
 """An environment variable that OpenMP reads when torch is imported: threads sleep at the end of a parallel region.
-Threads that spin there take the core from the thread they wait for as soon as another program runs, 20 times slower."""
+
+Spinning threads take the core from the thread for which they wait. If another program runs, that is 20 times slower.
+"""
 COMPILE_NOTHING = ("TORCH_COMPILE_DISABLE", "1")
-"""An environment variable that torch reads when it is imported. vLLM's CPU build compiles parts of its sampler at the
-first request, and the engine dies where torch finds no compiler."""
+"""An environment variable that torch reads when it is imported. It turns compiling off.
+
+vLLM's CPU build compiles parts of its sampler at the first request. If torch finds no compiler, the engine would die.
+"""
 NO_COMPILER = (
     "no C++ compiler is found (g++, or the one that CXX names), so torch compiles nothing: vLLM runs as with "
     "--enforce-eager. To compile, install one (Debian: apt install g++)."
 )
 FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""CPU flags of instructions that multiply bfloat16 (x86, x86, ARM). Without one float32 is five times faster."""
+"""CPU flags of instructions that multiply bfloat16 (x86, x86, ARM). Without these, float32 is five times faster."""
 GIB = 2**30
 KV_CACHE_GIB = 2
-"""Enough for 128 candidates of SmolLM2-135M with 360 tokens each in float32."""
+"""KV cache in GiB: enough for 128 candidates of SmolLM2-135M with 360 tokens each in float32."""
 SMALL_SERVER_GIB = 2.5
-"""A server of SmolLM2-135M in float32 without its KV cache: API process 0.8 GiB, engine core 1.5 GiB."""
+"""Memory of a SmolLM2-135M server in float32 without its KV cache, in GiB: API process 0.8, engine core 1.5."""
 
 CGROUP_FILES = (
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Where a container's limit and usage are: version 2, version 1."""
+"""(folder, limit, usage) files of a container's memory: cgroup version 2, version 1."""
 
 
 class Cpu(NamedTuple):
@@ -52,11 +58,11 @@ class Cpu(NamedTuple):
     name: str
     flags: frozenset[str]
     num_cores: int
-    """Physical cores, as far as a container may use them: two threads of one core multiply no faster than one."""
+    """Physical cores that a container allows. Two threads of one core multiply no faster than one."""
 
     @property
     def dtype(self) -> str:
-        """The faster number type for a model whose weights are bfloat16."""
+        """The faster number type for a model with bfloat16 weights."""
         return "bfloat16" if self.flags & FAST_BFLOAT16 else "float32"
 
     @property
@@ -67,7 +73,7 @@ class Cpu(NamedTuple):
 
 
 def this_cpu(root: Path = Path("/")) -> Cpu:
-    """The CPU of this machine. `root`: where /proc and /sys are."""
+    """The CPU of this machine. `root`: folder of /proc and /sys."""
     cpuinfo = root / "proc/cpuinfo"
     fields: dict[str, str] = {}
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
@@ -81,12 +87,12 @@ def this_cpu(root: Path = Path("/")) -> Cpu:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch.compile calls on a CPU; None without one."""
+    """The C++ compiler that torch.compile calls on a CPU, or None."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
 def _quota(root: Path) -> int:
-    """As many cores as a container's limit of CPU time comes to, at least 1; very many without a limit."""
+    """Number of cores in a container's limit of CPU time, at least 1. `sys.maxsize` without a limit."""
     version_2 = _read(root / "sys/fs/cgroup/cpu.max").split()
     version_1 = [_read(root / "sys/fs/cgroup/cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     for limit in (version_2, version_1):
@@ -103,7 +109,7 @@ def allowed_cpus() -> set[int]:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that a new process can have, under the limits of its container too."""
+    """Bytes that a new process can have, also under its container's limits."""
     free: list[int] = [psutil.virtual_memory().available]
     for folder, limit, usage in CGROUP_FILES:
         limit_bytes, used_bytes = (_read(root / folder / name) for name in (limit, usage))
@@ -113,7 +119,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def kv_cache_gib(available_bytes: int) -> int:
-    """The KV cache of a small model's server, in GiB. Raises: RuntimeError where there is no room for one."""
+    """The KV cache of a small model's server, in GiB. Raises: RuntimeError if memory is too little."""
     room = int(available_bytes / GIB - SMALL_SERVER_GIB)
     if room < 1:
         raise RuntimeError(
@@ -124,7 +130,7 @@ def kv_cache_gib(available_bytes: int) -> int:
 
 
 def embedded_settings(cpu: Cpu, environment: Mapping[str, str]) -> dict[str, Any]:
-    """vLLM's engine arguments for a small model of the catalogue. Raises: RuntimeError where memory is too little."""
+    """vLLM's engine arguments for a small model of the catalogue. Raises: RuntimeError if memory is too little."""
     settings: dict[str, Any] = {"dtype": cpu.dtype, "enforce_eager": True}
     if KV_SPACE not in environment:  # vLLM prefers the variable
         settings["kv_cache_memory_bytes"] = kv_cache_gib(available_memory()) * GIB
@@ -132,7 +138,7 @@ def embedded_settings(cpu: Cpu, environment: Mapping[str, str]) -> dict[str, Any
 
 
 def advice(cpu: Cpu, dtype: str, enforce_eager: bool) -> str | None:
-    """Flags that would make a server with these settings faster, and why. None: no flag would."""
+    """Flags that would make a server with these settings faster, with reasons. None if there are none."""
     flags, reasons = [], []
     if cpu.dtype == "float32" and dtype != "float32":
         flags.append("--dtype float32")

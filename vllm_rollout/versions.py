@@ -1,20 +1,20 @@
-"""Which vLLM this package is for. Needs no vLLM."""
+"""vLLM versions that this package supports. Needs no vLLM."""
 
 from __future__ import annotations
 
 SUPPORTED_VLLM = ("0.29", "0.30", "0.31", "0.32", "0.33")
-"""vLLM minor versions whose seams the adapter knows; each has a snapshot."""
+"""vLLM minor versions whose seams the adapter knows. Each has a snapshot."""
 PREFERRED_VLLM = "0.32"
-"""The one that our extras install."""
+"""The version that our extras install."""
 
 
 def minor_of(version: str) -> str:
-    """`0.32` of `0.32.1rc1`."""
+    """Minor version: `0.32` for `0.32.1rc1`."""
     return ".".join(version.split(".")[:2])
 
 
 def vllm_refusal(version: str) -> str | None:
-    """Why a version of vLLM is refused, with what to do; None for a supported one."""
+    """Reason why a version of vLLM is refused, with what to do. None for a supported one."""
     if minor_of(version) in SUPPORTED_VLLM:
         return None
     return (

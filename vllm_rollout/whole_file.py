@@ -1,4 +1,7 @@
-"""Files that are whole at every moment. Invariant: a reader finds the old content or the new one, never a part."""
+"""Files that are whole at every moment.
+
+Invariant: a reader finds the old content or the new one, never a part.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from pathlib import Path
 from vllm_rollout.private_file import FILE
 
 PUBLIC = 0o644
-"""For what a command leaves for its user, such as a profile."""
+"""Mode of files that a command leaves for its user, such as a profile."""
 
 
 def write_whole(path: Path, data: bytes, mode: int = FILE) -> None:
-    """Replace the file's content at once, whatever happens meanwhile. Raises: OSError."""
+    """Replace the file's content at once, even if the program or machine fails meanwhile. Raises: OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:

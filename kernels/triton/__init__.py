@@ -1,1 +1,1 @@
-"""Triton kernels, imported as vllm_rollout.kernels. Each module needs triton; importing this package does not."""
+"""Triton kernels, imported as vllm_rollout.kernels. Each module needs triton, but importing this package does not."""

@@ -1,6 +1,7 @@
 """update_confidence on a GPU: length, mean, variance and trace of every candidate in one launch.
 
-Invariant: every slot is written by one program; the host never waits for the device.
+Invariant: every slot is written by one program. The host never waits for the device.
+
 The specification is `vllm_rollout.tracker.reference.update_confidence_reference`.
 """
 
@@ -39,7 +40,7 @@ def update_confidence_kernel(
     trace_length,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """One program per block of rows."""
+    """Update the slots of one block of rows per program."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_batch = row < num_rows
     slot = tl.load(slots_ptr + row, mask=in_batch, other=-1)
@@ -72,7 +73,7 @@ def update_confidence_triton(
     m2s: torch.Tensor,
     trace: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean and standard deviation, float32 [num_rows, 2], of arguments that `check_update_confidence` accepts."""
+    """Mean and standard deviation, float32 [num_rows, 2]. `check_update_confidence` defines valid arguments."""
     num_rows = slots.shape[0]
     moments = torch.empty(num_rows, 2, dtype=torch.float32, device=means.device)
     if num_rows:

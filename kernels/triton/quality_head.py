@@ -1,11 +1,12 @@
 """quality_head on a GPU: gather the due rows, two layers and the logit, in one launch.
 
 Invariant: a score does not depend on the order in which programs run, and the host never waits for the device.
+
 The specification is `vllm_rollout.tracker.reference.quality_head_reference`.
 
-The first layer is 2 MB of weights for a hidden size of 4096 and few rows, so that one program alone would wait for
-memory most of the time. The hidden axis is split: each program writes its part of the first layer's sums, and the
-program that arrives last at a block of rows adds the parts, in their order, and goes on to the logit.
+The first layer has 2 MB of weights for a hidden size of 4096, and few rows. One program alone would wait for memory
+most of the time. The hidden axis is therefore split: each program writes its part of the first layer's sums. The
+program that arrives last at a block of rows adds the parts in their order, and computes the logit.
 """
 
 import functools
@@ -22,9 +23,9 @@ BLOCK_SIZE = 32
 FEW_DUE, MANY_DUE = 16, 64
 """Rows of one program: the least that tensor cores take, and enough that 1024 rows read w1 only 16 times."""
 MAX_SPLITS = 32
-"""More parts are read sooner and added later; the last program adds them one after the other."""
+"""Most parts of the hidden axis. More parts are read sooner, but the last program adds them one after the other."""
 PRECISION = "tf32x3"
-"""Three products of tensor cores for one of float32, about its accuracy; weights lose no digits that count."""
+"""Three products of tensor cores for one of float32, about its accuracy. Weights lose no significant digits."""
 
 
 # rows are a part of a larger tensor: specialised by its alignment, kernels would be compiled in a step.
@@ -108,9 +109,9 @@ def quality_head_triton(
     b2: torch.Tensor,
     num_programs: int | None = None,
 ) -> torch.Tensor:
-    """Scores, float32 [num_due], of arguments that `check_quality_head` accepts.
+    """Scores, float32 [num_due]. `check_quality_head` defines valid arguments.
 
-    num_programs: what to spread the work over; as many as the device has multiprocessors if not given.
+    `num_programs`: number of programs to spread the work over. Default: the device's multiprocessors.
     """
     num_due, num_hidden = rows.shape[0], w1.shape[0]
     score = torch.empty(num_due, dtype=torch.float32, device=hidden.device)
@@ -150,7 +151,7 @@ def quality_head_triton(
 
 
 def split(hidden_size: int, num_blocks: int, num_programs: int) -> tuple[int, int]:
-    """Number of parts of the hidden axis, and steps of the loop in each, that bring about num_programs programs."""
+    """(parts of the hidden axis, loop steps in each part) for about `num_programs` programs."""
     num_steps = triton.cdiv(hidden_size, BLOCK_SIZE)
     num_splits = max(1, min(num_steps, MAX_SPLITS, num_programs // num_blocks))
     split_steps = triton.cdiv(num_steps, num_splits)
@@ -158,7 +159,7 @@ def split(hidden_size: int, num_blocks: int, num_programs: int) -> tuple[int, in
 
 
 def counters(device: torch.device, num_blocks: int) -> torch.Tensor:
-    """Zeros for the current stream of the device: two launches of one stream never run at the same time."""
+    """Zeros for the current stream of the device. Two launches of one stream never run at the same time."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _counters(device, stream, triton.next_power_of_2(max(num_blocks, 64)))
 

@@ -13,18 +13,22 @@ NUM_WARPS = 8
 BLOCK_SIZE = 32 * NUM_WARPS * 8
 """Entries that the program takes side by side: 8 for each thread, one 16-byte load of 16-bit logits."""
 NUM_BLOCKS = 4
-"""Blocks per step of the loop: a lane rescales its sums once for that many entries, which saves a quarter of all
-instructions; they, not the memory, bound a kernel that has several for each byte."""
+"""Blocks per step of the loop. A lane rescales its sums once per step, which saves a quarter of all instructions.
+
+The kernel is bound by instructions, several per byte, and not by memory.
+"""
 NUM_STAGES = 3
-"""Steps of the loop whose loads are under way or done, so that a program always has two on their way. Two programs fit
-a multiprocessor of sm_90: docs/development/log.md."""
+"""Steps of the loop whose loads are under way or done, so that a program always has two loads on their way.
+
+Two programs fit a multiprocessor of sm_90: docs/development/log.md.
+"""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def accumulate(z, peak, sum_exp, sum_z, num_unmasked):
-    """The sums of every lane with the entries z [NUM_BLOCKS, BLOCK_SIZE] in them."""
+    """The sums of every lane, updated with the entries z [NUM_BLOCKS, BLOCK_SIZE]."""
     unmasked = z != -float("inf")
     sum_z += tl.sum(tl.where(unmasked, z, 0.0), axis=0)
     num_unmasked += tl.sum(unmasked.to(tl.int32), axis=0)
@@ -47,11 +51,11 @@ def token_confidence_kernel(
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program per row to look at. Every lane keeps an online log-sum-exp of its own; lanes meet only at the end."""
+    """One program per row in `rows`. Every lane keeps its own online log-sum-exp. Lanes are merged at the end."""
     seen = tl.program_id(0)
     row = tl.load(rows_ptr + seen)
     exists = (row >= 0) & (row < num_rows)
-    # A row that does not exist is looked at as row 0 and then forgotten.
+    # A row that does not exist is computed as row 0, and its result is dropped.
     logits_ptr += tl.where(exists, row, 0) * row_stride
     lanes = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
 
@@ -83,7 +87,7 @@ def token_confidence_kernel(
 
 
 def token_confidence_triton(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Confidence, float32 [num_seen], of arguments that `check_token_confidence` accepts."""
+    """Confidence, float32 [num_seen]. `check_token_confidence` defines valid arguments."""
     (num_rows, vocab_size), num_seen = logits.shape, rows.shape[0]
     confidence = torch.empty(num_seen, dtype=torch.float32, device=logits.device)
     if num_seen and num_rows:

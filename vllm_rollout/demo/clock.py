@@ -1,4 +1,7 @@
-"""Lines that say how long the demo has run. Invariant: they read the same on a terminal and in a log."""
+"""Lines with the time that the demo has run.
+
+Invariant: they read the same on a terminal and in a log.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from rich.console import Console
 
 
 def shown(seconds: float) -> str:
-    """A rough time for people."""
+    """A rough time for people, in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
 
 
 class Clock:
-    """Prints lines after the time since it was made."""
+    """Prints lines with the time since the clock was made."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -1,4 +1,4 @@
-"""The demo's first result: one prompt racing, a bar for each candidate while it grows."""
+"""First result of the demo: one racing prompt, with a bar for each candidate while it grows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STATE_STYLES = {"runs": "cyan", "finished": "green", "stopped": "yellow"}
 
 @dataclass
 class LiveRace:
-    """Candidates of one prompt, as far as the events say. `lengths` and `states` are by index."""
+    """Candidates of one prompt, as reported by events. `lengths` and `states` are by index."""
 
     num_candidates: int
     group_size: int
     lengths: list[int] = field(init=False)
-    """Output tokens."""
+    """Output tokens of each candidate."""
     states: list[str] = field(init=False)
-    """A key of STATE_STYLES."""
+    """State of each candidate, a key of STATE_STYLES."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class LiveRace:
         self.states = ["runs"] * self.num_candidates
 
     def see(self, event: object) -> None:
-        """Take in one event of the rollout."""
+        """Update from one event of the rollout."""
         if isinstance(event, TokensEvent):
             self.lengths[event.index] = event.offset + len(event.token_ids)
         elif isinstance(event, TrajectoryEvent):
@@ -76,7 +76,7 @@ class LiveRace:
 
 
 async def race_live(client: AsyncRolloutClient, options: Options, console: Console) -> LiveRace:
-    """Race one prompt and draw it: while it runs on a terminal, once at its end elsewhere. Raises: RolloutError."""
+    """Race one prompt and draw it: live on a terminal, else once at its end. Raises: RolloutError."""
     race = LiveRace(options.candidates, options.group_size)
     events = client.stream(
         [[{"role": "user", "content": QUESTION}]],

@@ -1,4 +1,4 @@
-"""What the demo runs: prompts, sizes and sampling, checked before a server starts."""
+"""Options of the demo: prompts, sizes and sampling, checked before a server starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROMPTS = (
 
 SEED = 7
 MAX_CANDIDATES = 256
-"""At once in the demo: more would not fit a small KV cache."""
+"""Candidates that may run at once in the demo. More would not fit a small KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What both demos are asked for. Raises: ValueError that names the flag."""
+    """Options of both demos. Raises: ValueError that names the flag."""
 
     model: str = DEFAULT_MODEL
     prompts: int = 8
@@ -60,7 +60,7 @@ class Options(DemoOptions):
 
     @property
     def questions(self) -> list[str]:
-        """More prompts than there are come round again."""
+        """One question per prompt. If there are more prompts than questions, questions repeat."""
         return [PROMPTS[i % len(PROMPTS)] for i in range(self.prompts)]
 
     @property

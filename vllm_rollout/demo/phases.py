@@ -1,4 +1,4 @@
-"""The demo's two phases on one server, stock and race, with their progress on the terminal."""
+"""The two phases of the demo on one server, stock and race, with their progress on the terminal."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from vllm_rollout.server.answers import CandidateEvent, GroupEvent, TrajectoryEv
 
 
 class RacedCandidate(NamedTuple):
-    """One bar of the picture."""
+    """A candidate of a phase: one bar of the picture."""
 
     index: int
     num_tokens: int
     state: Literal["kept", "unused", "surplus"]
-    """In the returned group; ended by itself or at the cap, but not needed; stopped."""
+    """`kept`: in the returned group. `unused`: ended by itself or at the cap, but not needed. `surplus`: stopped."""
     token_ids: tuple[int, ...] = ()
-    """The tokens of a kept one."""
+    """Tokens of a kept candidate. Empty for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one way of running the prompts took."""
+    """Result of one way to run the prompts."""
 
     name: str
     seconds: float
     groups: list[list[RacedCandidate]]
-    """In the order of the prompts; candidates ascending by index."""
+    """Candidates by prompt, in the order of the prompts, ascending by index."""
 
     @property
     def generated_tokens(self) -> int:
@@ -63,7 +63,7 @@ class Phase:
 
     @property
     def kept(self) -> set[tuple[int, int, tuple[int, ...]]]:
-        """Position of the prompt, index and tokens of everything returned."""
+        """(position of the prompt, index, tokens) of all returned candidates."""
         return {
             (position, candidate.index, candidate.token_ids)
             for position, group in enumerate(self.groups)
@@ -73,9 +73,9 @@ class Phase:
 
 
 def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], group_size: int) -> list[RacedCandidate]:
-    """What a trainer keeps of a full answer: the first to end by themselves, filled up with those cut at the cap.
+    """Candidates that a trainer keeps of a full answer: the first to end by themselves, then those cut at the cap.
 
-    `answers` are token ids. Candidates of a prompt decode in step, so that the shortest is the first.
+    `answers` are token ids. Candidates of a prompt decode in step, so the shortest ends first.
     """
     order = sorted(range(len(answers)), key=lambda i: (reasons[i] != "stop", len(answers[i]), i))
     kept = set(order[:group_size])
@@ -86,7 +86,8 @@ def first_finished(answers: Sequence[Sequence[int]], reasons: Sequence[str], gro
 
 
 async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Callable[[], None]) -> Phase:
-    """One untagged chat request with n candidates per prompt, all at once; each waits for its slowest candidate."""
+    """Send one untagged chat request with n candidates per prompt, all at once. Each waits for its slowest
+    candidate."""
 
     async def ask(position: int, question: str) -> list[RacedCandidate]:
         seed = seed_for(SEED, str(position))  # as a rollout samples it
@@ -104,7 +105,8 @@ async def run_stock(client: httpx.AsyncClient, options: Options, on_group: Calla
 
 
 async def run_race(client: AsyncRolloutClient, options: Options, on_group: Callable[[], None]) -> Phase:
-    """One rollout for all prompts; its events say when a group is over. Raises: ServerError with the server's words."""
+    """Send one rollout for all prompts. Events report when a group is over. Raises: ServerError with the server's
+    words."""
     prompts = [
         {"id": str(i), "messages": [{"role": "user", "content": question}]}
         for i, question in enumerate(options.questions)
@@ -127,14 +129,14 @@ async def run_race(client: AsyncRolloutClient, options: Options, on_group: Calla
                     groups[int(event.prompt_id)].append(candidate)
                 elif isinstance(event, CandidateEvent):
                     other = event.candidate
-                    # One that reaches the cap in the step that completes its group is surplus too, but saved nothing.
+                    # A candidate that reaches the cap as its group is completed is surplus, but saves nothing.
                     stopped = other.state == "surplus" and other.num_tokens < options.max_tokens
                     state = "surplus" if stopped else "unused"
                     groups[int(event.prompt_id)].append(RacedCandidate(other.index, other.num_tokens, state))
                 elif isinstance(event, GroupEvent):
                     on_group()
     except RolloutError as error:
-        if error.status is None:  # the connection's, which the server's log explains
+        if error.status is None:  # an error of the connection, which the server's log explains
             raise
         raise ServerError(error.message) from error
     return Phase("vllm-rollout", time.monotonic() - started, [sorted(group) for group in groups])
@@ -152,11 +154,11 @@ class HasTokens(Protocol):
 
 PhaseType = TypeVar("PhaseType", bound=HasTokens)
 Way = Callable[[httpx.AsyncClient, AsyncRolloutClient, Callable[[], None]], Awaitable[PhaseType]]
-"""Runs the prompts by one of the clients; calls its last argument when a group is over."""
+"""Runs the prompts by one of the clients. Calls its last argument when a group is over."""
 Begin = Callable[[AsyncRolloutClient, Clock], Awaitable[Mapping[str, float]]]
-"""Runs before the ways, and returns the expected seconds of each way by its name."""
+"""Runs before the ways. Returns the expected seconds of each way by its name."""
 POLLS_PER_LINE = 60
-"""A line every half a minute where the output is no terminal."""
+"""Polls between two lines of output that is no terminal: half a minute."""
 
 
 async def show_phase(
@@ -167,9 +169,9 @@ async def show_phase(
     row: TaskID,
     clock: Clock,
 ) -> PhaseType:
-    """Run a phase while its row of `progress` follows the server's counters; lines say it where there is no terminal.
+    """Run a phase while its row of `progress` follows the server's counters. Without a terminal, lines report progress.
 
-    Raises: ServerError when the server dies meanwhile.
+    Raises: ServerError if the server dies meanwhile.
     """
     shown_row = progress.tasks[row]
 
@@ -216,7 +218,7 @@ async def run_phases(
     ways: Mapping[str, Way[PhaseType]],
     begin: Begin,
 ) -> list[PhaseType]:
-    """The same questions in each way, one after the other. `ways`: by name on the terminal."""
+    """Run the questions in each way, one after the other. `ways`: by name on the terminal."""
     progress = Progress(
         SpinnerColumn(finished_text="[green]✔[/]"),
         TextColumn("{task.description}"),
@@ -230,7 +232,7 @@ async def run_phases(
     )
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=None, trust_env=False) as client,
-        # With a transport of its own it asks no proxy for a server on this machine.
+        # With its own transport the client uses no proxy for a server on this machine.
         AsyncRolloutClient(server.url, transport=httpx.AsyncHTTPTransport()) as rollouts,
     ):
         await warm_up(client, questions)
@@ -250,14 +252,14 @@ async def run_phases(
 
 
 async def warm_up(client: httpx.AsyncClient, questions: Sequence[str]) -> None:
-    """Every prompt once for a single token: both phases find the same prefix cache and a server that has run."""
+    """Send every prompt once for a single token, so that both phases find an equal prefix cache and a warm server."""
     for question in questions:
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
         raise_for_status(await client.post("/v1/chat/completions", json=body))
 
 
 def compare_kept(stock: Phase, race: Phase) -> str:
-    """How far the race returned what stock returned."""
+    """Sentence on the trajectories that stock and race both returned."""
     same, total = len(stock.kept & race.kept), len(race.kept)
     if same == total:
         return f"All {total} returned trajectories are the same in both, token for token."

@@ -1,4 +1,4 @@
-"""The demo's picture: seconds of both ways, and per group what became of every candidate."""
+"""Picture of the demo: seconds of both ways, and every candidate of each group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_COLUMNS = 4
 
 
 def draw(stock: Phase, race: Phase, options: Options, path: Path) -> None:
-    """Write the picture: seconds of both ways, and per group every candidate up to its end or its stop."""
+    """Draw seconds of both ways, and per group every candidate up to its end or its stop. Writes the file `path`."""
     from matplotlib.patches import Patch
 
     num_columns = min(NUM_COLUMNS, options.prompts)
@@ -76,7 +76,7 @@ def _draw_seconds(axes, stock: Phase, race: Phase, options: Options) -> None:
 def _draw_group(
     axes, question: str, stock_group: list[RacedCandidate], race_group: list[RacedCandidate], max_tokens: int
 ) -> None:
-    """Kept ones by length on top, then the stopped ones by what stock took for the same seed."""
+    """Draw kept candidates by length on top, then the others by their length in the stock phase."""
     stock_length = {candidate.index: candidate.num_tokens for candidate in stock_group}
     kept = sorted((c for c in race_group if c.state == "kept"), key=lambda c: c.num_tokens)
     others = sorted((c for c in race_group if c.state != "kept"), key=lambda c: stock_length[c.index])
@@ -106,7 +106,7 @@ def _draw_group(
 
 
 def only_bottom(axes) -> None:
-    """No frame but the axis below."""
+    """Remove the frame, except for the axis below."""
     axes.set_yticks([])
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):

@@ -1,4 +1,4 @@
-"""The demo of the race: one prompt live, then stock vLLM and the race; the table, the picture, the record."""
+"""The demo of the race: one live prompt, then stock vLLM and the race, with a table, a picture and a record."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from vllm_rollout.process import runs_on_cpu
 from vllm_rollout.whole_file import PUBLIC, write_whole
 
 STOCK_TOKENS, RACE_TOKENS = 285, 110
-"""What a candidate of the demo generates on average: 36,478 and 13,937 tokens of 128."""
+"""Mean generated tokens of a candidate in the demo, stock and race: 36,478 and 13,937 tokens of 128 candidates."""
 BATCH_GAIN = 1.2
-"""128 candidates generate tokens so many times faster than the 16 of the first race, on two cores."""
+"""Factor of token throughput from the 16 candidates of the first race to 128 candidates, on two cores."""
 
 
 def run(options: Options) -> None:
-    """The whole demo. Raises: as `show`."""
+    """Run the whole demo. Raises: as `show`."""
     stock_name = f"stock: wait for all {options.candidates}"
     race_name = f"race: first {options.group_size} of {options.candidates}"
     ways: dict[str, Way[Phase]] = {
@@ -61,7 +61,7 @@ def run(options: Options) -> None:
 
 
 def expected_seconds(options: Options, live: LiveRace) -> tuple[float, float]:
-    """What stock vLLM and the race are expected to take, by how fast one prompt has just run."""
+    """Expected seconds of stock vLLM and of the race, from the speed of the live prompt."""
     rate = BATCH_GAIN * live.tokens_per_s
     num_candidates = options.prompts * options.candidates
     stock, race = (min(tokens, options.max_tokens / 2) for tokens in (STOCK_TOKENS, RACE_TOKENS))
@@ -69,7 +69,7 @@ def expected_seconds(options: Options, live: LiveRace) -> tuple[float, float]:
 
 
 def record(options: Options, stock: Phase, race: Phase) -> dict[str, Any]:
-    """What the demo measured, and on what."""
+    """Measurements of the demo, its options and the machine."""
     cpu = on_cpu.this_cpu()
     device = {"device": "cpu", "cores": cpu.num_cores, "dtype": cpu.dtype} if runs_on_cpu() else {"device": "cuda"}
     names = ("model", "prompts", "group_size", "candidates", "max_tokens")

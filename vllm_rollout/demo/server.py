@@ -1,4 +1,4 @@
-"""What both demos share: a server with what they need, the two ways on it, and what is shown of them."""
+"""Parts that both demos share: their server, both ways on it, and the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_rollout.process import (
 
 
 async def no_beginning(client: AsyncRolloutClient, clock: Clock) -> Mapping[str, float]:
-    """Nothing comes before the ways, and nobody knows how long they take."""
+    """A beginning that does nothing and expects no times."""
     return {}
 
 
@@ -42,9 +42,9 @@ def show(
     write: Callable[[PhaseType, PhaseType], None],
     begin: Begin = no_beginning,
 ) -> None:
-    """A whole demo: both ways on one server, what they came to, the files that `write` writes.
+    """Run a whole demo: both ways on one server, their results, and the files that `write` writes.
 
-    Raises: RuntimeError (model, server) with what to do; OSError for a file; KeyboardInterrupt.
+    Raises: RuntimeError (model, server) with what to do. OSError for a file. KeyboardInterrupt.
     """
     console = Console()
     clock = Clock(console)
@@ -60,7 +60,7 @@ def show(
 
 
 def device_chosen(environment: Mapping[str, str]) -> str:
-    """What the server runs on, and what was chosen for it."""
+    """Description of the server's device and of the settings chosen for it."""
     if not runs_on_cpu():
         return "CUDA, as vLLM chooses"
     return f"{on_cpu.this_cpu().summary}; KV cache {environment[on_cpu.KV_SPACE]} GiB"
@@ -68,7 +68,8 @@ def device_chosen(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def demo_server(name: str, environment: Mapping[str, str], clock: Clock) -> Iterator[ServerProcess]:
-    """Ready, with its start told. Raises: RuntimeError (model, server) with what to do; KeyboardInterrupt."""
+    """A ready server, whose start is printed. Raises: RuntimeError (model, server) with what to do.
+    KeyboardInterrupt."""
     exit_on_sigterm()
     model = resolve(name)
     clock.say("the server starts: about 20 s on two cores")

@@ -1,4 +1,7 @@
-"""`vllm-rollout profile` as a command: its options, its help. Invariant: importing this is light."""
+"""The `vllm-rollout profile` command: its options and its help.
+
+Invariant: importing this is light.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ Examples:
 
 
 class ProfileCommand(TyperCommand):
-    """Says where the engine's flags belong. Overrides: parse_args."""
+    """Names the place of the engine's flags in errors. Overrides: parse_args."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}

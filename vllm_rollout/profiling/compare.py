@@ -1,4 +1,7 @@
-"""Two profiles side by side: PTL at the points both have. Invariant: a ratio above 1 means the second one is slower."""
+"""Two profiles side by side: PTL at the points that both have.
+
+Invariant: a ratio above 1 means that the second profile is slower.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from vllm_rollout.profiling.profile_file import Profile, describe_hardware, desc
 
 
 class Pair(NamedTuple):
-    """One point in both profiles."""
+    """A point of both profiles."""
 
     tensor_parallel_size: int
     context_tokens: int
@@ -29,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def common_points(first: Profile, second: Profile) -> list[Pair]:
-    """Raises: ValueError when the two have no point in common."""
+    """Points that both profiles have. Raises: ValueError if there are none."""
     seconds = {(p.tensor_parallel_size, p.context_tokens, p.batch_size): p.median_s for p in second.points}
     pairs = [
         Pair(*place, point.median_s, seconds[place])
@@ -45,7 +48,8 @@ def common_points(first: Profile, second: Profile) -> list[Pair]:
 
 
 def compare(first_path: Path, second_path: Path, picture: Path | None, console: Console | None = None) -> None:
-    """Print the table; draw it when there is a file to draw to. Raises: ValueError (profiles that cannot be read)."""
+    """Print a table of the two profiles, and draw it if `picture` is given. Raises: ValueError for an unreadable
+    profile."""
     console = console or Console()
     first, second = Profile.read(first_path), Profile.read(second_path)
     pairs = common_points(first, second)
@@ -88,7 +92,7 @@ def comparison_table(pairs: list[Pair], names: tuple[str, str]) -> Table:
 
 
 def draw_comparison(pairs: list[Pair], names: tuple[str, str], path: Path) -> None:
-    """The ratio over batch size, a line per tensor-parallel size and context."""
+    """Draw the ratio over batch size, with a line per tensor-parallel size and context."""
     with figure_at(path, (9, 5), {"font.size": 10, "axes.labelcolor": INK}, layout="constrained") as figure:
         axes = figure.subplots()
         for i, (size, context) in enumerate(sorted({pair[:2] for pair in pairs})):
@@ -105,5 +109,5 @@ def draw_comparison(pairs: list[Pair], names: tuple[str, str], path: Path) -> No
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """File names, with folders where those are the same."""
+    """Names of the files, with their folders if the names are equal."""
     return (first.name, second.name) if first.name != second.name else (str(first), str(second))

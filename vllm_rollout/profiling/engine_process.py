@@ -1,4 +1,4 @@
-"""The measuring engine as a child process: commands down its standard input, answers up, its log in a file.
+"""The measuring engine as a child process: commands on its standard input, answers on its standard output, a log file.
 
 Invariant: the child is a process group of its own and is gone when the `with` block ends.
 """
@@ -25,15 +25,15 @@ STOP_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.5
 
 OnWait = Callable[[float, str], None]
-"""Called with seconds waited and the last line of the log."""
+"""Called with the seconds waited and the last line of the log."""
 
 
 class EngineError(ServerError):
-    """The engine did not start, or died; the message ends with the end of its log and what to do."""
+    """The engine did not start, or died. The message ends with the end of its log and what to do."""
 
 
 class EngineProcess:
-    """What a profile is measured with."""
+    """The engine with which a profile is measured."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class EngineProcess:
                 stderr=log,
                 text=True,
                 bufsize=1,
-                start_new_session=True,  # Ctrl-C is for us; we stop the engine
+                start_new_session=True,  # Ctrl-C is for us, and we stop the engine
             )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return self
@@ -72,9 +72,9 @@ class EngineProcess:
         assert process.stdin is not None
         try:
             with suppress(BrokenPipeError):
-                process.stdin.close()  # it ends with its input
+                process.stdin.close()  # the engine ends with its input
             if kind is not None:
-                process.send_signal(signal.SIGINT)  # and now rather than after the point it is at
+                process.send_signal(signal.SIGINT)  # now, not after the current point
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             pass
@@ -89,21 +89,21 @@ class EngineProcess:
         return self._process.pid
 
     def info(self) -> dict[str, Any]:
-        """What the engine is, and what fits into it."""
+        """Description of the engine: model, machine, versions, flags and capacities."""
         return self._call("info")
 
     def warm_up(self) -> None:
         self._call("warm_up")
 
     def decode(self, **arguments: int) -> list[StepTime]:
-        """Pure decode steps of exactly so many candidates.
+        """Measure decode steps of exactly `batch_size` candidates.
 
         Arguments: `batch_size`, `context_tokens`, `num_warmup`, `num_steps`.
         """
         return [StepTime(*step) for step in self._call("decode", **arguments)]
 
     def prefill(self, **arguments: int) -> list[StepTime]:
-        """Steps that compute so many prompt tokens beside one candidate that decodes.
+        """Measure steps that compute `chunk_tokens` prompt tokens beside one candidate that decodes.
 
         Arguments: `chunk_tokens`, `num_steps`.
         """
@@ -148,7 +148,7 @@ class EngineProcess:
 
 
 def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], *, logprobs: bool) -> list[str]:
-    """How the measuring engine is started."""
+    """Command line that starts the measuring engine."""
     command = [
         sys.executable,
         "-m",

@@ -1,8 +1,9 @@
-"""Measured step times -> a continuous piecewise linear curve with free breakpoints, and how far to trust it.
+"""Fits a continuous piecewise linear curve with free breakpoints to step times, and measures the fit's errors.
 
 Invariant: a fit is never worse than the best line, and does not fall where the measurements do not.
 
-Errors are relative: a step of 8 candidates counts as much as one of 256, which is what the price of a long tail needs.
+Errors are relative: a step of 8 candidates counts as much as a step of 256. The price of a long tail depends on small
+batches.
 
 Source: DARTS Appendix A (three pieces).
 """
@@ -20,34 +21,34 @@ from vllm_rollout.group.lengths.cost import PTLCurve
 
 NUM_PIECES = 3
 POINTS_PER_PIECE = 3
-"""Every piece spans at least so many points, its ends included: with two it would follow a single slow step."""
+"""Least number of points that a piece spans, its ends included. With two it would follow a single slow step."""
 NUM_REFINEMENTS = 3
 """Rounds in which each breakpoint is moved to its best place between its neighbours."""
 GOLDEN = (5**0.5 - 1) / 2
 SEARCH_STEPS = 24
-"""Steps of a golden section: to 1e-5 of its interval."""
+"""Steps of a golden-section search, which narrow its interval to 1e-5 of its length."""
 
 
 class Fit(NamedTuple):
-    """A curve and its quality on the points it was made of."""
+    """A curve, and its errors on the points that it was fitted to."""
 
     curve: PTLCurve
     r_squared: float
-    """The share of the variance of seconds that the fit explains."""
+    """Share of the variance of seconds that the fit explains."""
     residuals: tuple[float, ...]
-    """(fitted - measured) / measured, by point."""
+    """Relative error by point: (fitted - measured) / measured."""
 
 
 class LeftOut(NamedTuple):
-    """An interior point as predicted by the curve through all others."""
+    """An interior point, predicted by the curve through all other points."""
 
     batch_size: int
     error: float
-    """(predicted - measured) / measured."""
+    """Relative error: (predicted - measured) / measured."""
 
 
 def fit_curve(batch_sizes: Sequence[float], seconds: Sequence[float], num_pieces: int = NUM_PIECES) -> Fit:
-    """Least squares in relative error, over breakpoints and values. Fewer points get fewer pieces; one gets a constant.
+    """Least squares in relative error, over breakpoints and values. Few points get fewer pieces, one point a constant.
 
     Raises: ValueError for no points, points that do not ascend, or times that are not positive.
     """
@@ -70,7 +71,7 @@ def fit_curve(batch_sizes: Sequence[float], seconds: Sequence[float], num_pieces
 
 
 def leave_one_out(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[LeftOut]:
-    """How well each interior point is predicted by a fit, breakpoints included, that has not seen it."""
+    """Error at each interior point of a fit to all other points, breakpoints included."""
     found = []
     for i in range(1, len(batch_sizes) - 1):
         others = [j for j in range(len(batch_sizes)) if j != i]
@@ -80,9 +81,9 @@ def leave_one_out(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[
 
 
 def fit_prefill(chunks: Sequence[float], extra_s: Sequence[float]) -> tuple[float, float]:
-    """Seconds per prompt token and fixed seconds per step, neither negative; least squares in relative error.
+    """Seconds per prompt token and fixed seconds per step, neither negative, by least squares in relative error.
 
-    `extra_s` is what a step with so many prompt tokens takes beyond a decode step.
+    `extra_s`: seconds by which a step with prompt tokens exceeds a decode step, for each of `chunks`.
     """
     x, y = np.asarray(chunks, float), np.maximum(np.asarray(extra_s, float), MIN_STEP_S)
     if len(x) == 0:
@@ -99,7 +100,7 @@ class _Problem:
 
 
 class _Solution:
-    """The best values at the ends and at given breakpoints."""
+    """The best values at both ends and at given breakpoints."""
 
     def __init__(self, problem: _Problem, breakpoints: Sequence[float]) -> None:
         x, y = problem.x, problem.y
@@ -124,7 +125,7 @@ def _error_of(solution: _Solution) -> float:
 
 
 def _hats(x: np.ndarray, knots: np.ndarray) -> np.ndarray:
-    """Linear interpolation at x as weights of the knots' values  # [num_points, num_knots]"""
+    """Weights of the knots' values in a linear interpolation at x # [num_points, num_knots]"""
     left = np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(knots) - 2)
     share = (x - knots[left]) / (knots[left + 1] - knots[left])
     hats = np.zeros((len(x), len(knots)))
@@ -135,7 +136,7 @@ def _hats(x: np.ndarray, knots: np.ndarray) -> np.ndarray:
 
 
 def _non_negative(columns: np.ndarray, target: np.ndarray, first: int) -> np.ndarray:
-    """Least squares with coefficients from `first` on at least 0: the best over which of them are 0."""
+    """Least squares with non-negative coefficients from `first` on. Tries every choice of coefficients that are 0."""
     count = columns.shape[1]
     best, best_error = np.zeros(count), np.inf
     for kept in product((True, False), repeat=count - first):
@@ -153,7 +154,7 @@ def _non_negative(columns: np.ndarray, target: np.ndarray, first: int) -> np.nda
 
 
 def _first_guesses(x: np.ndarray, y: np.ndarray, num_breakpoints: int) -> Iterator[tuple[float, ...]]:
-    """Every choice of points as breakpoints, and of gaps in which the lines on either side meet."""
+    """Candidates for breakpoints: every choice of points, and of gaps in which the lines on either side meet."""
     for chosen in combinations(range(len(x)), num_breakpoints):
         if all(np.diff([0, *chosen, len(x) - 1]) >= POINTS_PER_PIECE - 1):
             yield tuple(x[i] for i in chosen)
@@ -174,7 +175,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _with_one_more(x: np.ndarray, breakpoints: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
-    """These breakpoints and one point more, as far as every piece then has its points."""
+    """These breakpoints and one more point, if every piece then has its least number of points."""
     for place in set(x[1:-1]) - set(breakpoints):
         knots = sorted([x[0], *breakpoints, place, x[-1]])
         counts = [np.count_nonzero((x >= left) & (x <= right)) for left, right in pairwise(knots)]
@@ -183,7 +184,7 @@ def _with_one_more(x: np.ndarray, breakpoints: tuple[float, ...]) -> Iterator[tu
 
 
 def _meeting(line: tuple[float, float], other: tuple[float, float]) -> float:
-    """Where two lines meet; NaN for parallel ones."""
+    """The x at which two lines meet. NaN for parallel lines."""
     return (line[1] - other[1]) / (other[0] - line[0]) if line[0] != other[0] else np.nan
 
 
@@ -195,7 +196,7 @@ def _refined(problem: _Problem, best: _Solution) -> _Solution:
 
 
 def _moved(problem: _Problem, solution: _Solution, i: int) -> _Solution:
-    """With breakpoint i at its best place between the points next to it; every piece keeps its points."""
+    """The solution with breakpoint `i` at its best place between neighbouring points. Every piece keeps its points."""
     x, knots = problem.x, solution.knots
     before, after = knots[i], knots[i + 2]
     low = x[min(np.searchsorted(x, before) + POINTS_PER_PIECE - 1, len(x) - 1)]

@@ -1,4 +1,7 @@
-"""Which points a profile measures. Invariant: a point of the plan fits into the engine; one that does not is named."""
+"""Chooses the points that a profile measures.
+
+Invariant: a point of the plan fits into the engine. A point that does not fit is named.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from typing import NamedTuple
 from vllm_rollout.profiling.profile_file import EngineFacts
 
 PROFILE_SHORTEST_CONTEXT_TOKENS = 128
-"""Shortest context of a profile; half of the longest and the longest come after it."""
+"""Shortest context of a profile. The other two are half of the longest and the longest."""
 PROFILE_STEPS = 32
-"""Decode steps of which a point of a profile is the median."""
+"""Decode steps per point of a profile, which takes their median."""
 PROFILE_WARMUP_STEPS = 8
-"""Decode steps before those, not counted."""
+"""Decode steps before the measured ones, not counted."""
 PROFILE_CHUNK_TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
-"""Prompt tokens of the prefill steps in a profile, as far as the engine takes them at once."""
+"""Prompt tokens of a profile's prefill steps, as far as the engine computes them in one step."""
 PROFILE_QUICK_BATCH_SIZE = 32
 """Largest batch of a quick profile."""
 PROFILE_QUICK_CONTEXT_TOKENS = (128, 512)
-"""Contexts of a quick profile."""
+"""Contexts of a quick profile, in tokens."""
 PROFILE_QUICK_STEPS = 12
-"""Decode steps of which a point of a quick profile is the median."""
+"""Decode steps per point of a quick profile, which takes their median."""
 PROFILE_QUICK_WARMUP_STEPS = 3
-"""Decode steps before those, not counted."""
+"""Decode steps before the measured ones in a quick profile, not counted."""
 
 
 class GridPoint(NamedTuple):
-    """So many candidates with so long a context."""
+    """Decode steps with `batch_size` candidates of `context_tokens` each."""
 
     batch_size: int
     context_tokens: int
@@ -35,7 +38,7 @@ class GridPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the user asked for; None: our choice."""
+    """The user's choices. None: the default."""
 
     batch_sizes: tuple[int, ...] | None = None
     contexts: tuple[int, ...] | None = None
@@ -56,16 +59,18 @@ class Plan:
 
     points: tuple[GridPoint, ...]
     left_out: tuple[GridPoint, ...]
-    """They were wanted, but do not fit into the KV cache."""
+    """Wanted points that do not fit into the KV cache."""
     chunks: tuple[int, ...]
-    """Prompt tokens of the steps that prefill."""
+    """Prompt tokens of the prefill steps."""
 
 
 def make_plan(wanted: Wanted, engine: EngineFacts) -> Plan:
-    """Contexts ascend, so that each finds the one before in the prefix cache; the largest batch comes first and fills
-    it for the others.
+    """Plan the points of one engine.
 
-    Raises: ValueError for a batch size or context that the engine does not allow at all, or when nothing is left.
+    Contexts ascend, so that each finds the one before in the prefix cache. The largest batch comes first, and fills the
+    cache for the others.
+
+    Raises: ValueError for a batch size or context that the engine does not allow, or if no point is left.
     """
     room = sum(wanted.steps)
     batch_sizes = wanted.batch_sizes or default_batch_sizes(
@@ -102,7 +107,7 @@ def make_plan(wanted: Wanted, engine: EngineFacts) -> Plan:
 
 
 def default_batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 3, 4, 6, 8, 12, … : two per doubling, and the largest."""
+    """Batch sizes 1, 2, 3, 4, 6, 8, 12, …: two per doubling, and the largest."""
     sizes = {1, 2, 3, largest}
     power = 4
     while power <= largest:
@@ -112,7 +117,7 @@ def default_batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 def default_contexts(longest: int, quick: bool) -> tuple[int, ...]:
-    """A short one, the longest, and one half way; two rather short ones in a quick profile."""
+    """A short context, half of the longest, and the longest. A quick profile has two short ones."""
     if quick:
         wanted: Sequence[int] = PROFILE_QUICK_CONTEXT_TOKENS
     else:

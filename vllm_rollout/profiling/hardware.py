@@ -1,4 +1,4 @@
-"""What a machine is, without asking torch."""
+"""Description of the machine, without torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def num_devices() -> int | None:
-    """Devices an engine can spread over: GPUs, or for the CPU build NUMA nodes; None when nobody can tell.
+    """Number of devices for an engine: GPUs, or NUMA nodes with the CPU build. None if it is unknown.
 
-    Who names the cores of each rank (`VLLM_CPU_OMP_THREADS_BIND=0-7|8-15`) has as many devices as that.
+    `VLLM_CPU_OMP_THREADS_BIND=0-7|8-15` names the cores of each rank, and so the number of devices.
     """
     if runs_on_cpu():
         binding = os.environ.get(CPU_BINDING, "")

@@ -1,4 +1,7 @@
-"""Points measured one by one into a profile. Invariant: after each of them the profile holds a fit of what it has."""
+"""Measures points one by one into a profile.
+
+Invariant: after each point the profile holds a fit of all its points.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from vllm_rollout.profiling.grid import GridPoint, Plan
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, PrefillPoint, Profile
 
 PREFILL_STEPS = 3
-"""Per chunk size: a step of many tokens is long and varies little."""
+"""Steps per chunk size: a step of many tokens is long and varies little."""
 
 
 class TooFewSteps(RuntimeError):
@@ -43,9 +46,9 @@ def missing_chunks(profile: Profile, plan: Plan, tensor_parallel_size: int) -> l
 def add_point(
     engine: EngineProcess, point: GridPoint, tensor_parallel_size: int, steps: tuple[int, int], profile: Profile
 ) -> tuple[Profile, str]:
-    """The profile with a point measured, and the result in words.
+    """Measure a point. Returns the profile with it, and the result in words.
 
-    Raises: TooFewSteps when fewer than half of the steps are there.
+    Raises: TooFewSteps if fewer than half of the steps were measured.
     """
     num_warmup, num_steps = steps
     measured = engine.decode(**point._asdict(), num_warmup=num_warmup, num_steps=num_steps)
@@ -68,7 +71,8 @@ def add_point(
 
 
 def add_prefill(engine: EngineProcess, chunk: int, tensor_parallel_size: int, profile: Profile) -> tuple[Profile, str]:
-    """The profile with a prefill step measured, and the result in words. Raises: TooFewSteps when there was none."""
+    """Measure a prefill step. Returns the profile with it, and the result in words. Raises: TooFewSteps without any
+    step."""
     steps = engine.prefill(chunk_tokens=chunk, num_steps=PREFILL_STEPS)
     if not steps:
         raise TooFewSteps(f"no step computed all of {chunk} prompt tokens")
@@ -80,7 +84,7 @@ def add_prefill(engine: EngineProcess, chunk: int, tensor_parallel_size: int, pr
 
 
 def with_point(profile: Profile, point: Point) -> Profile:
-    """The profile with this point instead of what it had there, and its curve fitted again."""
+    """The profile with `point` in the place of an equal one, and its curve fitted again."""
     changed = _with(profile, "points", point, "tensor_parallel_size", "context_tokens", "batch_size")
     return _with_fit(changed, point.tensor_parallel_size, point.context_tokens, thorough=False)
 
@@ -94,14 +98,15 @@ def with_engine(profile: Profile, facts: EngineFacts) -> Profile:
 
 
 def _with(profile: Profile, part: str, new: Any, *names: str) -> Profile:
-    """The profile with `new` in the place of what had the same values of these fields, by which a part is sorted."""
+    """The profile with `new` in a part, instead of an entry with equal fields `names`. The part is sorted by these
+    fields."""
     place = attrgetter(*names)
     others = [each for each in getattr(profile, part) if place(each) != place(new)]
     return profile.model_copy(update={part: tuple(sorted([*others, new], key=place)), "updated": now()})
 
 
 def finished(profile: Profile) -> Profile:
-    """The profile with all its fits made, and tried on points left out."""
+    """The profile with all its fits, each tested on points left out."""
     for tensor_parallel_size, context in sorted({(p.tensor_parallel_size, p.context_tokens) for p in profile.points}):
         profile = _with_fit(profile, tensor_parallel_size, context, thorough=True)
     for facts in profile.engines:
@@ -130,7 +135,7 @@ def _with_fit(profile: Profile, tensor_parallel_size: int, context: int, *, thor
 
 
 def _with_prefill_fit(profile: Profile, facts: EngineFacts) -> EngineFacts:
-    """What prompt tokens add to a decode step of the one candidate beside them."""
+    """Facts of the engine with the fitted cost of prompt tokens beside a decode step of one candidate."""
     points = [p for p in profile.prefill if p.tensor_parallel_size == facts.tensor_parallel_size]
     if not points or facts.tensor_parallel_size not in profile.tensor_parallel_sizes:
         return facts

@@ -1,4 +1,4 @@
-"""What `vllm-rollout profile` was asked for, checked before an engine starts."""
+"""Options of `vllm-rollout profile`, checked before an engine starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.hardware import num_devices
 
 QUICK_CPU_FLAGS = ("--enforce-eager",)
-"""A quick profile's engine on a CPU, when no flags are given: compiling would take longer than measuring."""
+"""Flags of a quick profile's engine on a CPU, if no flags are given: compiling would take longer than measuring."""
 
 OURS = {
     "--tensor-parallel-size": "--tensor-parallel in front of --",
@@ -33,7 +33,7 @@ class ProfileOptions:
     refresh: bool = False
     restart: bool = False
     command: str = "vllm-rollout profile"
-    """For the file: how it was made."""
+    """Command line that made the profile, for the file."""
 
     def __post_init__(self) -> None:
         if self.refresh and self.restart:
@@ -56,7 +56,7 @@ class ProfileOptions:
 
 
 def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
-    """`1,2,4` -> (1, 2, 4), ascending and each once. Raises: ValueError for anything else."""
+    """`1,2,4` -> (1, 2, 4), ascending and without duplicates. Raises: ValueError for any other text."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A profile's picture: step time and tokens per second over batch size, a row of panels per tensor-parallel size."""
+"""Picture of a profile: step time and tokens per second over batch size, a row of panels per tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STYLE = {"font.size": 10, "axes.labelcolor": INK, "xtick.color": INK, "ytick.col
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Points with their 10th and 90th percentile, fitted curves, breakpoints as diamonds."""
+    """Draw points with their 10th and 90th percentile, fitted curves, and breakpoints as diamonds."""
     sizes = profile.tensor_parallel_sizes
     height = HEAD_INCHES + ROW_INCHES * len(sizes)
     with figure_at(path, (13, height), STYLE) as figure:
@@ -53,7 +53,7 @@ def _subtitle(profile: Profile) -> str:
 
 
 def draw_size(times, speeds, profile: Profile, tensor_parallel_size: int) -> None:
-    """Step times on one panel, tokens per second on the other."""
+    """Draw step times on one panel, tokens per second on the other."""
     fits = [fit for fit in profile.fits if fit.tensor_parallel_size == tensor_parallel_size]
     for i, fit in enumerate(fits):
         where = (tensor_parallel_size, fit.context_tokens)
@@ -88,7 +88,7 @@ def _draw_curve(times, speeds, points: Sequence[Point], fit: CurveFit, color: st
 
 
 def finish(axes, title: str, unit: str, ticks: Sequence[int]) -> None:
-    """A panel over batch sizes."""
+    """Set title, axes and grid of a panel over batch sizes."""
     axes.set_title(title, loc="left", weight="bold", fontsize=11)
     axes.set_ylabel(unit)
     axes.set_xlabel("candidates in the step (batch size)")

@@ -1,6 +1,8 @@
-"""The profile as one JSON file. Invariant: a file that can be read can be used; writing replaces it whole.
+"""The profile as one JSON file.
 
-A profile belongs to a model's shape, a machine and the engine's flags. It says nothing of the weights: another
+Invariant: a file that can be read can be used. Writing replaces it whole.
+
+A profile belongs to a model's shape, a machine and the engine's flags. It does not depend on the weights: another
 checkpoint of the same architecture costs the same.
 """
 
@@ -17,7 +19,7 @@ from vllm_rollout.whole_file import PUBLIC, write_whole
 
 FORMAT = 1
 MAX_PROBLEMS = 3
-"""Named in the error for a broken file."""
+"""Most problems named in the error for a broken file."""
 
 Facts = dict[str, str | int | float | bool | None]
 
@@ -27,14 +29,14 @@ class _Model(BaseModel):
 
 
 class Point(_Model):
-    """Decode steps of so many candidates."""
+    """Measured decode steps of one batch size and context."""
 
     tensor_parallel_size: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     context_tokens: int = Field(ge=1)
-    """As planned: what points of one curve share."""
+    """Context as planned, which all points of a curve share."""
     mean_context_tokens: float = Field(ge=0)
-    """As measured."""
+    """Mean context as measured."""
     median_s: float = Field(gt=0)
     p10_s: float = Field(gt=0)
     p90_s: float = Field(gt=0)
@@ -42,7 +44,7 @@ class Point(_Model):
 
 
 class PrefillPoint(_Model):
-    """Steps that compute so many prompt tokens beside one candidate that decodes."""
+    """Measured steps that compute `chunk_tokens` prompt tokens beside one candidate that decodes."""
 
     tensor_parallel_size: int = Field(ge=1)
     chunk_tokens: int = Field(ge=1)
@@ -57,13 +59,13 @@ class CurveFit(_Model):
     context_tokens: int
     mean_context_tokens: float
     batch_sizes: tuple[float, ...]
-    """Its knots: ends and breakpoints."""
+    """Knots of the curve: ends and breakpoints."""
     seconds: tuple[float, ...]
     r_squared: float
     residuals: dict[int, float]
-    """(fitted - measured) / measured, by batch size."""
+    """Relative error by batch size: (fitted - measured) / measured."""
     left_out_errors: dict[int, float] | None = None
-    """Errors at interior batch sizes, by a fit without them; None while the profile is being measured."""
+    """Relative error at each interior batch size of a fit without it. None while the profile is being measured."""
     median_left_out_error: float | None = None
 
     @property
@@ -72,7 +74,7 @@ class CurveFit(_Model):
 
 
 class EngineFacts(_Model):
-    """The engine of one tensor-parallel size."""
+    """Facts about the engine of one tensor-parallel size."""
 
     tensor_parallel_size: int = Field(ge=1)
     max_num_seqs: int = Field(ge=1)
@@ -81,7 +83,7 @@ class EngineFacts(_Model):
     block_size: int = Field(ge=1)
     kv_capacity_tokens: int = Field(ge=1)
     kv_bytes_per_token: float = Field(gt=0)
-    """Over all layers and devices."""
+    """Bytes over all layers and devices."""
     prefill_s_per_token: float = Field(default=0.0, ge=0)
     step_prefill_s: float = Field(default=0.0, ge=0)
     left_out: tuple[tuple[int, int], ...] = ()
@@ -89,14 +91,14 @@ class EngineFacts(_Model):
 
 
 class Mismatch(NamedTuple):
-    """What speaks against using a profile; None when nothing does."""
+    """Reasons against using a profile, or None."""
 
     error: str | None
     warning: str | None
 
 
 class Profile(_Model):
-    """What `vllm-rollout profile` measured."""
+    """Contents of a profile file."""
 
     format: Literal[1] = FORMAT
     created: str
@@ -104,13 +106,13 @@ class Profile(_Model):
     command: str
     model_name: str
     model: Facts
-    """The model's shape."""
+    """Shape of the model."""
     hardware: Facts
     versions: dict[str, str]
     serve_flags: tuple[str, ...]
-    """As given."""
+    """The engine's flags as given."""
     flags: Facts
-    """As in effect, as far as step times depend on them."""
+    """Settings in effect, as far as step times depend on them."""
     logprobs: bool
     engines: tuple[EngineFacts, ...] = ()
     points: tuple[Point, ...] = ()
@@ -119,7 +121,7 @@ class Profile(_Model):
 
     @classmethod
     def read(cls, path: Path | str) -> Profile:
-        """Raises: ValueError that names the file and what is wrong with it."""
+        """Read a profile. Raises: ValueError that names the file and what is wrong with it."""
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -151,7 +153,7 @@ class Profile(_Model):
         return next((e for e in self.engines if e.tensor_parallel_size == tensor_parallel_size), None)
 
     def cost(self, tensor_parallel_size: int = 1) -> CostModel:
-        """The cost model of one tensor-parallel size. Raises: ValueError when that was not measured."""
+        """The cost model of one tensor-parallel size. Raises: ValueError if that size was not measured."""
         fits = [fit for fit in self.fits if fit.tensor_parallel_size == tensor_parallel_size]
         engine = self.engine(tensor_parallel_size)
         if not fits or engine is None:
@@ -167,13 +169,14 @@ class Profile(_Model):
         return CostModel(tuple(by_context), engine.prefill_s_per_token, engine.step_prefill_s, engine.max_num_seqs)
 
     def batch_sizes(self, tensor_parallel_size: int = 1) -> list[int]:
-        """Measured ones, ascending."""
+        """Measured batch sizes, ascending."""
         return sorted({p.batch_size for p in self.points if p.tensor_parallel_size == tensor_parallel_size})
 
     def mismatch(
         self, model: Mapping[str, Any], hardware: Mapping[str, Any], flags: Mapping[str, Any] | None = None
     ) -> Mismatch:
-        """What is said of another model (an error: its times are not this model's), machine or flags (a warning)."""
+        """Compare with another model, machine or flags. Another model is an error, as its times differ. The rest is a
+        warning."""
         error = warning = None
         if differing := _differences(self.model, model):
             error = (
@@ -208,6 +211,6 @@ def describe_hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def _differences(profile: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """`name: theirs there, ours here` of whatever is not the same; None when all is."""
+    """`name: value there, value here` for each differing value. None if all are equal."""
     names: Sequence[str] = [name for name in {**profile, **here} if profile.get(name) != here.get(name)]
     return ", ".join(f"{name} {profile.get(name)} there, {here.get(name)} here" for name in names) or None

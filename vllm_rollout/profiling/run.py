@@ -1,7 +1,7 @@
 """The whole of `vllm-rollout profile`: engines one after the other, points with a progress bar, file, table, picture.
 
-Invariant: the file is written after every point, so that whatever ends the program leaves a profile that can be used
-and gone on with.
+Invariant: the file is written after every point. If the program ends early, it leaves a profile that can be used and
+continued.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from vllm_rollout.profiling.profile_file import EngineFacts, Profile
 
 WANTED_R_SQUARED = 0.98
 WANTED_LEFT_OUT_ERROR = 0.05
-"""Median over batch sizes left out of the fit."""
+"""Largest accepted median error on batch sizes left out of the fit."""
 
 
 class ProfileJob(NamedTuple):
-    """One measurement."""
+    """One measurement of a profile."""
 
     description: str
     measure_into: Callable[[Profile], tuple[Profile, str]]
-    """Answers the profile with it, and the result in words."""
+    """Returns the profile with the measurement, and the result in words."""
 
 
 StartEngine = Callable[[int, Sequence[str], OnWait], AbstractContextManager[EngineProcess]]
-"""Tensor-parallel size, flags, what to call while waiting."""
+"""Takes the tensor-parallel size, flags, and a function to call while waiting."""
 
 
 def run(options: ProfileOptions, console: Console | None = None, start_engine: StartEngine | None = None) -> Profile:
-    """Raises: ValueError (options, another profile in the file), RuntimeError (engine); KeyboardInterrupt."""
+    """Measure a profile. Raises: ValueError (options, another profile in the file), RuntimeError (engine),
+    KeyboardInterrupt."""
     console = console or Console()
     before = _existing(options)
     if start_engine is not None:
@@ -72,7 +73,8 @@ def run(options: ProfileOptions, console: Console | None = None, start_engine: S
 
 
 def _existing(options: ProfileOptions) -> Profile | None:
-    """The profile to go on with. Raises: ValueError when it is of something else."""
+    """The profile to continue, if any. Raises: ValueError if its model, flags or logprobs differ, or if --refresh finds
+    none."""
     if options.restart or not options.output.exists():
         if options.refresh:
             raise ValueError(f"--refresh needs a profile: {options.output} does not exist")
@@ -129,7 +131,7 @@ def _measure_size(
     start: StartEngine,
     console: Console,
 ) -> Profile:
-    """All points of one tensor-parallel size."""
+    """Measure all points of one tensor-parallel size."""
     with console.status(f"the engine starts (tensor-parallel size {size})") as status:
 
         def on_wait(seconds: float, line: str) -> None:
@@ -144,7 +146,7 @@ def _measure_size(
             facts = profile.engine(size)
             assert facts is not None
             plan = make_plan(wanted, facts)
-            if not options.refresh:  # a refresh is about some points, what does not fit was said before
+            if not options.refresh:  # a refresh measures some points: the points left out are known from before
                 facts = facts.model_copy(update={"left_out": plan.left_out})
                 profile = with_engine(profile, facts)
             if plan.left_out:
@@ -209,7 +211,7 @@ def _measure_points(
 def _profile_of(
     options: ProfileOptions, profile: Profile | None, info: dict[str, Any], flags: Sequence[str]
 ) -> Profile:
-    """The profile to fill. Raises: ValueError when the one in the file is of another model, machine or engine."""
+    """The profile to fill. Raises: ValueError if the file's profile is of another model, machine or engine."""
     if info["flags"].get("speculative_decoding"):
         raise ValueError(
             "steps with speculative decoding make a varying number of tokens, which a PTL curve does not know. Profile "
@@ -238,7 +240,7 @@ def _profile_of(
 
 
 def _facts_of(profile: Profile, info: dict[str, Any], size: int) -> EngineFacts:
-    """What this start of the engine says; what was measured before stays."""
+    """Facts of this start of the engine. Facts measured earlier stay."""
     known = {name: info[name] for name in EngineFacts.model_fields if name in info}
     if (before := profile.engine(size)) is not None:
         return before.model_copy(update=known)
@@ -246,7 +248,7 @@ def _facts_of(profile: Profile, info: dict[str, Any], size: int) -> EngineFacts:
 
 
 def _refreshed(wanted: Wanted, profile: Profile, size: int) -> Wanted:
-    """The named batch sizes and contexts; where none are named, those of the profile."""
+    """The named batch sizes and contexts. If none are named, those of the profile."""
     contexts = {p.context_tokens for p in profile.points if p.tensor_parallel_size == size}
     return Wanted(
         batch_sizes=wanted.batch_sizes or tuple(profile.batch_sizes(size)) or None,
@@ -296,7 +298,7 @@ def results_table(profile: Profile) -> Table:
 
 
 def remarks(profile: Profile) -> list[str]:
-    """Curves that are not as good as they should be, and what to do."""
+    """Remarks on curves that fit badly, with what to do."""
     said = []
     for fit in profile.fits:
         error = fit.median_left_out_error

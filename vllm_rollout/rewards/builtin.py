@@ -1,6 +1,6 @@
-"""Rewards that need no code of a user's: `exact`, `regex` and `math`. Each is a plain `f(text, data)`.
+"""Rewards without a user's code: `exact`, `regex` and `math`. Each is a plain `f(text, data)`.
 
-`data` is the answer itself, or an object with it under `answer` (or `ground_truth`, as verl's data sets say).
+`data` is the answer itself, or an object with the answer under `answer` (or `ground_truth`, as in verl's data sets).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ANSWERS = ("answer", "ground_truth")
 
 
 def exact(text: str, data: Any) -> float:
-    """1 when the text is the answer, spaces around it apart."""
+    """1 if the text is the answer. Spaces around it do not count."""
     return float(text.strip() == answer_of(data).strip())
 
 
 def regex(text: str, data: Any) -> float:
-    """1 when the pattern is found; a group `answer` in it, if `data` has an answer too, must be that answer."""
+    """1 if the pattern is found. If it has a group `answer` and `data` has an answer, the group must be that answer."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pattern"), str):
         raise ValueError('`regex` needs "data": {"pattern": "…"}, and may have an "answer" for the group ?P<answer>')
     found = re.search(data["pattern"], text)
@@ -32,9 +32,9 @@ def regex(text: str, data: Any) -> float:
 
 
 def math(text: str, data: Any) -> float:
-    """1 when both say the same number or expression (`pip install math-verify`).
+    """1 if text and answer have the same number or expression (`pip install math-verify`).
 
-    Its own time limits are off: they need a main thread, and the process that runs this has a limit anyway.
+    The package's own time limits are off: they need a main thread, and the process that runs this has a limit anyway.
     """
     from math_verify import parse, verify  # an optional package
 
@@ -47,7 +47,7 @@ def math(text: str, data: Any) -> float:
 
 
 def answer_of(data: Any) -> str:
-    """Raises: ValueError where no answer came with the prompt."""
+    """The answer in `data`. Raises: ValueError if there is none."""
     if isinstance(data, Mapping):
         data = next((data[name] for name in ANSWERS if name in data), None)
     if isinstance(data, bool) or not isinstance(data, str | int | float):

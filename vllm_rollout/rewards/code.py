@@ -1,7 +1,8 @@
 """The reward `code`: the program in an answer, run against the tests of its prompt in a sandbox.
 
-`data` is `{"tests": [...]}`. A test is Python that raises when it fails, or `{"input": "…", "output": "…"}`: what the
-program reads and prints. The reward is 1 when all pass, else 0; with `"partial": true` the share that passes.
+`data` is `{"tests": [...]}`. A test is Python that raises if it fails, or `{"input": "…", "output": "…"}`: the
+program's input and output. The reward is 1 if all tests pass, else 0. With `"partial": true` it is the share of tests
+that pass.
 
 Invariant: each test is a run of its own, with the time limit of its own test case.
 """
@@ -19,7 +20,7 @@ from vllm_rollout.rewards.sandbox import RunEnd, SandboxBounds
 from vllm_rollout.rewards.values import Grade, Trajectory, case_of, failed
 
 FENCED = re.compile(r"^[^\n`]*```[ \t]*([\w+.-]*+)[^\n`]*+\n(.*?)```", re.DOTALL | re.MULTILINE)
-"""A block with its language. Every one is found, so that the end of another language's is not taken for a beginning."""
+"""A block with its language. All blocks are found, so that the end of a block is not taken for a beginning."""
 PYTHON = re.compile(r"(?:py|python)?[\d.]*", re.IGNORECASE)
 MAX_TESTS = 1000
 
@@ -71,6 +72,6 @@ class CodeReward:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of Python, or of no language; else the whole text: a run shows whether it is one."""
+    """The last fenced block of Python, or of no language. Without one, the whole text, which may be a program."""
     blocks = FENCED.findall(text.replace("\r\n", "\n"))
     return next((program for language, program in reversed(blocks) if PYTHON.fullmatch(language)), text)

@@ -1,7 +1,7 @@
-"""What a process has started, and its end.
+"""Finds and kills the processes that a process has started.
 
-A look reads the few files that Linux has about these processes: `psutil` reads those of every process of the machine,
-40 ms where there are 2,000 of them.
+A look reads only the few files that Linux has about these processes. `psutil` reads the files of every process of the
+machine: 40 ms for 2,000 processes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import psutil
 KNOWS_CHILDREN = Path("/proc/thread-self/children").exists()
 HELD = (b"VmRSS:", b"VmSwap:", b"VmPTE:")
 MAX_ROUNDS = 100
-"""How often what was started meanwhile is killed. What starts more for ever ends with the process above it."""
+"""Most rounds of killing newly started processes. A program that starts more for ever ends with the process above
+it."""
 
 
 def descendants(pid: int) -> list[int]:
-    """The process ids of all that it started, directly or not, parents first."""
+    """Ids of all processes that a process started, directly or not, parents first."""
     if not KNOWS_CHILDREN:
         with suppress(psutil.Error):
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
         return []
     found = [pid]
     for each in found:
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # the process ended meanwhile
             for thread in os.listdir(f"/proc/{each}/task"):
                 with suppress(OSError), open(f"/proc/{each}/task/{thread}/children") as children:
                     found += map(int, children.read().split())
@@ -36,9 +37,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def held_bytes(pids: Iterable[int]) -> int:
-    """Memory of these processes together, as far as they live: resident, swapped out, and the tables of their pages.
+    """Memory of these processes in bytes, as far as they live: resident, swapped out, and page tables.
 
-    Tables count because a page of zeros is resident memory of nobody, and takes two of its size in tables.
+    Tables count because a page of zeros is no process's resident memory, and its tables take twice its size.
     """
     total = 0
     for pid in pids:
@@ -52,7 +53,7 @@ def held_bytes(pids: Iterable[int]) -> int:
 
 
 def num_mappings(pids: Iterable[int], most: int) -> int:
-    """Mappings of these processes together; what is beyond `most` is not counted."""
+    """Mappings of these processes together. Counting stops after `most`."""
     total = 0
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
@@ -62,7 +63,7 @@ def num_mappings(pids: Iterable[int], most: int) -> int:
 
 
 def end_descendants(pid: int) -> None:
-    """Kill them, and what they start meanwhile. Does not wait for their end."""
+    """Kill all descendants, and those that they start meanwhile. Does not wait for their end."""
     known: set[int] = set()
     for _ in range(MAX_ROUNDS):
         born = [each for each in descendants(pid) if each not in known]

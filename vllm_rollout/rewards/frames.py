@@ -1,5 +1,6 @@
-"""Messages between a grader and its processes: four bytes of length, then MessagePack. Trusted on neither side's word:
-a frame that is too long or no message ends the connection.
+"""Messages between a grader and its processes: four bytes of length, then MessagePack.
+
+Neither side trusts the other: a frame that is too long or no message ends the connection.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ Message = TypeVar("Message")
 
 
 class BrokenFrame(Exception):
-    """The other side ended, or sent what is no message."""
+    """The other side ended, or sent an invalid message."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """A reward function comes, by the name that later jobs use."""
+    """Order to load a reward function under the name that later jobs use."""
 
     name: str
     place: str | None = None
     """`package.module:function`."""
     pickled: bytes | None = None
-    """A function without such a place, by cloudpickle."""
+    """A function that has no `place`, pickled by cloudpickle."""
 
 
 class GradingJob(msgspec.Struct, frozen=True, tag=True):
     name: str
     trajectory: Trajectory
-    """Without its data:"""
+    """The trajectory without its data."""
     data: bytes
-    """JSON, which has integers of any size."""
+    """The trajectory's data as JSON, which has integers of any size."""
 
     @classmethod
     def of(cls, name: str, trajectory: Trajectory) -> Self:
-        """Raises: TypeError or ValueError for data that is no JSON."""
+        """A job for one trajectory. Raises: TypeError or ValueError for data that is no JSON."""
         return cls(name, msgspec.structs.replace(trajectory, data=None), msgspec.json.encode(trajectory.data))
 
     @property
@@ -53,11 +54,11 @@ class GradingJob(msgspec.Struct, frozen=True, tag=True):
 class GradedJob(msgspec.Struct, frozen=True):
     grade: Grade
     left_children: bool = False
-    """They were ended. What the function keeps of them, such as a pool of processes, is of no use any more."""
+    """True if the function left children. They were ended, so a pool that the function keeps is of no use any more."""
 
 
 def encode(message: Any) -> bytes:
-    """Raises: ValueError for what is too long to send."""
+    """A message as a frame. Raises: ValueError for a message that is too long."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a trajectory and its data may have {MAX_FRAME_BYTES >> 20} MiB, got {len(body) >> 20}")
@@ -65,7 +66,7 @@ def encode(message: Any) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, kind: type[Message]) -> Message:
-    """Raises: BrokenFrame."""
+    """Read one message. Raises: BrokenFrame."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > MAX_FRAME_BYTES:
@@ -76,7 +77,7 @@ async def read(reader: asyncio.StreamReader, kind: type[Message]) -> Message:
 
 
 def receive(connection: socket.socket, kind: Any) -> Any:
-    """The same where nothing else is to be done. Raises: BrokenFrame."""
+    """Read one message from a socket, and block meanwhile. Raises: BrokenFrame."""
     (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     return msgspec.msgpack.decode(_exactly(connection, length), type=kind)
 

@@ -1,6 +1,6 @@
-"""Reward functions people already have, told apart by their signature, and what they return.
+"""Calls users' reward functions, recognized by their signature, and reads their results.
 
-Invariant: whatever a function returns or raises becomes a `Grade`; nothing of it passes on.
+Invariant: every result or exception of a function becomes a `Grade`. No exception passes on.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from vllm_rollout.group.checks import shown
 from vllm_rollout.rewards.values import Grade, RewardStatus, Trajectory, failed, written
 
 RewardFunction = Callable[..., Any]
-"""A larger one, either way, is nonsense, and its square, which a spread is made of, would not be finite."""
+"""A user's reward function. `caller` lists its signatures."""
 _loop = asyncio.Runner()
-"""One for all trajectories: a function may keep a client, whose connections belong to a loop."""
+"""One event loop for all trajectories: a function may keep a client, whose connections belong to a loop."""
 TRL_PARAMETERS = {"prompts", "completions", "completion_ids"}
 VERL_COLUMNS = {"data_source", "ground_truth", "extra_info"}
 TOTALS = ("score", "reward")
-"""Under either name verl's functions, and others', return the reward itself beside further numbers."""
+"""Names under which functions, verl's among them, return the reward itself beside further numbers."""
 
 
 def load(where: str) -> RewardFunction:
-    """The function at `package.module:function`. Raises: ValueError that says what is missing."""
+    """The function at `package.module:function`. Raises: ValueError with what is missing."""
     module_name, _, name = where.partition(":")
     if not module_name or not name:
         raise ValueError(f"a reward function is named package.module:function, got {where!r}")
@@ -42,11 +42,10 @@ def load(where: str) -> RewardFunction:
 
 
 def caller(function: RewardFunction) -> Callable[[Trajectory], Any]:
-    """How that function is asked about one trajectory. Raises: ValueError for a signature nobody can call.
+    """Function that calls a reward function with one trajectory. Raises: ValueError for an unknown signature.
 
-    - with `prompts`, `completions` or `completion_ids`: TRL's `f(prompts, completions, **columns)`, asked about a batch
-      of one
-    - with `ground_truth`: verl's `compute_score`, with `data_source` and `extra_info` where it asks; the text is
+    - with `prompts`, `completions` or `completion_ids`: TRL's `f(prompts, completions, **columns)`, with a batch of one
+    - with `ground_truth`: verl's `compute_score`, with `data_source` and `extra_info` if it takes them. The text is
       `solution_str`, or the first of its other parameters
     - else: `f(text, data)`, or `f(text)`
     """
@@ -75,7 +74,7 @@ def _takes(signature: inspect.Signature, num_arguments: int) -> bool:
 
 
 def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
-    """Ask the function, and make a `Grade` of what it says or raises."""
+    """Call the function, and make a `Grade` of its result or exception."""
     try:
         returned = call(trajectory)
         if inspect.isawaitable(returned):
@@ -85,12 +84,13 @@ def grade(call: Callable[[Trajectory], Any], trajectory: Trajectory) -> Grade:
         return grade_of(returned)
     except MemoryError:
         return failed("the reward function used up its memory")
-    except Exception as error:  # the function is a stranger's; what it raises is this trajectory's alone
+    except Exception as error:  # a user's function: its exception belongs to this trajectory alone
         return failed(f"the reward function raised {described(error)}")
 
 
 def grade_of(returned: Any) -> Grade:
-    """A number, None (void), verl's dictionary with a `score`, or parts: `{name: number or (number, weight)}`."""
+    """Grade from a number, None (void), verl's dictionary with a `score`, or parts: `{name: number or (number,
+    weight)}`."""
     if isinstance(returned, Grade):
         return _checked(returned)
     if returned is None:
@@ -115,7 +115,7 @@ def grade_of(returned: Any) -> Grade:
 
 
 def _checked(returned: Grade) -> Grade:
-    """A grade that the function has made by itself, of what can be sent."""
+    """Check a grade that the function made itself, and keep the parts that can be sent."""
     if returned.status not in get_args(RewardStatus):
         return failed(f"the reward function returned a grade with status {shown(returned.status)}")
     reward = 0.0 if returned.status == "timeout" else _number(returned.reward)
@@ -147,9 +147,10 @@ def _verl_text(parameters: Mapping[str, inspect.Parameter]) -> str | None:
 
 
 def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Parameter], text: str) -> dict[str, Any]:
-    """Raises: ValueError where no ground truth came: many a `compute_score` finds that no answer equals None."""
+    """Arguments of verl's `compute_score`. Raises: ValueError without a ground truth, since many would compare with
+    None."""
     data = trajectory.data if isinstance(trajectory.data, Mapping) else {"ground_truth": trajectory.data}
-    row = data.get("reward_model", data)  # where verl's data sets have it
+    row = data.get("reward_model", data)  # the place of verl's data sets
     truths = [row[name] for name in ("ground_truth", "answer") if isinstance(row, Mapping) and name in row]
     if not truths or trajectory.data is None:
         raise ValueError(f'the prompt needs "data": {{"ground_truth": "…"}}, got {shown(trajectory.data)}')
@@ -163,7 +164,8 @@ def _verl_arguments(trajectory: Trajectory, parameters: Mapping[str, inspect.Par
 
 
 def _first(returned: Any) -> Any:
-    """TRL's functions return one reward per completion. Raises: ValueError for another number of them."""
+    """The reward of a batch of one. TRL's functions return one per completion. Raises: ValueError for another
+    number."""
     if inspect.isawaitable(returned):
         return _first_awaited(returned)
     rewards = list(returned)
@@ -177,7 +179,7 @@ async def _first_awaited(returned: Any) -> Any:
 
 
 def described(error: Exception) -> str:
-    """A stranger's exception, which may fail even as it is shown."""
+    """Text of a user's exception, even if formatting the exception fails."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -189,7 +191,7 @@ async def _awaited(returned: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number up to MAX_REWARD, or a numpy or torch scalar; a string is none."""
+    """A finite number up to MAX_REWARD, from a number or a numpy or torch scalar. None for others, also strings."""
     if isinstance(value, str | bytes):
         return None
     try:

@@ -1,6 +1,6 @@
 """Grades trajectories by the name of a reward, many at once, each within its time limit.
 
-Invariant: every trajectory gets one `Grade`, whatever grades it does, unless its caller is cancelled.
+Invariant: every trajectory gets one `Grade`, whatever its reward function does, unless its caller is cancelled.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 BUILT_IN = ("exact", "regex", "math", "code")
 MAX_WAITING = 16_384
 NUM_REQUESTS = 64
-"""To one reward server, or judge, at once."""
+"""Requests to one reward server, or judge, at once."""
 
 
 def default_num_processes() -> int:
-    """As many as there are cores, four at least: waiting for a core costs no reward."""
+    """One per core, but at least four: a process that waits for a core loses no reward."""
     return max(4, os.cpu_count() or 1)
 
 
 class RewardLoad(NamedTuple):
-    """Trajectories at one reward."""
+    """Number of trajectories at one reward."""
 
     waiting: int
     running: int
@@ -52,14 +52,17 @@ class RewardLoad(NamedTuple):
 class _Reward(NamedTuple):
     slots: Slots
     grade: Callable[[Trajectory, float], Awaitable[Grade]]
-    """The trajectory, and the longest that it may take in seconds."""
+    """Takes the trajectory and its longest time in seconds."""
 
 
 class Grader:
-    """`rewards`: by name, a function, `package.module:function`, a reward server's URL, a judge or its `.toml` file, or
-    one of `exact`, `regex`, `math` and `code`. It is an asynchronous context manager: what it has started ends with it.
+    """Grades trajectories by the rewards in `rewards`, by name.
 
-    Raises: ValueError for what is none of these; SandboxError when it is entered with `code` and no sandbox works.
+    A reward is a function, `package.module:function`, a reward server's URL, a judge or its `.toml` file, or one of
+    `exact`, `regex`, `math` and `code`. A grader is an asynchronous context manager, and ends all that it started on
+    exit.
+
+    Raises: ValueError for any other reward. SandboxError on entry, if a reward is `code` and no sandbox works.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Grader:
         self._rewards: dict[str, _Reward] = {}
         self._held = AsyncExitStack()
         self.sandbox: str | None = None
-        """Which one holds the programs of `code`; None where no reward is `code`."""
+        """Name of the sandbox that runs the programs of `code`. None if no reward is `code`."""
 
     async def __aenter__(self) -> Self:
         self._held.push_async_callback(self._processes.close)
@@ -108,7 +111,7 @@ class Grader:
 
     @property
     def loads(self) -> dict[str, RewardLoad]:
-        """By the name of a reward, how many trajectories wait for it and are graded by it."""
+        """Waiting and running trajectories by the name of a reward."""
         return {
             name: RewardLoad(slots.num_waiting[name], slots.num_running[name])
             for name, (slots, _) in self._rewards.items()
@@ -117,7 +120,7 @@ class Grader:
     async def check(self) -> None:
         """Load every function in a process, as the first trajectories would.
 
-        Raises: ValueError for the first that cannot be loaded, with the reason and what to do.
+        Raises: ValueError for the first function that cannot be loaded, with the reason and what to do.
         """
         for name, source in self._sources.items():
             if not isinstance(source, Load):
@@ -133,15 +136,17 @@ class Grader:
     async def grade(
         self, name: str, trajectory: Trajectory, *, timeout_s: float | None = None, urgency: float | Urgency = 0.0
     ) -> Grade:
-        """`timeout_s`: the longest it may take, however long the learned limit is. `urgency`: the highest goes first;
-        an `Urgency` may be hastened meanwhile.
+        """Grade a trajectory by the reward `name`.
 
-        Raises: ValueError for an unknown name, GraderBusy when too many wait.
+        `timeout_s`: the longest time for it, however long the learned limit is. `urgency`: the highest goes first. An
+        `Urgency` may be hastened meanwhile.
+
+        Raises: ValueError for an unknown name. GraderBusy if too many trajectories wait.
         """
         if name not in self._rewards:
             raise ValueError(f"reward must be one of {', '.join(self._sources) or 'none'}, got {shown(name)}")
         slots, grade = self._rewards[name]
-        # Nothing that an answer says may keep it from being graded: a lone half of a surrogate pair cannot be sent.
+        # No text may keep an answer from being graded: a lone half of a surrogate pair cannot be sent.
         trajectory = msgspec.structs.replace(trajectory, text=trajectory.text.encode(errors="replace").decode())
         async with slots.one(name, urgency if isinstance(urgency, Urgency) else Urgency(urgency)):
             try:
@@ -152,7 +157,7 @@ class Grader:
                 return failed(f"the program could not be run: {error}")
 
     async def _run_test(self, job: TestJob) -> TestRun:
-        """Once more where the process that watches the program has ended: after a second end that is the program's."""
+        """Run a test, and run it again if the process that watches it ended. A second end counts as the program's."""
         for _ in range(2):
             async with self._processes.one() as process:
                 with suppress(WatcherEnded):
@@ -168,7 +173,7 @@ class Grader:
 
 
 def _source(name: str, reward: RewardFunction | str | Judge) -> Load | RewardServer | Judge | None:
-    """What a process loads, a server, or a judge; None for `code`, which needs a sandbox instead."""
+    """A function for a process to load, a server or a judge. None for `code`, which needs a sandbox instead."""
     if reward == "code":
         return None
     if isinstance(reward, Judge):

@@ -1,8 +1,9 @@
-"""A reward server of a user's: asked about one trajectory by `POST`, again with growing pauses while it fails.
+"""A user's reward server. It gets one trajectory by `POST`, again with growing pauses while it fails.
 
-It gets `{"id", "prompt", "text", "data"}`. It answers a number, or `{"reward": …}`, beside which other numbers are
-parts, or `{"reward": null}` for void. Invariant: a server that is slow, dead or wrong gives `error`, never a reward: it
-is not the policy's fault.
+The request is `{"id", "prompt", "text", "data"}`. The answer is a number or `{"reward": …}`, beside which other numbers
+are parts. `{"reward": null}` is void.
+
+Invariant: a server that is slow, dead or wrong gives `error`, never a reward: it is not the policy's fault.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_ANSWER_BYTES = 1 << 20
 
 
 class NoAnswer(Exception):
-    """Why a server gave none that can be used, as the rest of a sentence. Another attempt would not help."""
+    """Reason why a server gave no usable answer, as the rest of a sentence. Another attempt would not help."""
 
 
 class Question:
@@ -38,11 +39,11 @@ class Question:
 
     @property
     def content(self) -> bytes:
-        """What is sent."""
+        """Body of the request."""
         return self._request.content
 
     async def answer(self) -> Any:
-        """JSON, however long it takes. Raises: NoAnswer."""
+        """The answer's JSON, however long it takes. Raises: NoAnswer."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -53,11 +54,11 @@ class Question:
             pause_s *= 2
 
     def unanswered(self, limit_s: float) -> str:
-        """Why there is no answer after so many seconds."""
+        """Reason why there is no answer after `limit_s` seconds."""
         return f"gave no reward: {self._failure or f'it did not answer within {limit_s:.3g} s'}"
 
     async def _attempt(self) -> Any:
-        """Raises: _FailsNow or httpx.HTTPError when another attempt may help, else NoAnswer."""
+        """Send the request once. Raises: _FailsNow or httpx.HTTPError if another attempt may help, else NoAnswer."""
         answer = await self._client.send(self._request, stream=True)
         try:
             if answer.status_code >= 500 or answer.status_code == 429:
@@ -78,7 +79,7 @@ class Question:
 
 
 def host_of(url: str) -> str:
-    """Empty where it has none, or is no URL."""
+    """Host of a URL. Empty without a host, or if `url` is no URL."""
     try:
         return httpx.URL(url).host
     except httpx.InvalidURL:
@@ -86,13 +87,13 @@ def host_of(url: str) -> str:
 
 
 class RewardServer:
-    """`url`: of the route that grades."""
+    """A user's reward server. `url`: the route that grades."""
 
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         if not host_of(url):
             raise ValueError(f"a reward server must be a URL such as http://127.0.0.1:9000/grade, got {shown(url)}")
         self._url = url
-        self._host = httpx.URL(url).netloc.decode()  # the rest may be secret, and clients are told
+        self._host = httpx.URL(url).netloc.decode()  # the rest may be secret, and clients get this name
         self._client = httpx.AsyncClient(transport=transport)
 
     async def __aenter__(self) -> Self:
@@ -102,7 +103,7 @@ class RewardServer:
         await self._client.aclose()
 
     async def grade(self, trajectory: Trajectory, limit_s: float) -> Grade:
-        """`limit_s`: for all attempts together."""
+        """`limit_s`: seconds for all attempts together."""
         began = time.monotonic()
         asked = {"id": uuid4().hex, "prompt": trajectory.prompt, "text": trajectory.text, "data": trajectory.data}
         question = Question(self._client, self._url, asked)
@@ -126,4 +127,4 @@ def _grade_of(said: Any, asked_id: str) -> Grade:
 
 
 class _FailsNow(Exception):
-    """Another attempt may help."""
+    """An attempt failed, and another may succeed."""

@@ -1,7 +1,7 @@
-"""A judge: a model behind an OpenAI-compatible server that is asked what a trajectory is worth.
+"""A judge: a model behind an OpenAI-compatible server that grades trajectories.
 
-Invariant: equal questions are asked once, also at the same time; who leaves does not end a question that another waits
-for. A judge that fails, is late or says no verdict gives `error`, never a reward.
+Invariant: equal questions are sent once, also at the same time. A caller that leaves does not end a question for which
+another caller waits. A judge that fails, is late or gives no verdict gives `error`, never a reward.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from vllm_rollout.rewards.verdicts import ChoiceVerdict, PatternVerdict, Said
 from vllm_rollout.whole_file import write_whole
 
 ENGINE_VARIABLE = "VLLM_ROLLOUT_JUDGE"
-"""Environment variable with the path of the file that says where the judge beside this server is."""
+"""Environment variable with the path of the file that describes the judge beside this server."""
 ENGINE_MODEL = "judge"
-"""What its model is called."""
+"""Model name of the judge beside this server."""
 FIXED = ("model", "messages", "prompt", "n", "stream", "logprobs", "top_logprobs")
-"""Fields of a request that `sampling` may not say."""
+"""Fields of a request that `sampling` may not set."""
 
 
 class JudgeTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, of whom, and how the answer is read. Either `pattern` or `choices`."""
+    """Request to the judge, its server, and the way to read its answer: either `pattern` or `choices`."""
 
     template: str | list[dict[str, str]]
-    """With fields. A text is what the user says in a chat, or with `completions` the prompt; a list is a chat."""
+    """Text with fields. A text is the user's message in a chat, or with `completions` the prompt. A list is a chat."""
     pattern: str | None = None
     """A regular expression with one group, around a number or a word of `values`. The last match counts."""
     values: dict[str, float] | None = None
     choices: dict[str, float] | None = None
-    """Rewards of next tokens: the reward is their mean by how likely each is."""
+    """Rewards of next tokens. The reward is their mean, weighted by each token's probability."""
     url: str | None = None
-    """Without its `/v1`. None: the engine of `--rollout-judge`."""
+    """URL without its `/v1`. None: the engine of `--rollout-judge`."""
     model: str = ENGINE_MODEL
     api: Literal["chat", "completions"] = "chat"
     api_key_env: str | None = None
-    """The environment variable that has the key."""
+    """Environment variable that has the API key."""
     sampling: dict[str, Any] = {}
     """Further fields of the request."""
     top_logprobs: int = 20
-    """How many likeliest tokens are looked at for `choices`; a server has a maximum."""
+    """Number of likeliest tokens that are read for `choices`. A server has a maximum."""
     cache: int = 65_536
-    """Verdicts that are kept. Say 0 for a judge that learns."""
+    """Number of verdicts that are kept. Set 0 for a judge that learns."""
 
 
 class JudgeEngine(msgspec.Struct, frozen=True):
@@ -66,11 +66,11 @@ class JudgeEngine(msgspec.Struct, frozen=True):
     url: str
     api_key: str
     failure: str | None = None
-    """Why it does not run now."""
+    """Reason why it does not run now."""
 
     @classmethod
     def of_this_server(cls) -> JudgeEngine:
-        """Raises: ValueError where there is none."""
+        """Read the judge of this server. Raises: ValueError if there is none."""
         path = os.environ.get(ENGINE_VARIABLE)
         if path is None:
             raise ValueError(
@@ -80,13 +80,13 @@ class JudgeEngine(msgspec.Struct, frozen=True):
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
     def write(self, path: Path) -> None:
-        """Its owner may read it: it has the key."""
+        """Write the file, readable by its owner only: it has the key."""
         write_whole(path, msgspec.json.encode(self), mode=0o600)
 
 
 @dataclass(slots=True)
 class _Asking:
-    """A question on its way."""
+    """A question without an answer yet."""
 
     question: Question
     verdict: asyncio.Future[Grade]
@@ -94,9 +94,9 @@ class _Asking:
 
 
 class Judge:
-    """`terms`: fields of `JudgeTerms`.
+    """A judge with these terms: fields of `JudgeTerms`.
 
-    Raises: ValueError for terms that cannot be; when it is entered, where nothing says whom to ask.
+    Raises: ValueError for invalid terms, and on entry if there is no server to ask.
     """
 
     def __init__(self, *, transport: httpx.AsyncBaseTransport | None = None, **terms: Any) -> None:
@@ -117,7 +117,7 @@ class Judge:
 
     @classmethod
     def read(cls, path: Path) -> Judge:
-        """A TOML file with the fields of `JudgeTerms`. Raises: ValueError that names it."""
+        """Read a TOML file with the fields of `JudgeTerms`. Raises: ValueError that names the file."""
         try:
             return cls(**tomllib.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
@@ -127,7 +127,7 @@ class Judge:
     async def __aenter__(self) -> Self:
         if self._terms.url is None:
             JudgeEngine.of_this_server()
-        # A proxy is for servers elsewhere.
+        # A proxy is for servers on other machines.
         self._client = httpx.AsyncClient(transport=self._transport, trust_env=self._terms.url is not None)
         return self
 
@@ -139,7 +139,7 @@ class Judge:
         await self._client.aclose()
 
     async def grade(self, trajectory: Trajectory, limit_s: float) -> Grade:
-        """`limit_s`: for all attempts together."""
+        """`limit_s`: seconds for all attempts together."""
         began = time.monotonic()
         try:
             question = self._question(trajectory)
@@ -154,7 +154,8 @@ class Judge:
         return msgspec.structs.replace(grade, seconds=time.monotonic() - began)
 
     def _question(self, trajectory: Trajectory) -> Question:
-        """Raises: ValueError where the template, or the engine beside us, has no way to ask."""
+        """The question about a trajectory. Raises: ValueError if the template cannot be filled or the judge does not
+        run."""
         terms = self._terms
         filled = [{"role": role, "content": template.filled(trajectory)} for role, template in self._templates]
         body: dict[str, Any] = {"temperature": 0, "max_tokens": 512 if self._choices is None else 1, **terms.sampling}
@@ -208,7 +209,7 @@ class Judge:
         return grade
 
     def _why(self) -> str:
-        """What the server that started the judge knows of its end."""
+        """Reason for the end of the judge beside this server, if the server knows it."""
         if self._terms.url is None:
             with suppress(OSError, ValueError):
                 if failure := JudgeEngine.of_this_server().failure:
@@ -217,7 +218,7 @@ class Judge:
 
 
 def _checked(terms: dict[str, Any]) -> JudgeTerms:
-    """Raises: ValueError."""
+    """Check a judge's terms. Raises: ValueError."""
     known = JudgeTerms.__struct_fields__
     if unknown := [name for name in terms if name not in known]:
         raise ValueError(f"a judge has no field {', '.join(map(shown, unknown))}, it has {', '.join(known)}")

@@ -1,6 +1,6 @@
-"""Time limits in a file, which a grader learns from where another one stopped.
+"""Time limits in a file, so that a grader continues to learn where another one stopped.
 
-Invariant: what is in the file is never lowered, so that several processes may keep theirs in one.
+Invariant: a limit in the file is never lowered, so that several processes may share the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAVE_INTERVAL_S = 5.0
 
 
 class KeptLimits:
-    """`path`: it need not be there yet. Raises: ValueError for a file that is none of ours."""
+    """Keeps time limits in the file `path`, which need not exist yet. Raises: ValueError for a file of another kind."""
 
     def __init__(self, path: Path, limits: TimeLimits) -> None:
         self._path = path
@@ -33,7 +33,7 @@ class KeptLimits:
             limits.restore(self._read())
 
     def changed(self) -> None:
-        """Something was learned: the file has it within `SAVE_INTERVAL_S`."""
+        """Schedule a write: the file has the learned limits within `SAVE_INTERVAL_S`."""
         if self._saving is None:
             self._saving = spawn(self._save(), "time limits on disk")
 

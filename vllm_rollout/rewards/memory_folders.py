@@ -1,7 +1,7 @@
 """Folders in memory with a bound of inodes, which bubblewrap does not offer.
 
-They are mounted in a mount namespace of the sandbox's first process, between its fork and bubblewrap: nobody else sees
-them, and they go with it. A process that is not root makes a user namespace first, as bubblewrap itself does.
+They are mounted in a mount namespace of the sandbox's first process, between its fork and bubblewrap. No other process
+sees them, and they go with it. A process that is not root makes a user namespace first, as bubblewrap itself does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
 
 
 def mounter(folders: list[Path], size_bytes: int, max_inodes: int) -> Callable[[], None]:
-    """A function that mounts one at each folder, for the child of a fork: it looks nothing up, and imports nothing."""
+    """Function that mounts a folder in memory at each path. It runs in a forked child: it looks nothing up, and imports
+    nothing."""
     library = ctypes.CDLL(None, use_errno=True)
     unshare, mount = library.unshare, library.mount
     is_root, flags = os.geteuid() == 0, ctypes.c_ulong(MS_NOSUID | MS_NODEV)

@@ -1,4 +1,4 @@
-"""Processes that grade, a bounded number of them: killed and replaced when one takes too long, grows or leaks.
+"""A bounded number of grading processes. A process that takes too long, grows or leaks is killed and replaced.
 
 Invariant: a slot holds at most one process, and a process grades one trajectory at a time.
 """
@@ -30,23 +30,23 @@ from vllm_rollout.rewards.sandbox import KILL_S, SandboxError
 from vllm_rollout.rewards.values import Grade, Trajectory, failed
 
 LOAD_S = 60.0
-"""For loading a function: its module may import much."""
+"""Seconds for loading a function: its module may import much."""
 
 
 class WatcherEnded(SandboxError):
-    """The process that watched a program ended, by whatever."""
+    """The process that watched a program ended, for whatever reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessBounds:
     memory_bytes: int = 4 << 30
-    """More than the functions' modules take. A process that has grown by half of it is replaced."""
+    """Memory beyond that of the functions' modules. A process that has grown by half of it is replaced."""
     max_jobs: int = 10_000
-    """Then a process is replaced."""
+    """Trajectories after which a process is replaced."""
 
 
 class GradingProcesses:
-    """Those that wait for work. A new one is started when none does, so callers bound how many there are."""
+    """Grading processes that wait for work. If none waits, a new one starts, so callers bound their number."""
 
     def __init__(self, bounds: ProcessBounds) -> None:
         self._bounds = bounds
@@ -57,15 +57,15 @@ class GradingProcesses:
 
     @cached_property
     def _home(self) -> tempfile.TemporaryDirectory[str]:
-        """Has the folder in which each works; goes with this process at the latest."""
+        """Folder that holds the working folder of each process. It is removed with this process at the latest."""
         return tempfile.TemporaryDirectory(prefix="vllm-rollout-rewards-", ignore_cleanup_errors=True)
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[GradingProcess]:
-        """Raises: OSError when they are closed, or none can be started."""
+        """A process for one trajectory. Raises: OSError if the pool is closed or no process can be started."""
         if self._is_closed:
             raise OSError("its grader has ended")
-        while self._idle and self._idle[-1].is_spent:  # it ended meanwhile
+        while self._idle and self._idle[-1].is_spent:  # the process ended meanwhile
             self._end(self._idle.pop())
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._bounds, self._home.name)
         self._in_use.add(process)
@@ -79,7 +79,7 @@ class GradingProcesses:
                 self._idle.append(process)
 
     async def close(self) -> None:
-        """End all. Whoever still uses one gets an error."""
+        """End all processes. A caller that still uses one gets an error."""
         self._is_closed = True
         for process in (*self._idle, *self._in_use):
             self._end(process)
@@ -95,7 +95,7 @@ class GradingProcesses:
 
 
 class GradingProcess:
-    """One process with the one that outlives it. Not for two trajectories at once."""
+    """One grading process and its parent, which outlives it. It takes one trajectory at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, bounds: ProcessBounds) -> None:
         self._process, self._folder, self._bounds = process, folder, bounds
@@ -104,7 +104,7 @@ class GradingProcess:
         self._is_killed = False
         self._has_lost_children = False
         self._first_bytes = 0
-        """After its first trajectory; 0 before."""
+        """Memory after the first trajectory, in bytes. 0 before."""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -133,7 +133,8 @@ class GradingProcess:
 
     @property
     def is_spent(self) -> bool:
-        """Whether it ended, has graded enough, has grown too much, or lost children that its function may count on."""
+        """True if the process must be replaced: it ended, graded enough, grew too much, or lost children that its
+        function may need."""
         if self._is_killed or self._has_lost_children:
             return True
         if self._process.returncode is not None or self._num_jobs >= self._bounds.max_jobs:
@@ -141,7 +142,7 @@ class GradingProcess:
         return bool(self._first_bytes) and self._bytes() - self._first_bytes > self._bounds.memory_bytes / 2
 
     async def grade(self, function: Load, trajectory: Trajectory, limit_s: float) -> Grade:
-        """Its process is gone after a timeout, a cancellation or an answer that is none.
+        """Grade one trajectory. The process is killed after a timeout, a cancellation or a broken answer.
 
         Raises: TypeError or ValueError for data that cannot be sent.
         """
@@ -155,7 +156,7 @@ class GradingProcess:
         return grade
 
     async def load(self, function: Load) -> Grade:
-        """`ok`, or `error` with the reason. At once when it is loaded already."""
+        """Load a function. Returns `ok`, or `error` with the reason. If it is loaded already, this returns at once."""
         if function.name in self._loaded:
             return Grade("ok")
         loaded = await self._asked(encode(function), LOAD_S)
@@ -166,10 +167,12 @@ class GradingProcess:
         return loaded
 
     async def run_test(self, job: TestJob) -> TestRun:
-        """The process itself watches the program, so that whoever asks has nothing to look at.
+        """Run a test of a program. The process itself watches the program.
 
-        When it does not answer in time, the program took too long. Raises: WatcherEnded when it ends, SandboxError when
-        no program was started, TypeError or ValueError for what cannot be sent.
+        If the process does not answer in time, the program took too long.
+
+        Raises: WatcherEnded if the process ends. SandboxError if no program was started. TypeError or ValueError for a
+        job that cannot be sent.
         """
         frame = encode(job)
         self._num_jobs += 1
@@ -214,7 +217,8 @@ class GradingProcess:
             answer.cancel()
 
     def kill(self) -> None:
-        """It and all that it started. Does not wait: a process in an uninterruptible call ends when that returns."""
+        """Kill the process and all that it started, without waiting. In an uninterruptible call a process ends when the
+        call returns."""
         if self._is_killed:
             return
         self._is_killed = True

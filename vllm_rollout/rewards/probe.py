@@ -1,7 +1,7 @@
-"""Run in the sandbox before any program of a policy: it tries each thing that a program must not reach, and prints
-`closed` when nothing works. Its argument is JSON: see `Tries`.
+"""Runs in the sandbox before any program of a policy, and tries each thing that a program must not reach.
 
-It is copied into the sandbox, where nothing of ours is: standard library only.
+It prints `closed` if nothing works. Its argument is JSON: see `Tries`. It is copied into the sandbox, which has none of
+our modules: standard library only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ AF_VSOCK, PR_FUTEX_HASH, HUGE_PAGES = 40, 78, 0x40000
 
 class Tries(TypedDict):
     files: list[str]
-    """Of the server, which must not be seen."""
+    """Files of the server, which must not be visible."""
     abstract_socket: str
-    """At which the server listens, in its own network namespace."""
+    """Address at which the server listens, in the server's own network namespace."""
     limits: dict[str, int]
-    """By the name of a resource of `resource`, the most that its limit may be."""
+    """Largest allowed limit, by the name of a resource of `resource`."""
     max_inodes: int
     calls: dict[str, tuple[int, int]]
-    """By name, the number of a system call and the error with which it must be refused."""
+    """Number and required error of each system call that must be refused, by name."""
 
 
 def main(tries: Tries) -> None:
@@ -73,7 +73,7 @@ def _has_more(folder: str, max_inodes: int) -> bool:
 
 
 def _is_open(number: int, error: int) -> bool:
-    """A call that does something says something else of arguments that are none."""
+    """True if a system call works. With invalid arguments, a call that works gives another error than a refused one."""
     library = ctypes.CDLL(None, use_errno=True)
     result = library.syscall(ctypes.c_long(number), *[ctypes.c_long(-1)] * 6)
     return bool(result != -1 or ctypes.get_errno() != error) if error else bool(result)

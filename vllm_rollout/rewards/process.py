@@ -1,9 +1,10 @@
-"""The process in which reward functions run, and from which programs run in the sandbox, started as
-`python -m vllm_rollout.rewards.process FD MEMORY_BYTES`.
+"""The process in which reward functions run, and from which programs are run in the sandbox.
 
-Invariant: one trajectory at a time, one `Grade` back for each. What a function prints goes nowhere, the folder that it
-changes to and the children that it leaves are gone before the next one. A second process, its parent, does nothing but
-outlive it: whoever dies, the function or the server, all that was started ends.
+It is started as `python -m vllm_rollout.rewards.process FD MEMORY_BYTES`.
+
+Invariant: it takes one trajectory at a time and answers one `Grade` for each. Output of a function is discarded. The
+folder that a function changes to and the children that it leaves are gone before the next trajectory. A second process,
+its parent, does nothing but outlive it. If the function or the server dies, all that was started ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vllm_rollout.rewards.values import Grade, Trajectory, failed, written
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REQUIRED = {"vllm_rollout.rewards.builtin:math": "math_verify"}
-"""Packages that a function would import within the time limit of its first trajectory."""
+"""Packages that a function would otherwise import within the time limit of its first trajectory."""
 
 
 def main() -> None:
@@ -55,14 +56,14 @@ def main() -> None:
 
 
 def _outlive(worker: int) -> NoReturn:
-    """Until the worker ends, or the server: then what the worker has started ends too, also what it had let go of."""
+    """Wait until the worker or the server ends. Then end all that the worker has started, also detached processes."""
     try:
         while os.wait()[0] != worker:
             pass
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            while True:  # whoever a look has missed becomes a child of this process, when those above it are gone
+            while True:  # a process that a look has missed becomes a child of this one, when its parents are gone
                 end_descendants(os.getpid())
                 os.wait()
         finally:  # it has no child any more
@@ -73,7 +74,7 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
     worker = os.getpid()
     try:
         home = tempfile.tempdir = os.getcwd()
-    except FileNotFoundError:  # whoever had wanted it has left meanwhile
+    except FileNotFoundError:  # the caller has left meanwhile
         return
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -92,10 +93,10 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
                     run = asyncio.run(run_test(message))
                 except (SandboxError, OSError) as error:
                     run = TestRun("exited", False, 0.0, failure=written(str(error)))
-                _end_children()  # bubblewrap ends before the one that it has in its namespace
+                _end_children()  # bubblewrap ends before the process in its namespace
                 connection.sendall(encode(run))
             else:
-                os.makedirs(home, exist_ok=True)  # the one before may have removed it
+                os.makedirs(home, exist_ok=True)  # the function before may have removed it
                 os.chdir(home)
                 grade = _graded(calls[message.name], message.asked)
                 if os.getpid() != worker:  # the function forked, and both came back
@@ -107,12 +108,12 @@ def _work(connection: socket.socket, memory_bytes: int) -> None:
 
 
 def _loaded(message: Load) -> Callable[[Trajectory], Any] | str:
-    """How the function is asked, or why it cannot be."""
+    """Function that calls the loaded reward function, or the reason why it cannot be loaded."""
     try:
         if message.place in REQUIRED:
             import_module(REQUIRED[message.place])
         return caller(load(message.place) if message.place else cloudpickle.loads(message.pickled))
-    except Exception as error:  # a stranger's module may raise anything while it is imported
+    except Exception as error:  # a user's module may raise anything while it is imported
         return f"the reward function cannot be loaded: {described(error)}"
 
 
@@ -125,13 +126,13 @@ def _graded(call: Callable[[Trajectory], Any] | str, trajectory: Trajectory) -> 
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """That much more than what the modules of the functions have taken already."""
+    """Limit memory to `memory_bytes` beyond what the functions' modules have taken already."""
     limit = psutil.Process().memory_info().vms + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
 def _end_children() -> None:
-    """What the function left behind, its orphans too: they are children of this process, which adopts them."""
+    """End all processes that the function left. Its orphans are children of this process, which adopts them."""
     end_descendants(os.getpid())
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -1,8 +1,10 @@
 """One test of a program in the sandbox, as a grading process runs it.
 
-Two kinds are compared outside of the sandbox, where the program cannot lie: `{"input", "output"}`, and Python that is
-only `assert EXPRESSION == LITERAL`: the program's side says what the expression is, and never sees the literal. Any
-other Python runs beside the program and ends with a word that was read before the program began.
+Two kinds of test are compared outside of the sandbox, where the program cannot lie. One is `{"input", "output"}`. The
+other is Python that is only `assert EXPRESSION == LITERAL`: the sandbox prints the expression's value and never gets
+the literal.
+
+Any other Python runs beside the program. At its end it prints a word that it read before the program began.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import msgspec
 from vllm_rollout.rewards.sandbox import Bubblewrap, ProgramRun, RunEnd, Sandbox, SandboxBounds
 
 MAX_SHOWN = 16
-"""Times as long as what is wanted what a program says instead may be, beyond `SHOWN_BYTES`: longer is not equal."""
+"""Factor on the wanted text's length: printed text longer than that, plus `SHOWN_BYTES`, is not equal."""
 SHOWN_BYTES = 4096
 
 
@@ -26,7 +28,7 @@ class InputOutput(msgspec.Struct, frozen=True):
 
 
 class TestJob(msgspec.Struct, frozen=True, tag=True):
-    """One run of a program."""
+    """One test of a program."""
 
     __test__ = False
 
@@ -43,11 +45,11 @@ class TestRun(msgspec.Struct, frozen=True):
     has_passed: bool
     seconds: float
     failure: str | None = None
-    """Why the program was not started, which is not its fault."""
+    """Reason why the program was not started, which is not the program's fault."""
 
 
 class _Asked(NamedTuple):
-    """`assert EXPRESSION == LITERAL`, once or several times."""
+    """Expressions of `assert EXPRESSION == LITERAL` as one list, and the wanted values."""
 
     expression: str
     wanted: Any
@@ -69,7 +71,7 @@ def run():
     print("\\n" + word, end="")
 run()
 """
-"""Prints the word from its standard input when the test has passed: a program that ends itself early has not."""
+"""Prints the word from standard input if the test has passed. A program that ends itself early does not pass."""
 WITH_VALUE = """
 def plain(value):
     if hasattr(value, "tolist"): value = value.tolist()
@@ -82,7 +84,7 @@ def plain(value):
 value = plain(eval(compile(TEST, "test.py", "eval"), prepared()))
 print("\\n" + repr(value))
 """
-"""Prints the value; numpy's, and subclasses, as what they are equal to."""
+"""Prints the value. Values of numpy and of subclasses are printed as the plain values that they are equal to."""
 
 
 async def run_test(job: TestJob) -> TestRun:
@@ -91,7 +93,7 @@ async def run_test(job: TestJob) -> TestRun:
 
 
 async def _run(sandbox: Sandbox, job: TestJob) -> tuple[ProgramRun, bool]:
-    """Whether what it printed is right, however it ended."""
+    """Run a test. Returns the run, and True if its output is right, however it ended."""
     if isinstance(job.test, InputOutput):
         run = await sandbox.run({"main.py": job.program}, job.test.input.encode(), job.limit_s)
         return run, same_output(run.output.decode(errors="replace"), job.test.output)
@@ -105,7 +107,7 @@ async def _run(sandbox: Sandbox, job: TestJob) -> tuple[ProgramRun, bool]:
 
 
 def _compared_outside(test: str) -> _Asked | None:
-    """What to ask of the program and what it must be, if all that the test does is to compare with literals."""
+    """Expressions and wanted values of a test that only compares with literals. None for other tests."""
     expressions, wanted = [], []
     try:
         for statement in ast.parse(test).body:
@@ -121,17 +123,18 @@ def _compared_outside(test: str) -> _Asked | None:
 
 
 def same_value(printed: str, wanted: Any) -> bool:
-    """Whether that is a literal, and equal. A long one is not read: a parser can be made to take all memory."""
+    """True if the text is a literal equal to `wanted`. A long text is not parsed, since parsing could take all
+    memory."""
     if len(printed) > SHOWN_BYTES + MAX_SHOWN * len(repr(wanted)):
         return False
     try:
         return bool(ast.literal_eval(printed) == wanted)
-    except Exception:  # the text is a stranger's: whatever reading it raises, it is not equal
+    except Exception:  # the text is a program's: if reading it fails, it is not equal
         return False
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Line by line, spaces at the ends of lines and empty lines at the end apart."""
+    """True if all lines are equal. Spaces at the ends of lines and empty lines at the end do not count."""
     return [line.rstrip() for line in printed.rstrip().splitlines()] == [
         line.rstrip() for line in wanted.rstrip().splitlines()
     ]

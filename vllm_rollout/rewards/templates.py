@@ -1,7 +1,7 @@
-"""What a judge is asked: a user's text with fields of a trajectory in it.
+"""A judge's template: a user's text with fields of a trajectory in it.
 
-Invariant: one pass over the template. What comes from a trajectory is put in as it is and never read as a template, and
-a field leads to items of JSON, never to an attribute.
+Invariant: one pass over the template. Text of a trajectory is inserted unchanged and never read as a template. A field
+leads to items of JSON, never to an attribute.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
 
 
 class Template:
-    """`{{` and `}}` are braces. Raises: ValueError for a field that there is not."""
+    """A text with fields. `{{` and `}}` are braces. Raises: ValueError for an unknown field."""
 
     def __init__(self, text: str) -> None:
         self._pieces = list(_pieces(text))
-        """Text, or the way to a field."""
+        """Pieces of the template: text, or the path to a field."""
 
     def filled(self, trajectory: Trajectory) -> str:
-        """Raises: ValueError where the prompt's data lack what a field names."""
+        """The text with all fields filled in. Raises: ValueError if the prompt's data lack a field."""
         return "".join(
             piece if isinstance(piece, str) else _written(_found(piece, trajectory)) for piece in self._pieces
         )
@@ -74,7 +74,7 @@ def _found(way: tuple[str, ...], trajectory: Trajectory) -> Any:
 
 
 def _written(value: Any) -> str:
-    """A chat by its messages, other values as JSON."""
+    """A value as text: a chat as its messages, other values as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):

@@ -1,4 +1,4 @@
-"""What is graded, and what comes of it. Both cross to the processes that grade, as MessagePack."""
+"""Trajectories and their grades. Both are sent to and from grading processes, as MessagePack."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from typing import Any, Literal
 import msgspec
 
 RewardStatus = Literal["ok", "timeout", "error", "void"]
-"""`timeout`: it took longer than its test case may, and earns 0. `error`: its grader failed, it has no reward. `void`:
-what went wrong was not the policy's fault, it counts for nothing."""
+"""`timeout`: grading took longer than the test case may, and the reward is 0. `error`: the grader failed, and there is
+no reward. `void`: the fault is not the policy's, and the trajectory does not count."""
 
 VOID: None = None
-"""What a reward function returns for a trajectory that must not count."""
+"""Return value of a reward function for a trajectory that must not count."""
 
 Message = dict[str, Any]
 """A message of a chat: `{"role": …, "content": …}`."""
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """What a reward is for."""
+    """A trajectory to grade."""
 
     prompt: str | list[Message]
     text: str
-    """What the policy answered."""
+    """Answer of the policy."""
     data: Any = None
-    """What came with the prompt: any JSON, an answer or tests. TRL's columns and verl's ground truth come out of it."""
+    """Data of the prompt, any JSON: an answer or tests. TRL's columns and verl's ground truth are taken from it."""
     token_ids: Sequence[int] = ()
-    """The text's tokens, where the caller has them: TRL's `completion_ids`."""
+    """Tokens of the text, if the caller has them: TRL's `completion_ids`."""
 
 
 class Grade(msgspec.Struct, frozen=True):
-    """What a grader says of one trajectory."""
+    """Result of grading one trajectory."""
 
     status: RewardStatus
     reward: float | None = None
     """A finite number with `ok`, 0 with `timeout`, else None."""
     reason: str | None = None
-    """Why the status is not `ok`, in a sentence."""
+    """Reason why the status is not `ok`, in a sentence."""
     parts: dict[str, float] | None = None
-    """What the reward is made of, by name, where the function says it."""
+    """Parts of the reward by name, if the function gives them."""
     seconds: float = 0.0
-    """How long grading took, without the time for which it waited for a free core."""
+    """Duration of grading, without the time spent waiting for a free core."""
 
 
 MAX_REASON = 500
@@ -54,11 +54,11 @@ def failed(reason: str, seconds: float = 0.0) -> Grade:
 
 
 def written(text: str) -> str:
-    """As it can be sent: short, and without halves of surrogate pairs."""
+    """Text that can be sent: short, and without halves of surrogate pairs."""
     return text[:MAX_REASON].encode(errors="backslashreplace").decode()
 
 
 def case_of(trajectory: Trajectory, test: bytes = b"") -> str:
-    """The test case that a time limit is learned for: this prompt with its data, and this test of it."""
+    """Key of the test case for which a time limit is learned: this prompt with its data, and this test of it."""
     named = msgspec.json.encode([trajectory.prompt, trajectory.data])
     return blake2b(named + b"\0" + test, digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""What a judge said, as a reward: a word or number in its text, or how likely it finds each of some tokens.
+"""Reads a judge's answer as a reward: a word or number in its text, or the probabilities of some tokens.
 
-Invariant: a verdict is a finite number, or there is none and a ValueError says why.
+Invariant: a verdict is a finite number. Without one, a ValueError says why.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm_rollout.rewards.values import Grade
 SEARCH_LENGTH = 4096
 """Last characters of a text that are searched: verdicts stand at the end."""
 PATTERN_S = 1.0
-"""CPU seconds for one text. What the judge says is in the policy's hands: `(a+)+$` would search for a lifetime."""
+"""CPU seconds for one text. The policy influences the judge's text: `(a+)+$` could search for ever."""
 MAX_LOGPROB = 1e-3
-"""Zero but for rounding."""
+"""Largest log probability: zero but for rounding."""
 
 
 class PatternVerdict:
-    """The last match's only group: a number, or a word of `values`.
+    """Verdict from the only group of the pattern's last match: a number, or a word of `values`.
 
-    Raises: ValueError for a pattern that is none.
+    Raises: ValueError for an invalid pattern.
     """
 
     def __init__(self, pattern: str, values: Mapping[str, float] | None) -> None:
@@ -65,16 +65,17 @@ class PatternVerdict:
 
 
 class ChoiceVerdict:
-    """The mean of the choices' rewards, by the probability of each as the next token, over all choices' together.
+    """Verdict from next-token probabilities: the mean of the choices' rewards, weighted by probability among the
+    choices.
 
-    Spaces around a token and its case do not count. What is not among the likeliest tokens has probability 0.
+    Spaces around a token and its case do not count. A choice that is not among the likeliest tokens has probability 0.
     """
 
     def __init__(self, choices: Mapping[str, float]) -> None:
         self._choices = _named("choices", choices)
 
     def of(self, logprobs: list[tuple[str, float]]) -> Grade:
-        """`logprobs`: of the likeliest next tokens."""
+        """`logprobs`: (token, log probability) of the likeliest next tokens."""
         weights = dict.fromkeys(self._choices, 0.0)
         for token, logprob in logprobs:
             if not logprob <= MAX_LOGPROB:
@@ -130,15 +131,15 @@ class _Completion(msgspec.Struct):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """An OpenAI-compatible answer, whichever endpoint gave it."""
+    """An OpenAI-compatible answer, of either endpoint."""
 
     text: str | None
     logprobs: list[tuple[str, float]]
-    """The likeliest first tokens with theirs; empty where none came."""
+    """The likeliest first tokens with their log probabilities. Empty if the answer has none."""
 
     @classmethod
     def by_chat(cls, answer: Any) -> Said:
-        """Raises: ValueError for what is no such answer."""
+        """Read the answer of a chat. Raises: ValueError for any other answer."""
         first = _first(answer, _Chat)
         tokens = first.logprobs.content if first.logprobs and first.logprobs.content else []
         return cls(first.message.content, [(each.token, each.logprob) for t in tokens[:1] for each in t.top_logprobs])
@@ -161,7 +162,7 @@ def _first(answer: Any, kind: type[_Chat] | type[_Completion]) -> Any:
 
 
 def _named(where: str, rewards: Mapping[str, float]) -> dict[str, float]:
-    """By what is said, whatever its case."""
+    """Rewards by word, in lower case and without spaces around it. Raises: ValueError."""
     known = {name.strip().casefold(): reward for name, reward in rewards.items()}
     if not known or len(known) < len(rewards):
         raise ValueError(

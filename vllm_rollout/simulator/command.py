@@ -1,4 +1,7 @@
-"""The `vllm-rollout simulate` command. Invariant: importing it is light; what it needs it imports when it runs."""
+"""The `vllm-rollout simulate` command.
+
+Invariant: importing it is light. It imports its dependencies when it runs.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What drafts make of a step: how many are verified, how many tokens come of it, how long it takes.
+"""Expected effect of drafts on a step: verified drafts, gained tokens and seconds.
 
-Invariant: the closed form of `group/drafting.py::DraftingRule` when it has learned what there is to learn, in
-expectation: the likeliest drafts for as long as tokens per second grow, and a step without any where none has come by
-itself for long.
+Invariant: closed form of `group/drafting.py::DraftingRule`, in expectation, once the rule has learned all it can. The
+likeliest drafts are verified as long as tokens per second grow. If no step has been without drafts for long, one is
+made without them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = tuple(2.0**power for power in range(8, 18))
-"""Knots of drafted costs, beside those of the costs themselves: what is drafted changes with the context."""
+"""Knots of drafted costs, besides those of the costs themselves. The verified drafts change with the context."""
 
 
 class DraftedStep(NamedTuple):
-    """What a row has on average over steps; the row's own token is not a draft."""
+    """Averages of a row over steps. The row's own token is not a draft."""
 
     drafts: float
     tokens: float
     seconds: float
-    """How long the step takes."""
+    """Seconds that the step takes."""
 
     @property
     def s_per_token(self) -> float:
@@ -35,7 +35,7 @@ class DraftedStep(NamedTuple):
 def drafted_step(
     cost: CostModel, settings: DraftSettings, factor: float, num_rows: float, context_tokens: float
 ) -> DraftedStep:
-    """A step of a batch of so many rows, whose shares of drafts are `factor` times those of the settings."""
+    """Step of a batch of `num_rows` rows. Their shares of drafts are `factor` times those of the settings."""
     plain_s = cost.ptl(num_rows, context_tokens)
     plain = DraftedStep(0.0, 1.0, plain_s)
     found, right = [0.0] * NUM_BINS, [0.0] * NUM_BINS
@@ -59,15 +59,18 @@ def drafted_step(
 
 
 def _plain_share(drafting: float, num_rows: float) -> float:
-    """The share of steps that go without drafts though there are some: one in `PLAIN_INTERVAL_STEPS`, or fewer where it
-    happens by itself that no row has any; `drafting`: share of rows that have some."""
+    """Share of all steps that are made without drafts although some row has drafts.
+
+    It is one in `PLAIN_INTERVAL_STEPS`, or less if steps without any draft happen by themselves. `drafting`: share of
+    rows that have drafts.
+    """
     some = 1 - (1 - min(1.0, drafting)) ** num_rows
     in_a_row = some ** (PLAIN_INTERVAL_STEPS - 1)
     return in_a_row / sum(some**step for step in range(PLAIN_INTERVAL_STEPS))
 
 
 def drafted(cost: CostModel, settings: DraftSettings, factor: float) -> CostModel:
-    """Costs of steps in which every row gains one token; with drafts that is a part of a step."""
+    """Costs of steps in which every row gains one token. With drafts that is a part of a real step."""
     first, _ = cost.curves[0]
     more = [context for context in CONTEXTS if len(cost.curves) > 1 and context > first]
     contexts = sorted({context for context, _ in cost.curves} | set(more))
@@ -83,15 +86,15 @@ def drafted(cost: CostModel, settings: DraftSettings, factor: float) -> CostMode
 
 
 class BatchGain(NamedTuple):
-    """What drafts bring at one size of the batch."""
+    """Gain of drafts at one batch size."""
 
     batch_size: int
     drafts: float
-    """How many a row has in a step."""
+    """Drafts of a row in a step."""
     tokens: float
-    """How many a row gains in a step."""
+    """Tokens that a row gains in a step."""
     faster: float
-    """Tokens per second, by those without drafts."""
+    """Tokens per second, relative to steps without drafts."""
 
 
 def gains(

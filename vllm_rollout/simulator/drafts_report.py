@@ -1,4 +1,7 @@
-"""What drafts bring, for people and for programs. Invariant: numbers come from `drafts.py`."""
+"""Reports on the gain of drafts, for people and for programs.
+
+Invariant: numbers come from `drafts.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.settings import Setting
 
 MAX_BATCH_SIZE = 256
-"""That is shown of a machine without a limit."""
+"""Largest batch size shown for a machine without a limit."""
 
 
 class Gained(NamedTuple):
-    """What is said of drafts."""
+    """Table and numbers on drafts."""
 
     tables: list[Table]
     numbers: dict[str, Any]
 
 
 def gained_of(machine: Machine, settings: Sequence[Setting], group_size: int, contexts: Iterable[float]) -> Gained:
-    """By size of the batch, for groups of that size; empty where no setting has drafts. contexts: in tokens, of each
-    candidate half way."""
+    """Gain of drafts by batch size, for groups of `group_size`. Empty if no setting has drafts.
+
+    `contexts`: context of each candidate half way, in tokens.
+    """
     if not any(setting.drafts for setting in settings):
         return Gained([], {})
     drafts = machine.with_drafts(True).drafts

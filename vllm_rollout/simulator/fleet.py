@@ -1,10 +1,10 @@
-"""All ranks of a rollout on one clock, and the groups that move from one to another.
+"""All ranks of a rollout on one clock, and the groups that move between ranks.
 
-A look is due when enough candidates have ended since the last one. A group leaves between two steps of its rank, and
-joins the target's line between two of its steps.
+A look at the loads is due when enough candidates have ended since the last look. A group leaves its rank between two
+steps, and joins the target's line between two steps.
 
-Invariant: with one rank, or as long as nothing moves, every rank runs as it would alone. What moves is decided by
-`group/ranks/migration.py` and `group/ranks/scaling.py`. A freed rank takes nothing more.
+Invariant: with one rank, or as long as no group moves, every rank runs as it would alone. `group/ranks/migration.py`
+and `group/ranks/scaling.py` decide the moves. A freed rank accepts no further group.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vllm_rollout.simulator.rank import Departed, Rank
 
 
 class Mover:
-    """The mover of one rollout."""
+    """Moves the groups of one rollout between ranks."""
 
     def __init__(self, machine: Machine, ranks: Sequence[Rank], num_candidates: int, message_s: float = 0.0) -> None:
-        """message_s: from whoever looks to a rank."""
+        """`message_s`: seconds of a message to a rank."""
         self._machine = machine
         self._ranks = ranks
         self._message_s = message_s
@@ -35,7 +35,7 @@ class Mover:
         self._is_scaled_down = False
         self._freed: set[int] = set()
         self._delay = 0.0
-        """By consolidations, as predicted."""
+        """Predicted delay of the rollout's end by all consolidations, as a share."""
         self.num_moves = 0
 
     def freed_s(self, end_s: float) -> float:
@@ -46,7 +46,7 @@ class Mover:
         self._num_left -= num_candidates
 
     def look(self, seconds: float) -> None:
-        """Move what should move, if a look is due. All candidates have been launched."""
+        """Move groups, if a look is due. All candidates must have been launched."""
         if not is_look_due(self._num_left, self._num_left_at_look):
             return
         if any(rank.num_unread for rank in self._ranks):  # groups are on their way
@@ -101,7 +101,7 @@ class Mover:
 
 
 def run_fleet(machine: Machine, judges: Sequence[Judge], races: Sequence[Sequence[Race]]) -> FleetRun:
-    """To the end of the last race; `races`: of each rank."""
+    """Run all races to their end. `races`: by rank."""
     ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
     for rank, own in zip(ranks, races, strict=True):
         for race in own:
@@ -118,7 +118,8 @@ def run_fleet(machine: Machine, judges: Sequence[Judge], races: Sequence[Sequenc
 
 
 def _next(ranks: Sequence[Rank]) -> Rank | None:
-    """The first; of those at one time, steps end before others begin. None: all are done."""
+    """The rank with the earliest event, or None if all are done. At one time, ends of steps come before other
+    events."""
     happenings = [
         (happening.seconds, happening.phase != "close", number)
         for number, rank in enumerate(ranks)
@@ -128,7 +129,7 @@ def _next(ranks: Sequence[Rank]) -> Rank | None:
 
 
 def reward(judge: Judge, judges: Sequence[Judge], rollout_id: str, results: Mapping[Race, GroupResult]) -> None:
-    """Returned trajectories are rewarded after the rollout; every rank learns of them."""
+    """Reward returned trajectories after the rollout. Every judge learns the rewards."""
     rewards = []
     for race, result in results.items():
         for index in result.selected:

@@ -1,4 +1,7 @@
-"""Traces made up from a distribution. Invariant: the same numbers and seed give the same trace."""
+"""Traces made up from a distribution.
+
+Invariant: equal numbers and seeds give equal traces.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from vllm_rollout.simulator.settings import written_fields
 from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 MAX_GENERATED = 10_000_000
-"""Candidates of a generated trace: a few GB of memory."""
+"""Largest number of candidates of a generated trace: a few GB of memory."""
 
 
 _COUNT = Integer(1, MAX_TRACED_TOKENS)
@@ -21,7 +24,7 @@ _SIGMA = Number(0, 5)
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Log-normal lengths around log-normal medians, cut at `max_tokens`; every step has the same prompts."""
+    """Log-normal lengths around log-normal medians, cut at `max_tokens`. Every step has the same prompts."""
 
     prompts: int = row(_COUNT, "Prompts of every step.", default=64)
     candidates: int = row(_COUNT, "Candidates per prompt and step.", default=16)
@@ -38,7 +41,7 @@ class LengthDistribution:
 
 
 def parse_distribution(text: str) -> LengthDistribution:
-    """From "prompts=64,sigma=0.7"; what is left out has its default.
+    """Read "prompts=64,sigma=0.7". A field that is left out has its default.
 
     Raises: ValueError with field, value and what is allowed.
     """
@@ -59,7 +62,7 @@ def generate(distribution: LengthDistribution, seed: int = 0) -> Trace:
 
 
 def log_medians(distribution: LengthDistribution, chance: Random) -> list[float]:
-    """The logarithm of every prompt's median length."""
+    """Logarithm of every prompt's median length in tokens."""
     its = distribution
     return [math.log(its.median) + its.prompt_sigma * chance.gauss(0, 1) for _ in range(its.prompts)]
 

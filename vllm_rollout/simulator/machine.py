@@ -1,4 +1,4 @@
-"""What a replay runs on, engines that are all alike, and what came of it."""
+"""The simulated engines of a replay, all alike, and the outcome of a run on them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm_rollout.group.ranks.placement import Placement
 from vllm_rollout.group.ranks.work import TokenCost
 
 SIMULATED_BLOCK_TOKENS = 16
-"""KV block whose prompt tokens siblings share in a simulation: vLLM's default on GPUs."""
+"""Tokens of a KV block in a simulation: vLLM's default on GPUs. Siblings share full blocks of their prompt."""
 
 IDEAL_COST = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),))
 """Every step takes one unit of time, whatever is in it."""
 
 Curve = list[tuple[float, int]]
-"""(time, candidates that run from then on)."""
+"""(time, number of candidates that run from then on)."""
 ScaleDown = Literal["off", "auto"]
 
 
@@ -30,20 +30,20 @@ class Machine:
     cost: CostModel | None = None
     """None: an ideal machine, whose times are in steps."""
     num_ranks: int = 1
-    """Data-parallel engines; a group stays on one of them."""
+    """Data-parallel engines. A group is on one of them at a time."""
     max_num_seqs: int | None = None
-    """Candidates that run at once on one rank; the others wait. Default: what was profiled, else no limit."""
+    """Candidates that run at once on one rank. The others wait. Default: the profiled number, else no limit."""
     kv_capacity_tokens: int | None = None
     """Tokens that one rank's KV cache holds. None: it is never full."""
     block_size: int = SIMULATED_BLOCK_TOKENS
     migration: Migration = "off"
-    """Whether groups move between ranks, and what for."""
+    """Purpose for which groups move between ranks, or "off"."""
     scale_down: ScaleDown = "off"
-    """Whether half of the ranks are freed as soon as the others have room for the rest of the rollout."""
+    """With "auto", half of the ranks are freed as soon as the others have room for the rest of the rollout."""
     transfer: TransferCost | None = None
-    """The cost of KV that comes along with a group; None: its target computes it again."""
+    """Cost of moving KV with a group. None: the target computes it again."""
     drafts: DraftSettings | None = None
-    """What answers of a prompt draft for each other; None: they do not."""
+    """Acceptance of drafts between answers to a prompt. None: no drafts."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_num_seqs", "kv_capacity_tokens", "block_size"):
@@ -60,7 +60,7 @@ class Machine:
         return self.num_ranks > 1 and (self.migration, self.scale_down) != ("off", "off")
 
     def with_drafts(self, drafts: bool) -> Machine:
-        """This machine where that is said of a setting; drafts are as measured where nothing else is known."""
+        """This machine with or without drafts. Default draft settings apply if the machine has none."""
         return replace(self, drafts=(self.drafts or DraftSettings()) if drafts else None)
 
     @property
@@ -79,23 +79,23 @@ class Machine:
 
     @property
     def known_cost(self) -> CostModel | None:
-        """What a server on it knows of its steps, and of how many candidates run at once."""
+        """Step costs, and the number of candidates that run at once, as a server on this machine knows them."""
         return None if self.cost is None else replace(self.cost, max_num_seqs=self.num_slots)
 
     @property
     def max_candidates(self) -> int:
-        """The candidates of one group at most: all of them have to be able to run at once."""
+        """Largest number of candidates of one group: all of them must be able to run at once."""
         return MAX_GROUP_SIZE if self.num_slots is None else self.num_slots
 
     def new_placement(self) -> Placement:
-        """As a server has it that knows what its steps cost; on an ideal machine all tokens weigh the same."""
+        """An empty placement. It weighs tokens by step costs, or all alike on an ideal machine."""
         placement = Placement(self.num_ranks)
         if (cost := self.known_cost) is not None:
             placement.token_cost = TokenCost.of(cost)
         return placement
 
     def check_fits(self, prompt_id: str, num_tokens: int) -> None:
-        """Raises: ValueError for a candidate that one rank's KV cache cannot hold."""
+        """Check that one rank's KV cache can hold a candidate of `num_tokens`. Raises: ValueError."""
         capacity = self.kv_capacity_tokens
         if capacity is not None and num_tokens > capacity:
             raise ValueError(
@@ -104,7 +104,7 @@ class Machine:
             )
 
     def described(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The machine as JSON-able values."""
         return {
             "time_unit": "steps" if self.is_ideal else "seconds",
             "num_ranks": self.num_ranks,
@@ -117,7 +117,7 @@ class Machine:
 
 @dataclass(slots=True)
 class RankRun:
-    """What became of a rank's part of a rollout."""
+    """Outcome of a rank's part of a rollout."""
 
     seconds: float = 0.0
     curve: Curve = field(default_factory=list)
@@ -126,12 +126,12 @@ class RankRun:
 
 @dataclass(frozen=True, slots=True)
 class FleetRun:
-    """What became of a rollout."""
+    """Outcome of a rollout."""
 
     ranks: Sequence[RankRun]
     num_moves: int = 0
     freed_rank_s: float = 0.0
-    """Seconds for which ranks that were emptied stayed so until the rollout was over, summed."""
+    """Seconds from each freed rank's last step to the end of the rollout, summed."""
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,6 @@
-"""The flags of `vllm-rollout simulate`, and the machine that they and a profile make.
+"""The flags of `vllm-rollout simulate`, and the machine that they and a profile describe.
 
-Invariant: options that exist are consistent, and what is extrapolated is said.
+Invariant: options are consistent, and every extrapolation has a warning.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where the machine's times come from."""
+    """The machine, the source of its times, and warnings."""
 
     machine: Machine
     source: dict[str, Any]
@@ -98,9 +98,11 @@ class Clock:
 
 
 def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> Clock:
-    """models: names of those that lengths come from; longest: the largest context that is run.
+    """Machine from flags and profile.
 
-    Raises: FlagError; ValueError and OSError for a profile that cannot be read.
+    `models`: names of the models of the trace. `longest`: the largest context that is run, in tokens.
+
+    Raises: FlagError. ValueError and OSError for a profile that cannot be read.
     """
     machine = Machine(
         None,
@@ -161,12 +163,12 @@ def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> C
 
 
 def _last_part(model: str) -> str:
-    """The same model has a path, a hub name or a name of our catalogue."""
+    """Part of a name that a model's path, hub name and name in our catalogue share."""
     return Path(model).name.casefold()
 
 
 def _tensor_parallel_size(options: SimulateOptions, known: list[int]) -> int:
-    """The wanted one, or the only one there is."""
+    """The requested size, or the only profiled one. Raises: FlagError."""
     if options.tensor_parallel_size is not None or not known:
         return options.tensor_parallel_size or 1
     if len(known) > 1:
@@ -175,7 +177,7 @@ def _tensor_parallel_size(options: SimulateOptions, known: list[int]) -> int:
 
 
 def described(machine: Machine, source: dict[str, Any]) -> str:
-    """A sentence for people."""
+    """Sentence on the machine, for people."""
     where = "An ideal machine without a profile" if machine.is_ideal else f"{source['model']} on {source['hardware']}"
     ranks = f", {machine.num_ranks} engines" if machine.num_ranks > 1 else ""
     slots = "all candidates at once" if machine.num_slots is None else f"{machine.num_slots:,} candidates at once"

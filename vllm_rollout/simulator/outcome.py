@@ -1,4 +1,7 @@
-"""What replays measure, and which of many settings to take. Invariant: generated = returned + wasted tokens."""
+"""Measurements of replays, and the choice of a setting.
+
+Invariant: generated = returned + wasted tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.settings import Setting
 
 MORE_INCOMPLETE = 0.01
-"""Share of groups by which a setting may fall short more often than the baseline and still be recommended."""
+"""Share of incomplete groups by which a recommended setting may exceed the baseline."""
 
 
 class LengthSummary(NamedTuple):
-    """The lengths of returned trajectories, in tokens."""
+    """Lengths of returned trajectories, in tokens."""
 
     mean: float
     std: float
@@ -32,48 +35,48 @@ class LengthSummary(NamedTuple):
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """One setting over a whole trace: rollouts are added up, one after the other, as training steps run."""
+    """One setting over a whole trace. Its rollouts run one after the other, as training steps do, and are added up."""
 
     setting: Setting
     seconds: float = 0.0
-    """Steps on an ideal machine."""
+    """Time of all rollouts, in steps on an ideal machine."""
     first_group_s: list[float] = field(default_factory=list)
-    """The seconds until each rollout's first group."""
+    """Seconds until the first group of each rollout was over."""
     running_s: float = 0.0
-    """Candidates times seconds."""
+    """Running candidates times seconds."""
     peak_s: float = 0.0
-    """The same, had the peak of each rank lasted until its rollout was over."""
+    """Candidates times seconds, if the peak of each rank had lasted until its rollout was over."""
     generated_tokens: int = 0
     returned_lengths: list[int] = field(default_factory=list)
     num_truncated: int = 0
-    """How many of the returned trajectories were cut."""
+    """Returned trajectories that were cut."""
     num_incomplete: int = 0
-    """Groups that return fewer than `group_size` trajectories, be it with `allow_fewer`."""
+    """Groups that return fewer than `group_size` trajectories, also with `allow_fewer`."""
     num_at_upper_bound: int = 0
     """Groups whose redundancy "auto" went to its upper bound."""
     num_candidates: int = 0
     num_pruned: int = 0
     num_turns: int = 0
-    """Turns of sessions that have run, some of them not to their end."""
+    """Turns of sessions that have run, including stopped turns."""
     num_void: int = 0
-    """Sessions that a tool has failed."""
+    """Sessions that are void because a tool failed."""
     num_drawn: int = 0
-    """Candidates that ran beyond what the trace has seen of them."""
+    """Candidates that ran beyond their recorded tokens."""
     num_resampled: int = 0
-    """Candidates that are others of their prompt once more."""
+    """Candidates that repeat another candidate of their prompt."""
     num_preemptions: int = 0
     num_ranks: int = 0
     num_moves: int = 0
-    """Groups that moved to another rank."""
+    """Moves of groups to another rank."""
     busy_rank_s: float = 0.0
     """Seconds until each rank had nothing left to do, summed."""
     freed_rank_s: float = 0.0
-    """Seconds for which ranks that were emptied stayed so until their rollout was over, summed."""
+    """Seconds from each freed rank's last step to the end of its rollout, summed."""
     num_groups: int = 0
     num_without_history: int = 0
-    """Groups with redundancy "auto" of which this is so: nothing was known of their prompt."""
+    """Groups with redundancy "auto" whose prompt had no history."""
     curve: Curve = field(default_factory=list)
-    """The curve of the last rollout, over all ranks."""
+    """Running candidates of the last rollout, over all ranks."""
 
     def add_group(self, result: GroupResult, pool: Sequence[PoolCandidate], at_upper_bound: bool) -> None:
         self.num_groups += 1
@@ -109,7 +112,7 @@ class SimulationOutcome:
 
     @property
     def time_to_first_group_s(self) -> float:
-        """Mean over rollouts."""
+        """Mean over rollouts of the seconds until the first group was over."""
         return sum(self.first_group_s) / len(self.first_group_s)
 
     @property
@@ -122,7 +125,7 @@ class SimulationOutcome:
 
     @property
     def bubble(self) -> float:
-        """1 - mean over time of running candidates / their peak, per rollout; a rank that is done runs none."""
+        """1 - mean over time of running candidates / their peak, per rollout. A rank that is done runs none."""
         return 1 - self.running_s / self.peak_s if self.peak_s else 0.0
 
     @property
@@ -132,17 +135,17 @@ class SimulationOutcome:
 
     @property
     def truncated_share(self) -> float:
-        """The share of returned trajectories that were cut."""
+        """Share of returned trajectories that were cut."""
         return self.num_truncated / max(1, len(self.returned_lengths))
 
     @property
     def incomplete_share(self) -> float:
-        """The share of groups that are incomplete."""
+        """Share of groups that are incomplete."""
         return self.num_incomplete / self.num_groups
 
     @property
     def upper_bound_share(self) -> float:
-        """The share of groups that had their upper bound of candidates."""
+        """Share of groups that had their upper bound of candidates."""
         return self.num_at_upper_bound / self.num_groups
 
     @property
@@ -155,12 +158,12 @@ class SimulationOutcome:
 
     @property
     def busy_share(self) -> float:
-        """The share of the time of all ranks in which they work."""
+        """Share of all ranks' time in which they work."""
         return self.busy_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
 
     @property
     def freed_share(self) -> float:
-        """The same."""
+        """Share of all ranks' time in which they are freed."""
         return self.freed_rank_s / (self.num_ranks * self.seconds) if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -179,18 +182,18 @@ TOLD = (
     *("num_turns", "num_void"),
     *("num_preemptions", "num_ranks", "num_moves", "busy_rank_s", "freed_rank_s", "num_groups", "num_without_history"),
 )
-"""What a program is told of an outcome as it is."""
+"""Attributes that `to_json` writes unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Many settings on one trace: all see the same candidates on the same machine."""
+    """Many settings on one trace, with equal candidates on the same machine."""
 
     outcomes: tuple[SimulationOutcome, ...]
-    """The baseline first."""
+    """Outcomes by setting, the baseline first."""
     machine: Machine
     without_moves: SimulationOutcome | None = None
-    """The baseline once more, with groups that stay on their ranks; None when they stay anyway."""
+    """The baseline once more, with groups that stay on their ranks. None if they stay anyway."""
 
     @property
     def baseline(self) -> SimulationOutcome:
@@ -198,12 +201,12 @@ class Sweep:
 
     @property
     def fastest(self) -> SimulationOutcome:
-        """The fastest of those whose groups are complete."""
+        """The fastest outcome with hardly more incomplete groups than the baseline (`MORE_INCOMPLETE`)."""
         return min(self._usable, key=lambda outcome: outcome.seconds)
 
     @property
     def fastest_with_longest(self) -> SimulationOutcome | None:
-        """The fastest that returns long answers on purpose; None when no such setting was tried."""
+        """The fastest usable outcome that returns long answers on purpose, or None if no such setting was tried."""
         keeping = [outcome for outcome in self._usable if outcome.setting.keeps_longest]
         return min(keeping, key=lambda outcome: outcome.seconds, default=None)
 
@@ -221,7 +224,7 @@ def _integral(curve: Curve) -> float:
 
 
 def summed(curves: Iterable[Curve]) -> Curve:
-    """Candidates that run anywhere."""
+    """Candidates that run on any rank, over time."""
     changes = []
     for curve in curves:
         before = 0

@@ -1,4 +1,4 @@
-"""A sweep's picture: time and returned lengths of every setting, and what runs over time in a few of them."""
+"""Picture of a sweep: time and returned lengths of every setting, and the running candidates of a few over time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_NAME = 44
 
 
 def draw(sweep: Sweep, subtitle: str, path: Path) -> None:
-    """Raises: OSError, or ValueError for a file ending that matplotlib does not know."""
+    """Draw a sweep to a file. Raises: OSError, or ValueError for a file ending that matplotlib does not know."""
     fastest, baseline = sweep.fastest, sweep.baseline
     title = f"Nothing beats {baseline.setting.name} here"
     if fastest is not baseline:
@@ -42,7 +42,7 @@ def draw(sweep: Sweep, subtitle: str, path: Path) -> None:
 
 @contextmanager
 def sheet(path: Path, title: str, subtitle: str, height: float) -> Iterator[Any]:
-    """A figure of so many inches with its head, written to `path` when it is drawn."""
+    """Figure with a title and subtitle, `height` inches high. It is written to `path` at the end of the context."""
     style = {"font.size": 9.5, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     with figure_at(path, (14, height), style) as figure:
         figure.text(0.02, 1 - 0.42 / height, title, size=17, weight="bold")
@@ -109,7 +109,8 @@ def _name(outcome: SimulationOutcome) -> str:
 
 
 def _shown(sweep: Sweep) -> list[SimulationOutcome]:
-    """At most four that differ: the recommended ones, the slowest that keeps long answers, and the baseline on top."""
+    """At most four different outcomes: the recommended ones, the slowest that keeps long answers, and the baseline on
+    top."""
     keeping = [outcome for outcome in sweep.outcomes if outcome.setting.keeps_longest]
     slowest = max(keeping, key=lambda outcome: outcome.seconds, default=None)
     chosen = [slowest, sweep.fastest_with_longest, sweep.fastest]
@@ -126,7 +127,7 @@ def _color(sweep: Sweep, outcome: SimulationOutcome) -> str:
 
 
 def open_axes(axes, *sides: str) -> None:
-    """Take these sides away."""
+    """Hide the lines on these sides."""
     for side, spine in axes.spines.items():
         spine.set_visible(side not in sides)
         spine.set_color(PALE)

@@ -1,4 +1,7 @@
-"""What each prompt of a rollout gets, as a server would plan it. Invariant: only what is over is known."""
+"""Plans the prompts of a rollout as a server would.
+
+Invariant: a plan uses only groups that are over.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from vllm_rollout.simulator.settings import Setting
 
 
 class PlannedPrompt(Protocol):
-    """What planning needs to know of a prompt."""
+    """Attributes of a prompt that planning needs."""
 
     @property
     def id(self) -> str: ...
@@ -40,12 +43,12 @@ class PlannedRollout:
     at_upper_bound: bool = False
 
     def audited(self) -> PlannedRollout:
-        """This plan for an audit group."""
+        """This plan for an audit group, in which no candidate is stopped."""
         return replace(self, plan=self.plan.audited())
 
 
 class Planner:
-    """Plans under one setting; `history` hears of every group that is over."""
+    """Plans under one setting. `history` observes every group that is over."""
 
     def __init__(self, setting: Setting, machine: Machine) -> None:
         """Raises: PlanError for a setting that no engine would take."""
@@ -54,9 +57,9 @@ class Planner:
         self._plan = setting.plan(machine.max_candidates)
         self.history = LengthHistory()
         self.num_without_history = 0
-        """Prompts with redundancy "auto" of which nothing was known."""
+        """Number of prompts with redundancy "auto" that had no history."""
         self._num_answers: Counter[str] = Counter()
-        """How many answers each prompt has so far, by history key."""
+        """Number of answers to each prompt so far, by history key."""
 
     def race(
         self, prompt: PlannedPrompt, plan: GroupPlan, pool: Sequence[PoolCandidate], rollout_id: str, seed: int
@@ -72,11 +75,11 @@ class Planner:
         return race
 
     def has_run(self, history_key: str, endings: Sequence[Ending]) -> None:
-        """A group of this prompt is over: what its candidates have said serves later ones as drafts."""
+        """Count the answers of a group that is over. Later groups of the prompt use them as drafts."""
         self._num_answers[history_key] += sum(ending.num_tokens > 0 for ending in endings)
 
     def launch_order(self, prompts: Sequence[PlannedPrompt], planned: Sequence[PlannedRollout]) -> Sequence[int]:
-        """Positions of prompts, as a server launches them that has these plans."""
+        """Positions of prompts in the order in which a server with these plans launches them."""
         slots = self._machine.num_slots
         if self._setting.order == "prompts" or slots is None:
             return range(len(prompts))
@@ -85,7 +88,7 @@ class Planner:
         return launch_order(groups, slots * self._machine.num_ranks).positions
 
     def plans(self, prompts: Sequence[PlannedPrompt]) -> list[PlannedRollout]:
-        """The plans of one rollout's prompts."""
+        """Plans for the prompts of one rollout."""
         if self._setting.redundancy != "auto":
             return [PlannedRollout(self._plan)] * len(prompts)
         known = [self.history.of(prompt.history_key) for prompt in prompts]

@@ -1,8 +1,10 @@
-"""Groups of a replay: what their candidates will become, and how far each has come.
+"""Groups of a replay: the final lengths and the progress of their candidates.
 
-What a replay launches are the candidates of the trace, completed and, where more are wanted, resampled. Invariant: a
-candidate depends on the seed, its rollout, its prompt and its index only, so every setting of a sweep sees the same
-ones; one that does not run knows how far it came.
+A replay launches the trace's candidates. Recorded candidates that were stopped are completed. If a replay wants more
+candidates, recorded ones are resampled.
+
+Invariant: a candidate depends only on the seed, its rollout, its prompt and its index, so every setting of a sweep gets
+equal candidates. A candidate that does not run knows its number of tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from vllm_rollout.trace.rows import Trace, TracedPrompt
 
 
 class PoolCandidate(NamedTuple):
-    """What happens to a candidate that nothing stops."""
+    """Final length, score and reward of a candidate that nothing stops."""
 
     num_tokens: int
     end: Literal["stop", "length"]
     num_known: int
-    """Tokens that the trace has seen of it: fewer than `num_tokens` when the rest is drawn."""
+    """Tokens that the trace recorded: fewer than `num_tokens` if the rest is drawn."""
     resampled: bool
-    """Another candidate of the prompt once more."""
+    """True if this repeats another candidate of the prompt."""
     score: float | None
     reward: float | None
 
@@ -50,7 +52,7 @@ class Pools:
         self._resampled: dict[tuple[int, ...], tuple[Random, list[PoolCandidate]]] = {}
 
     def candidates(self, epoch: int, rollout: int, position: int, count: int, attempt: int = 0) -> list[PoolCandidate]:
-        """The first `count` of one prompt. From the second epoch, or attempt, on all of them are resampled."""
+        """The first `count` candidates of one prompt. After the first epoch or attempt all of them are resampled."""
         recorded = self._recorded_of(rollout, position)
         num_recorded = 0 if epoch or attempt else min(count, len(recorded))
         wanted = count - num_recorded
@@ -93,7 +95,7 @@ def _completed(prompt: TracedPrompt, log_std: float, cap: int, chance: Random) -
 
 
 def _log_std(trace: Trace) -> float:
-    """The spread of lengths within prompts, over the whole trace: what the fit of one prompt leans on."""
+    """Standard deviation of log lengths within prompts, over the whole trace. The fit of one prompt relies on it."""
     history = LengthHistory()
     for prompt in trace.prompts:
         lengths = [ObservedLength(c.num_tokens, c.end != "stop") for c in prompt.candidates if c.num_tokens]
@@ -108,53 +110,53 @@ class Race:
     prompt_id: str
     plan: GroupPlan
     pool: Sequence[PoolCandidate]
-    """`plan.num_candidates` of them."""
+    """Candidates that the group may run: `plan.num_candidates`, or more for sessions."""
     prompt_tokens: int = 0
     scoring: Scoring | None = None
-    """With pruning."""
+    """Set if the plan prunes."""
     place: RacePlace | None = None
-    """Its part in a race against other groups."""
+    """The group's place in a race against other groups."""
     lengths: LengthMoments | None = None
-    """What is known of them: of its prompt, else of the data set."""
+    """Statistics of known lengths: the prompt's, else the data set's."""
     max_tokens: int | None = None
     mean_tokens: float | None = None
-    """The mean of all lengths that were seen before it."""
+    """Mean of all lengths observed before the group, in tokens, at most `max_tokens`."""
     candidates: list[Runner] = field(default_factory=list)
     group: Group = field(init=False)
     endings: tuple[Ending, ...] = ()
-    """The ending of every candidate, when the group is over."""
+    """Ending of every candidate, by index. Empty until the group is over."""
     over_s: float = 0.0
-    """When that was."""
+    """Time at which the group was over."""
     started_s: float | None = None
-    """When its first candidate was admitted."""
+    """Time at which the first candidate was admitted."""
     moves: list[tuple[float, int]] = field(default_factory=list)
-    """When it went to which rank."""
+    """Moves between ranks: (time, target rank)."""
     lost: bool = False
-    """It completed after as many others as its race against other groups wanted."""
+    """True if the group completed after its race against other groups had enough complete groups."""
     num_earlier: int = 0
-    """Answers of its prompt that were generated before."""
+    """Number of earlier answers to the prompt."""
     num_holding: int = 0
-    """Candidates that run now and share the prompt's KV cache."""
+    """Number of running candidates that share the prompt's KV cache."""
 
     @property
     def work(self) -> Work:
-        """The work of a group that has not begun."""
+        """Work of the group before it begins."""
         return self.work_of([0] * self.plan.num_candidates)
 
     @property
     def ages_left(self) -> list[int]:
-        """Tokens of each candidate that has not ended, if it has as many as the longest of those that have."""
+        """Estimated tokens of each running candidate: the length of the longest candidate that has ended."""
         running = set(self.group.running)
         ended = (runner.num_tokens for runner in self.candidates if runner.index not in running)
         return [max(ended, default=0)] * len(running)
 
     def work_of(self, num_tokens: Sequence[int]) -> Work:
-        """The work of candidates that have so many tokens."""
+        """Work of candidates that have `num_tokens` tokens each."""
         return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
     @property
     def result(self) -> GroupResult:
-        """When the group is over."""
+        """Result of the group, valid once the group is over."""
         return conclude(self.plan, self.endings)
 
     def close(self, seconds: float) -> None:
@@ -170,11 +172,11 @@ class Runner:
     race: Race
     future: PoolCandidate
     start: int | None = None
-    """The step at which it had, or would have had, no token yet. None: it does not run."""
+    """Step at which the candidate had, or would have had, no token. None: it does not run."""
     num_tokens: int = 0
-    """Up to date when it does not run."""
+    """Generated tokens, up to date while the candidate does not run."""
     num_behind_kv: float | None = None
-    """Tokens that it computes when it runs next, since the KV of the others has come along; None: all are computed."""
+    """Tokens to compute when the candidate resumes after a transfer of its KV. None: no KV was transferred."""
     ended_s: float | None = None
 
     @property
@@ -187,7 +189,7 @@ class Runner:
 
     @property
     def detection_length(self) -> int | None:
-        """At which it is scored, if it lives that long; None when it has no score."""
+        """Tokens after which the candidate is scored, or None if it has no score."""
         plan = self.race.plan.pruning
         return None if plan is None or self.future.score is None else plan.detection_length
 

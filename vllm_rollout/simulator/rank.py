@@ -1,11 +1,12 @@
 """One engine's part of a rollout, from event to event.
 
-    begin   between two steps: what has arrived is read (groups that come or go, too), what waits is admitted
+    begin   between two steps: messages that have arrived are read, also on groups that come or go
+            waiting candidates are admitted
     close   at the end of a step in which something happens: events in, verdicts out
 
-Invariant: `GroupSteps` sees what it would see if every step were made. Between two events every running candidate gains
-one token per step; with drafts, which make several tokens in a step, what is called a step here is the part of one in
-which everybody gains a token. A candidate is on one rank at a time.
+Invariant: `GroupSteps` gets the same input as if every step were made. Between two events every running candidate gains
+one token per step. With drafts, a real step makes several tokens. "Step" then means the part of it in which every
+candidate gains one token. A candidate is on one rank at a time.
 """
 
 from __future__ import annotations
@@ -33,55 +34,56 @@ from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
 
 Phase = Literal["close", "begin"]
 Message = tuple[float, int, Callable[[], None]]
-"""(arrival, number, what to do)."""
+"""(arrival, number, action)."""
 
 
 class Happening(NamedTuple):
-    """What a rank does next."""
+    """The next event of a rank."""
 
     seconds: float
-    """When."""
+    """Time of the event."""
     phase: Phase
 
 
 class Left(NamedTuple):
-    """What is left of a group in which a candidate has ended."""
+    """A group that goes on after an event of its candidates."""
 
     race: Race
     num_tokens: Sequence[int]
-    """The tokens of each that goes on, as far as those that have ended tell: its siblings began with them."""
+    """Estimated tokens of each running candidate, from the lengths of its ended siblings."""
 
 
 class Closed(NamedTuple):
-    """What the end of a step tells whoever launched its groups."""
+    """Report of a step's end to the launcher of the groups."""
 
     num_ended: int
-    """Candidates."""
+    """Number of candidates that ended."""
     over: Sequence[Race]
-    """Groups."""
+    """Groups that are over."""
     left: Sequence[Left]
-    """What is left of groups that are not over."""
+    """Groups that go on after an event of their candidates."""
 
 
 class Departed(NamedTuple):
-    """A group on its way to another rank."""
+    """A group that is moving to another rank."""
 
     race: Race
     detached: DetachedGroup
 
 
 class Rank:
-    """An engine that runs races to their end. Candidates wait first come first served."""
+    """An engine that runs races to their end. Candidates wait in the order of their arrival."""
 
     def __init__(self, machine: Machine, judge: Judge, name: str = "") -> None:
-        """name: begins the ids of the groups that are launched here; needed where groups move."""
+        """`name`: prefix of the ids of groups that are launched here. Ranks between which groups move need different
+        names."""
         self._name = name
         self._cost = machine.step_cost
         self._drafts = machine.drafts
         self._drafted = None if machine.drafts is None else cache(partial(drafted, machine.step_cost, machine.drafts))
-        """Costs by the factor of its drafts, in steps of a hundredth."""
+        """Step costs by draft factor, in hundredths."""
         self._draft_factors = 0.0
-        """Summed over running candidates."""
+        """Draft factors of running candidates, summed."""
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
@@ -89,45 +91,45 @@ class Rank:
         self._group_steps = GroupSteps(judge)
         self._step = 0
         self._between_s = 0.0
-        """When the last step ended."""
+        """Time at which the last step ended."""
         self._planned: tuple[int, float] | None = None
-        """The step with whose end the next event comes, and when; None between two steps."""
+        """(step, time) of the next event, which comes at the step's end. None between two steps."""
         self._is_told = False
-        """Something was read whose effect comes with the next step."""
+        """True if a message was read that takes effect with the next step."""
         self._running: dict[Runner, None] = {}
-        """In the order of admission."""
+        """Running candidates in the order of admission."""
         self._offset = 0
-        """Sum over running candidates of prompt tokens - start: their contexts are that plus the step."""
+        """Sum over running candidates of prompt tokens - start. A candidate's context is its own term plus the step."""
         self._kv_offset = 0
-        """The same, but the prompt counts once per group."""
+        """`_offset`, but with the prompt of each group counted once."""
         self._wakes: list[tuple[int, int, Runner, int]] = []
-        """(step, number, candidate, its start): something is due, unless the candidate was preempted meanwhile."""
+        """(step, number, candidate, its start): an event is due, unless the candidate was paused meanwhile."""
         self._numbers = count()
         self._inbox: list[Message] = []
         self._run = RankRun()
         self._races: dict[str, Race] = {}
-        """By group id: a trace may name a prompt twice. Those that moved on stay in it."""
+        """Groups by group id, since a trace may name a prompt twice. Groups that moved away stay in it."""
         self._waiting: deque[Runner] = deque()
 
     def launch(self, race: Race, at_s: float = 0.0) -> None:
-        """A group arrives."""
+        """Launch a group, which arrives at `at_s`."""
         self._send(at_s, lambda: self._enter(race))
 
     def cut(self, race_id: str, at_s: float) -> None:
-        """Word arrives that enough groups of a race are complete elsewhere."""
+        """Cut a race at `at_s`, because enough of its groups are complete elsewhere."""
         self._send(at_s, lambda: self._group_steps.cut(race_id))
 
     def send_away(self, group_id: str, at_s: float, deliver: Callable[[float, Departed], None]) -> None:
-        """Word arrives that a group moves: between two steps it leaves, unless it has ended, and is handed over."""
+        """Order a group away at `at_s`. It leaves between two steps and goes to `deliver`, unless it is over or
+        busy."""
         self._send(at_s, lambda: self._leave(group_id, deliver))
 
     def receive(self, departed: Departed, at_s: float) -> None:
-        """A group arrives from another rank; its candidates wait their turn. What they have is computed again, or comes
-        along."""
+        """Accept a group from another rank. Its candidates wait in line. Their KV comes along or is computed again."""
         self._send(at_s, lambda: self._join(departed))
 
     def loads_at(self, seconds: float) -> list[GroupLoad]:
-        """The loads of the groups that are here."""
+        """Loads of the groups on this rank."""
         num_steps = self._num_steps_by(seconds)
         loads = []
         for group_id, race in self._races.items():
@@ -137,7 +139,7 @@ class Rank:
         return loads
 
     def run(self) -> RankRun:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         while self.next is not None:
             self.go_on()
         return self.over()
@@ -152,17 +154,17 @@ class Rank:
 
     @property
     def seconds(self) -> float:
-        """Until which it has run."""
+        """Time up to which the rank has run."""
         return self._run.seconds
 
     @property
     def num_unread(self) -> int:
-        """Messages."""
+        """Number of unread messages."""
         return len(self._inbox)
 
     @property
     def next(self) -> Happening | None:
-        """None: nothing is left to do."""
+        """The next event, or None if nothing is left to do."""
         if self._planned is not None:
             return Happening(self._planned[1], "close")
         if self._running or self._waiting:
@@ -172,7 +174,7 @@ class Rank:
         return None
 
     def go_on(self) -> Closed | None:
-        """Do what is next; what it has to tell, if anything."""
+        """Perform the next event. Returns the report of a step's end, if there is one."""
         happening = self.next
         if happening.phase == "close":
             return self._close()
@@ -221,7 +223,7 @@ class Rank:
         self._waiting.extend(arrived)
 
     def _take_over(self, race: Race, arrived: Sequence[Runner]) -> None:
-        """KV comes along, and everybody here waits for it."""
+        """Receive the KV of arrived candidates. The whole rank waits for it."""
         num_tokens = race.prompt_tokens + sum(runner.num_tokens for runner in arrived)
         num_computed = min(self._transfer.num_computed(len(arrived)), num_tokens)
         for runner in arrived:
@@ -245,7 +247,7 @@ class Rank:
         self._between_s = self._run.seconds
 
     def _plan(self) -> None:
-        """Steps until something is due, the KV cache is full, or a message is to be read."""
+        """Find the next event: a candidate is due, the KV cache is full, or a message arrives."""
         step = min(self._next_wake(), self._full_step(), self._step + 1 if self._is_told else inf)
         seconds = self._run.seconds + self._time_of(step - self._step)
         if self._inbox and (arrival := self._inbox[0][0]) < seconds:
@@ -255,13 +257,13 @@ class Rank:
         self._planned = step, seconds
 
     def _num_steps_by(self, seconds: float) -> int:
-        """Steps that are made by then, of those that are planned."""
+        """Number of planned steps that are made by `seconds`."""
         if self._planned is None:
             return 0
         return bisect_right(range(1, self._planned[0] - self._step), seconds - self._run.seconds, key=self._time_of)
 
     def _time_of(self, num_steps: int) -> float:
-        """Seconds of the next so many decode steps."""
+        """Seconds that the next `num_steps` decode steps take."""
         batch_size = len(self._running)
         cost = self._cost if self._drafted is None else self._drafted(round(self._draft_factors / batch_size, 2))
         return cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
@@ -282,7 +284,7 @@ class Rank:
         while self._waiting and len(self._running) < self._slots:
             runner = self._waiting[0]
             race = runner.race
-            if not runner.is_wanted:  # it was given up while it waited
+            if not runner.is_wanted:  # it was stopped while it waited
                 self._waiting.popleft()
                 continue
             prompt_tokens = race.prompt_tokens if not race.num_holding else 0
@@ -296,7 +298,7 @@ class Rank:
             self._spend(self._cost.step_prefill_s + prefill_tokens * self._cost.prefill_s_per_token)
 
     def _computed_tokens(self, runner: Runner) -> float:
-        """What is computed when it starts or resumes."""
+        """Tokens to compute when the candidate starts or resumes."""
         if runner.num_behind_kv is not None:
             num_tokens, runner.num_behind_kv = runner.num_behind_kv, None
             return num_tokens
@@ -317,7 +319,7 @@ class Rank:
         self._set_wakes(runner)
 
     def _set_wakes(self, runner: Runner) -> None:
-        """It runs from now on."""
+        """Schedule the events of a candidate that starts to run."""
         self._wake(runner, runner.future.num_tokens)
         if (detection_length := runner.detection_length) is not None and runner.num_tokens < detection_length:
             self._wake(runner, detection_length)
@@ -328,7 +330,7 @@ class Rank:
         heappush(self._wakes, (runner.start + num_tokens, next(self._numbers), runner, runner.start))
 
     def _pause(self, runner: Runner) -> None:
-        """It runs no longer, for whatever reason."""
+        """Take a candidate out of the batch."""
         race = runner.race
         runner.num_tokens = self._step - runner.start
         race.num_holding -= 1
@@ -351,14 +353,17 @@ class Rank:
             heappop(self._wakes)
 
     def _full_step(self) -> float:
-        """The last step up to which the KV cache holds all that runs."""
+        """Last step up to which the KV cache holds all running candidates."""
         if len(self._running) == 1 or self._kv_capacity == inf:
             return inf
         return (self._kv_capacity - self._kv_offset) // len(self._running)
 
     def _fits(self, num_tokens: int, mean_tokens: float | None) -> bool:
-        """With room for everybody's next block, so that what is admitted is not preempted at once; and to grow, where
-        it is known how long answers are."""
+        """True if the KV cache has room for `num_tokens` and for the next block of every candidate.
+
+        Without that block an admitted candidate would be preempted at once. If `mean_tokens` is known, the batch must
+        also have room to grow.
+        """
         batch_size = len(self._running)
         used = self._kv_offset + batch_size * self._step
         free = self._kv_capacity - used - num_tokens
@@ -373,7 +378,7 @@ class Rank:
         self._run.seconds += seconds
 
     def _preempt(self) -> None:
-        """Make room for one token of everybody: the last admitted waits, first in line, and keeps its tokens."""
+        """Make room for one token of every candidate. The last admitted waits first in line, and keeps its tokens."""
         while len(self._running) > 1 and self._full_step() <= self._step:
             runner = next(reversed(self._running))
             self._pause(runner)
@@ -381,11 +386,11 @@ class Rank:
             self._run.num_preemptions += 1
 
     def _close_step(self) -> Closed:
-        """Everything due in this step, and the verdicts on it."""
+        """Process all events of this step and apply the verdicts on them."""
         num_ended = 0
         due: dict[CandidateId, Observation] = {}
         touched: dict[Race, bool] = {}
-        """Races with an event, and whether they had a length cap before it."""
+        """Races with an event. True: the race had a length cap before it."""
         while self._wakes and self._wakes[0][0] <= self._step:
             _, _, runner, start = heappop(self._wakes)
             if runner.start != start:
@@ -429,12 +434,13 @@ class Rank:
 
 
 def _observation(future: PoolCandidate) -> Observation:
-    """A trace does not say what its scores are; as confidence they are standardised before they are calibrated."""
+    """Observation with the trace's score. A trace does not name its scores. As confidence they are standardised, then
+    calibrated."""
     return Observation(Confidence(future.score, future.score, future.score))
 
 
 def run_races(machine: Machine, races: Iterable[Race], judge: Judge) -> RankRun:
-    """All of them at once, on one engine."""
+    """Run all groups at once on one engine."""
     rank = Rank(machine, judge)
     for race in races:
         rank.launch(race)

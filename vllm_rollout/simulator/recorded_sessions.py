@@ -1,6 +1,7 @@
-"""Groups of sessions of a recording -> what `--sessions` replays: their tokens as a trace, and what they do beside.
+"""Recorded groups of sessions, as input of `--sessions`: their tokens as a trace, and the behaviour of their tools.
 
-Invariant: a session that was stopped counts as longer than its stop, and so does a tool that ran when it was.
+Invariant: a session that was stopped counts as longer than its stop. A tool that ran at that moment counts as longer,
+too.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from vllm_rollout.trace.session_rows import STOPPED_STATES, SessionGroupRow, Ses
 ENDS: dict[SessionState, End] = {
     "finished": "stop", "truncated": "length", "surplus": "surplus", "pruned": "pruned", "deferred": "deferred",
 }  # fmt: skip
-"""How a trace names what became of a session. One that is void is left out, as a candidate that failed."""
+"""End in a trace, by a session's state. A void session is left out, like a candidate that failed."""
 MS = 1000
 MOST_FAILURES = 0.99
 
 
 class RecordedGroups(NamedTuple):
-    """What is read of a recording."""
+    """Contents of a recording."""
 
     groups: list[SessionGroupRow]
-    """In the order of their ends."""
+    """Groups of sessions in the order of their ends."""
     num_rollouts: int
-    """How many rollouts of answers there are."""
+    """Number of rollouts of answers."""
     broken: list[str]
-    """What is wrong with each row that is none; the last one may have been on its way."""
+    """Fault of each broken row. The last row may still have been in writing."""
 
 
 def read_session_groups(path: Path) -> RecordedGroups:
-    """Raises: OSError."""
+    """Read the groups of sessions of a recording. Raises: OSError."""
     groups, num_rollouts = [], 0
     broken: list[str] = []
     for row in rows_of(path, broken):
@@ -55,10 +56,12 @@ def trace_of_sessions(
     num_rollouts: int = 0,
     skipped: Sequence[str] = (),
 ) -> Trace:
-    """Each group is a prompt. One that began when all before it were over begins another rollout, unless
-    `prompts_per_step` says which do. num_rollouts: of answers, which are left out. skipped: what was wrong with rows.
+    """Trace in which each group is a prompt.
 
-    Raises: ValueError when nothing is left to replay.
+    A group that began after all groups before it were over begins another rollout, unless `prompts_per_step` sets their
+    size. `num_rollouts`: rollouts of answers, which are left out. `skipped`: faults of broken rows.
+
+    Raises: ValueError if nothing is left to replay.
     """
     rollouts: list[dict[str, TracedPrompt]] = []
     num_empty, over = 0, -math.inf
@@ -101,8 +104,10 @@ def _prompt(id: str, group: SessionGroupRow) -> TracedPrompt:
 
 
 def learned_terms(groups: Sequence[SessionGroupRow], *, in_steps: bool) -> SessionTerms:
-    """What these sessions do. `in_steps`: tools take steps, as a machine without a profile counts: one is what a turn
-    took per token."""
+    """Terms estimated from recorded sessions.
+
+    `in_steps`: tools take steps, as on a machine without a profile. One step is the mean time of a turn per token.
+    """
     sessions = [session for group in groups for session in group.sessions]
     turns = [turn for session in sessions for turn in session.turns if turn.ended_s is not None]
     ran = [gap for session in sessions for gap in session.gaps_s]
@@ -127,14 +132,14 @@ def learned_terms(groups: Sequence[SessionGroupRow], *, in_steps: bool) -> Sessi
 
 
 def _tool_tokens(session: SessionRow) -> Iterator[int]:
-    """What each turn's prompt has that the turn before had not seen, where it went on from that."""
+    """Tokens that the tool added to each turn's prompt, for turns that extend the turn before."""
     for (_, _, num, prompt, _, _), after in pairwise(session.turns):
         if after.history in ("extended", "mended") and None not in (num, prompt, after.num_prompt_tokens):
             yield max(0, after.num_prompt_tokens - prompt - num)
 
 
 def _last_tools(sessions: Sequence[SessionRow], states: Sequence[SessionState]) -> list[float]:
-    """Seconds from the last turn of those that became this until they did, where that was between turns."""
+    """Seconds from a session's last turn to its end, for sessions that ended in one of `states` between turns."""
     ended = ((each.ended_s, each.turns[-1].ended_s) for each in sessions if each.state in states and each.turns)
     return [
         over_s - turn_s for over_s, turn_s in ended if over_s is not None and turn_s is not None and over_s > turn_s

@@ -1,6 +1,7 @@
-"""Rollouts of a replay -> rows as a server records them, so that a page shows what would be beside what was.
+"""Turns rollouts of a replay into rows as a server records them, so that a page shows simulated beside real rollouts.
 
-Invariant: a row has the groups, lengths and ends of its replay, and nobody else's id; who reads traces reads it.
+Invariant: a row has the groups, lengths and ends of its replay, and an id that no other row has. Every reader of traces
+reads it.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ SECONDS_DIGITS = 6
 
 
 class Ran(NamedTuple):
-    """A rollout that was replayed."""
+    """A replayed rollout."""
 
     setting: Setting
     epoch: int
     number: int
     rollout: TracedRollout
     ranks: Sequence[Sequence[Race]]
-    """The groups of each rank, as they began."""
+    """Groups by rank, as they began."""
     results: Sequence[GroupResult]
-    """In the order of the rollout's prompts."""
+    """Results in the order of the rollout's prompts."""
     races: Sequence[Race]
-    """Likewise."""
+    """Groups in the order of the rollout's prompts."""
     run: FleetRun
 
 
 class Recording:
-    """Rows of a sweep. Those of one rollout stand beside each other: who shows the last rows shows all settings."""
+    """Rows of a sweep. Rows of one rollout are adjacent, so that the last rows of the file show all settings."""
 
     def __init__(self, trace: Trace, *, in_steps: bool) -> None:
-        """`in_steps`: nobody knows how many seconds anything takes, so no row says any."""
+        """`in_steps`: no duration is known in seconds, so rows hold no times."""
         self._model = trace.models[0] if len(trace.models) == 1 else None
         self._in_steps = in_steps
         self._ids: set[str] = set()
@@ -51,7 +52,7 @@ class Recording:
         self._rows[ran.epoch, ran.number].append(row.model_dump_json(exclude_none=True, exclude_defaults=True))
 
     def write(self, path: Path) -> None:
-        """In the place of what was there. Raises: OSError."""
+        """Replace the file at `path`. Raises: OSError."""
         rows = (row for place in sorted(self._rows) for row in self._rows[place])
         write_whole(path, "".join(f"{row}\n" for row in rows).encode(errors="surrogateescape"), PUBLIC)
 
@@ -120,7 +121,7 @@ class Recording:
 
 
 def _score(race: Race, ending: Ending) -> float | None:
-    """What it was judged by, if it lived that long."""
+    """Score by which the candidate was judged, or None if it ended before its detection length."""
     detection_length = race.candidates[ending.index].detection_length
     known = detection_length is not None and ending.num_tokens >= detection_length
     return race.pool[ending.index].score if known else None

@@ -1,6 +1,6 @@
-"""A trace replayed, setting by setting: rollout after rollout, as a trainer would ask for them.
+"""Replays a trace setting by setting, rollout after rollout, as a trainer asks for them.
 
-Invariant: what is decided is decided by `group/`; a replay depends on trace, setting, machine and seed only.
+Invariant: `group/` makes every decision. A replay depends only on the trace, setting, machine and seed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def replay(
     on_rollout: Callable[[], None] = lambda: None,
     recording: Recording | None = None,
 ) -> SimulationOutcome:
-    """Run every rollout of the trace, `epochs` times over. `sessions`: candidates are these. `recording`: takes each
-    as a row.
+    """Run every rollout of the trace, `epochs` times over.
 
-    Raises: PlanError for a setting that no engine would take; ValueError for a candidate the KV cache cannot hold.
+    `sessions`: terms of the sessions that take the candidates' place. `recording` takes each rollout as a row.
+
+    Raises: PlanError for a setting that no engine would take. ValueError for a candidate that the KV cache cannot hold.
     """
     return _Replay(pools, setting, machine, seed, sessions, recording).run(epochs, on_rollout)
 
@@ -106,7 +107,7 @@ class _Replay:
             self._recording.add(Ran(self._setting, epoch, number, rollout, ranks, list(results.values()), races, run))
         if self._setting.pruning is not None:
             for judge, own in zip(self._judges, ranks, strict=True):
-                # of a group that moved, the target knows the candidates that ended there
+                # the judge of a moved group's target has the candidates that ended there
                 reward(judge, self._judges, name, {race: results[race] for race in (races if run.num_moves else own)})
 
     def _run(self, ranks: Sequence[Sequence[Race]]) -> FleetRun:
@@ -118,7 +119,7 @@ class _Replay:
 
 
 def assigned(races: Sequence[Race], placement: Placement) -> list[list[Race]]:
-    """Each group to a rank, as a server places groups that it starts all at once."""
+    """Assign each group to a rank, as a server places groups that start at the same time."""
     ranks: list[list[Race]] = [[] for _ in range(placement.num_ranks)]
     works = [race.work for race in races]
     for race, work in zip(races, works, strict=True):
@@ -141,9 +142,9 @@ def sweep(
     on_rollout: Callable[[Setting], None] = lambda setting: None,
     recording: Recording | None = None,
 ) -> Sweep:
-    """Replay every setting; the first is the baseline of the comparison. `recording`: takes every rollout as a row.
+    """Replay every setting. The first is the baseline of the comparison. `recording` takes every rollout as a row.
 
-    Raises: ValueError, or PlanError, which names the setting's field; before anything is replayed where that is enough.
+    Raises: PlanError that names the setting's field, or another ValueError. Plans are checked before the first replay.
     """
     for setting in settings:
         setting.plan(machine.max_candidates)

@@ -1,4 +1,4 @@
-"""A sweep in words: tables, recommendation, and what to know before believing it."""
+"""Tables, recommendation and notes of a sweep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_rollout.trace.file import told_reasons
 from vllm_rollout.trace.rows import Trace
 
 HARDLY_FASTER = 1.02
-"""A speed-up below it is not worth a recommendation."""
+"""Speed-up below which a setting is not recommended."""
 
 LENGTHS = ("mean", "std", "P50", "P90", "P99")
 
@@ -23,7 +23,7 @@ Column = tuple[str, Callable[[SimulationOutcome], str]]
 
 
 def tables(sweep: Sweep) -> list[Table]:
-    """Time and tokens; and what the trainer gets."""
+    """Tables of time and tokens, and of the answers that the trainer gets."""
     steps = "\nin steps" if sweep.machine.is_ideal else ""
     costs: list[Column] = [
         (f"time{steps}", lambda o: _time(o.seconds, sweep)),
@@ -67,7 +67,7 @@ def tables(sweep: Sweep) -> list[Table]:
 def table_of(
     title: str, columns: Sequence[tuple[str, Callable[[Any], str]]], outcomes: Sequence[Any], best: Sequence[Any]
 ) -> Table:
-    """A row per outcome, under a header and the function that says its cell; those of `best` are bold."""
+    """Table with a row per outcome. A column has a header and a function of its cells. Outcomes in `best` are bold."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name, value in columns:
@@ -80,7 +80,7 @@ def table_of(
 
 
 def count(tokens: int) -> str:
-    """In three figures."""
+    """Number of tokens as text with three figures, such as "1.23 M"."""
     for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if tokens >= size:
             value = tokens / size
@@ -89,12 +89,12 @@ def count(tokens: int) -> str:
 
 
 def _time(value: float, sweep: Sweep) -> str:
-    """The unit of steps stands in the header."""
+    """Time as text. If the unit is steps, the table's header says so."""
     return f"{value:,.0f}" if sweep.machine.is_ideal else duration(value, in_steps=False)
 
 
 def recommendation(sweep: Sweep) -> str:
-    """Which setting to take, and what it costs."""
+    """Sentence with the setting to take, its speed-up and its change of lengths."""
     baseline, fastest, keeping = sweep.baseline, sweep.fastest, sweep.fastest_with_longest
     if sweep.speed_up(fastest) < HARDLY_FASTER:
         said = (
@@ -127,7 +127,7 @@ def _change(before: float, after: float) -> str:
 
 
 def notes(sweep: Sweep, trace: Trace) -> list[str]:
-    """What the numbers rest on, where that is less than a recording."""
+    """Notes on numbers that are estimated instead of recorded."""
     said = ideal_times(sweep.machine, "spare candidates look cheaper than they are")
     if (staying := sweep.without_moves) is not None:
         moved = sweep.baseline
@@ -172,7 +172,7 @@ def notes(sweep: Sweep, trace: Trace) -> list[str]:
 
 
 def ideal_times(machine: Machine, what_looks_cheap: str) -> list[str]:
-    """What times are worth without a profile; nothing with one."""
+    """Note that times without a profile are steps. Empty with a profile."""
     if not machine.is_ideal:
         return []
     slow = "No --profile: every step takes the same time, whatever is in it. Times are in steps, not seconds, and"
@@ -185,7 +185,7 @@ def preemptions(outcomes: Sequence[Any]) -> list[str]:
 
 
 def left_out(trace: Trace) -> list[str]:
-    """What of a trace is not replayed."""
+    """Notes on the parts of the trace that are not replayed."""
     said = [told_reasons(trace.skipped) + "."] if trace.skipped else []
     if trace.num_failed:
         said.append(f"{trace.num_failed:,} candidates that failed are left out.")
@@ -197,7 +197,7 @@ def left_out(trace: Trace) -> list[str]:
 
 
 def to_json(sweep: Sweep, trace: Trace) -> dict[str, Any]:
-    """Everything, for a program."""
+    """All numbers of the sweep, for a program."""
     keeping = sweep.fastest_with_longest
     return {
         **sweep.machine.described(),

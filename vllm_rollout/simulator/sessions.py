@@ -1,11 +1,11 @@
 """Groups whose candidates are sessions: turns in an engine's batch, and tools beside it.
 
-A session generates what the candidate of its index would, in shares of about one size. Behind each turn but the last a
-tool runs, while the session has no place in the batch; the next turn finds its context in the prefix cache as far as
-what runs has left it there, and computes the tool's words.
+A session generates as many tokens as the candidate of its index would, in turns of about equal size. A tool runs after
+each turn but the last, and the session leaves the batch meanwhile. The next turn reuses the part of its context that is
+still in the prefix cache, and computes the tool's tokens.
 
-Invariant: who wins and who is replaced is decided by `group/racing/sessions.py`; what a session does depends on the
-seed, its rollout, its prompt and its index only. With one turn each, a rank does what `rank.py` says.
+Invariant: `group/racing/sessions.py` decides which sessions win and which are replaced. The course of a session depends
+only on the seed, its rollout, its prompt and its index. With one turn each, a rank works as in `rank.py`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from vllm_rollout.simulator.rank import Closed, Message, Rank
 from vllm_rollout.simulator.settings import written_fields
 
 MORE_SESSIONS = 2
-"""So many times the sessions that a group begins with, it may have in all: a server's default."""
+"""Factor on the number of sessions that a group begins with: the most that it may have in all. A server's default."""
 MAX_TURNS = 1000
 MAX_TOOL_SECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What sessions do beside generating."""
+    """Turns and tools of sessions, on average."""
 
     turns: float = row(Number(1, MAX_TURNS), "Turns of a session on average; their number is geometric.", default=3.0)
     tool_seconds: float = row(
@@ -54,7 +54,7 @@ RECORDED = "recorded"
 
 
 def parse_sessions(text: str, others: SessionTerms | None = None) -> SessionTerms:
-    """From "turns=4,tool_seconds=5", or "recorded", which says nothing; what is left out is as in `others`.
+    """Read "turns=4,tool_seconds=5". A field that is left out comes from `others`. "recorded" sets no field.
 
     Raises: ValueError with field, value and what is allowed.
     """
@@ -63,12 +63,12 @@ def parse_sessions(text: str, others: SessionTerms | None = None) -> SessionTerm
 
 
 class Course(NamedTuple):
-    """What a session does that nothing stops."""
+    """Turns and tools of a session that nothing stops."""
 
     turns: tuple[int, ...]
-    """Tokens that each generates."""
+    """Tokens generated, by turn."""
     tools_s: tuple[float, ...]
-    """Time of the tool behind each turn but the last. Where there is one behind the last, it fails."""
+    """Time of the tool after each turn but the last. A tool after the last turn fails."""
 
     @property
     def fails(self) -> bool:
@@ -76,7 +76,7 @@ class Course(NamedTuple):
 
 
 def draw_course(its: SessionTerms, num_tokens: int, chance: Random) -> Course:
-    """A session that generates so many tokens, if no tool fails; each turn has one at least."""
+    """Draw a session of `num_tokens` generated tokens, or fewer if a tool fails. Each turn has at least one token."""
     num_turns = 1
     while num_turns < num_tokens and chance.random() >= 1 / its.turns:
         num_turns += 1
@@ -92,7 +92,7 @@ def draw_course(its: SessionTerms, num_tokens: int, chance: Random) -> Course:
 
 @dataclass(slots=True, eq=False)
 class SessionGroup(Race):
-    """One group of a replay, whose pool has all sessions that it may ever have."""
+    """One group of a replay. Its pool holds every session that the group may ever have."""
 
     courses: Sequence[Course] = ()
     sessions: SessionRace = field(init=False)
@@ -111,14 +111,14 @@ class SessionGroup(Race):
 
 @dataclass(slots=True, eq=False)
 class SessionRunner(Runner):
-    """One session. `num_tokens` counts its context beyond the prompt, tools' words included."""
+    """One session. `num_tokens` counts its context after the prompt, including the tools' tokens."""
 
     session: Session = field(kw_only=True)
     course: Course = field(kw_only=True)
     num_before_turn: int = 0
-    """Tokens, of those, that were there when its turn began."""
+    """`num_tokens` at the start of the session's latest turn."""
     tool: Message | None = None
-    """What ends the tool that runs."""
+    """Message at which the latest tool ends."""
 
     @property
     def is_wanted(self) -> bool:
@@ -126,12 +126,12 @@ class SessionRunner(Runner):
 
     @property
     def turn_tokens(self) -> int:
-        """How many tokens the turn that runs will have, when it has ended."""
+        """Tokens that the current turn generates in all."""
         return self.course.turns[self.session.num_turns]
 
 
 def group_of(race: Race, its: SessionTerms, seed: int, key: tuple[int, ...], machine: Machine) -> SessionGroup:
-    """The same group, of sessions. key: rollout and prompt.
+    """Turn a race into a group of sessions. `key`: epoch, rollout and prompt.
 
     Raises: ValueError for a session that no rank's KV cache can hold.
     """
@@ -153,13 +153,13 @@ def group_of(race: Race, its: SessionTerms, seed: int, key: tuple[int, ...], mac
 
 
 class SessionRank(Rank):
-    """An engine that runs groups of sessions to their end. Its waiting line is of turns."""
+    """An engine that runs groups of sessions to their end. Its waiting line holds turns."""
 
     def __init__(self, machine: Machine, tool_tokens: int) -> None:
         super().__init__(machine, Judge())
         self._tool_tokens = tool_tokens
         self._kept: dict[SessionRunner, int] = {}
-        """Tokens of those that ended a turn and whose KV is still there, the one first that nobody needed longest."""
+        """Tokens of sessions outside the batch whose KV is still in the cache, the longest unused first."""
         self._num_kept = 0
 
     def _enter(self, race: SessionGroup) -> None:
@@ -204,13 +204,13 @@ class SessionRank(Rank):
         self._wake(runner, runner.num_before_turn + runner.turn_tokens)
 
     def _evict(self) -> None:
-        """What runs takes the place of what does not."""
+        """Evict KV of sessions outside the batch until the running sessions fit."""
         room = self._kv_capacity - self._kv_offset - len(self._running) * self._step
         while self._num_kept > max(0, room):
             self._num_kept -= self._kept.pop(next(iter(self._kept)))
 
     def _leave_batch(self, runner: SessionRunner) -> None:
-        """Its turn is over; its KV stays for now."""
+        """Take a session out of the batch. Its KV stays in the cache for now."""
         self._pause(runner)
         self._kept[runner] = runner.num_tokens
         self._num_kept += runner.num_tokens
@@ -263,7 +263,7 @@ class SessionRank(Rank):
 
 
 def run_sessions(machine: Machine, races: Iterable[SessionGroup], its: SessionTerms) -> RankRun:
-    """All of them at once, on one engine."""
+    """Run all groups at once on one engine."""
     rank = SessionRank(machine, its.tool_tokens)
     for race in races:
         rank.launch(race)

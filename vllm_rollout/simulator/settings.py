@@ -1,4 +1,4 @@
-"""Settings: one way of running groups each, as it is written behind a flag ("redundancy=4,patience=1.5").
+"""Settings: each is one way of running groups, written behind a flag ("redundancy=4,patience=1.5").
 
 Invariant: a setting that has a plan can be replayed.
 """
@@ -38,18 +38,18 @@ class Setting:
     early_stop: EarlyStop = None
     pruning: PruningPlan | None = None
     tradeoff: float = DEFAULT_TRADEOFF
-    """lambda of redundancy "auto"."""
+    """Weight lambda of redundancy "auto"."""
     audit_ratio: float = 0.0
-    """Share of groups in which nobody is stopped (`group/judging/audit.py`)."""
+    """Share of groups in which no candidate is stopped (`group/judging/audit.py`)."""
     audit_unit: AuditUnit = "rollout"
     order: LaunchRule = "auto"
-    """In which groups start."""
+    """Order in which groups start."""
     drafts: bool = False
-    """Answers of a prompt are drafts for each other."""
+    """True if answers to a prompt are drafts for each other."""
     label: str = ""
 
     def plan(self, max_candidates: int) -> GroupPlan:
-        """The plan of every prompt; with redundancy "auto" before anything is allocated.
+        """The plan of every prompt. With redundancy "auto" it is the plan before candidates are allocated.
 
         Raises: PlanError.
         """
@@ -60,12 +60,12 @@ class Setting:
 
     @property
     def drafted(self) -> Setting:
-        """The same with drafts."""
+        """This setting with drafts."""
         return replace(self, drafts=True, label=self.label and f"{self.label} drafts")
 
     @property
     def keeps_longest(self) -> bool:
-        """It returns long answers on purpose."""
+        """True if the setting returns long answers on purpose."""
         return self.selection == "dual_end" and self._num_longest != 0 and self.redundancy != 0
 
     @property
@@ -74,7 +74,7 @@ class Setting:
 
     @property
     def is_for_sessions(self) -> bool:
-        """A server takes it of groups whose candidates are sessions."""
+        """True if a server accepts the setting for groups of sessions."""
         said = Setting(self.group_size, self.redundancy, self.selection, early_stop=self.early_stop, label=self.label)
         return self == said and self.redundancy != AUTO and self.selection in ("first", "shortest")
 
@@ -112,7 +112,7 @@ class Setting:
         return words
 
     def described(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The setting as JSON-able values."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "label"}
         if self.pruning is not None:
             values["pruning"] = {field: getattr(self.pruning, field) for field in PRUNING_FIELDS}
@@ -120,7 +120,7 @@ class Setting:
 
 
 def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | None = None) -> list[Setting]:
-    """What to compare when nothing is asked for, the baseline first. What does not fit the engine is left out."""
+    """Settings to compare by default, the baseline first. A setting that does not fit the engine is left out."""
     baseline = Setting(group_size)
     spare = {share: max(1, round(share * group_size)) for share in (0.25, 0.5, 1)}
     settings = [baseline, *(Setting(group_size, redundancy) for redundancy in dict.fromkeys(spare.values()))]
@@ -136,7 +136,7 @@ PRUNING_FIELDS = tuple(rows(PruningFields))
 
 
 def _unlike_default(pruning: PruningPlan) -> list[str]:
-    """Each field, and what it says, that has not its default."""
+    """Name and value of each field that differs from its default."""
     default = PruningPlan(pruning.detection_length)
     values = {field: getattr(pruning, field) for field in PRUNING_FIELDS}
     return [f"{field} {value}".lower() for field, value in values.items() if value != getattr(default, field)]
@@ -149,21 +149,21 @@ FIELDS: Mapping[str, Row] = {
     "name": Row(Text(MAX_NAME_CHARS), "Labels it.", (), Text(MAX_NAME_CHARS), ""),
     **rows(PruningFields),
 }
-"""What a setting may say; fields of pruning stand beside the others."""
+"""Fields of a setting. Fields of pruning stand beside the others."""
 
 
 def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
-    """A setting from "redundancy=4,selection=dual_end,patience=1.5".
+    """Read a setting such as "redundancy=4,selection=dual_end,patience=1.5".
 
-    `pruning` has defaults of its fields, used once any of them is named.
+    `pruning` has defaults of pruning fields, used once the text names one of these fields.
 
-    Raises: PlanError, or ValueError for what is no field.
+    Raises: PlanError, or ValueError for an unknown field.
     """
     return setting_of(written_fields(text, FIELDS), group_size, pruning)
 
 
 def setting_of(given: Mapping[str, Any], group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
-    """A setting from values by field, as of `parse_setting`. Raises: PlanError."""
+    """Setting from values by field, as `parse_setting` reads them. Raises: PlanError."""
     group = {field: value for field, value in given.items() if field not in PRUNING_FIELDS}
     pruned = {field: value for field, value in given.items() if field in PRUNING_FIELDS}
     if pruned:
@@ -176,7 +176,7 @@ def setting_of(given: Mapping[str, Any], group_size: int, pruning: Mapping[str, 
 
 
 def written_fields(text: str, rows: Mapping[str, Row]) -> dict[str, Any]:
-    """Values by field. Raises: PlanError for a value, another ValueError for what is no field."""
+    """Values by field. Raises: PlanError for a value, another ValueError for an unknown field."""
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))

@@ -1,4 +1,7 @@
-"""The whole of `vllm-rollout simulate`, of single rollouts or (`--rounds`) of runs: read, replay, print, draw."""
+"""The whole command `vllm-rollout simulate`: read, replay, print, draw.
+
+It replays single rollouts or, with `--rounds`, runs.
+"""
 
 from __future__ import annotations
 
@@ -37,44 +40,44 @@ from vllm_rollout.trace.rows import Trace
 from vllm_rollout.trace.session_rows import SessionGroupRow
 
 PLAIN_WIDTH = 120
-"""The width of output that goes to a file."""
+"""Characters in a line of output that goes to a file."""
 
 DEFAULT_GROUP_SIZE = 8
-"""That of DARTS, where neither flag nor trace says one."""
+"""Group size of DARTS, used if neither flag nor trace gives one."""
 
 AnySetting = TypeVar("AnySetting", Setting, RoundSetting)
 Advance = Callable[[str, int], None]
-"""Takes a setting's name, and how much of it is done now."""
+"""Takes a setting's name and the number of units that were just done."""
 
 
 class Report(NamedTuple):
-    """What is said of a sweep."""
+    """Tables, sentence, notes, picture and numbers of a sweep."""
 
     tables: list[Table]
     sentence: str
     notes: list[str]
     draw: Callable[[str, Path], None]
-    """Takes the picture's subtitle and file."""
+    """Draws the picture. Takes its subtitle and file."""
     numbers: dict[str, Any]
 
 
 class SimulationJob(NamedTuple):
-    """A sweep that can begin."""
+    """A sweep that is ready to run."""
 
     origin: str
-    """Where lengths come from."""
+    """Source of the lengths, for people."""
     size: str
-    """What is replayed, for people."""
+    """Size of the replay, for people."""
     clock: Clock
     unit: str
-    """What its progress counts,"""
+    """Unit of progress, for people."""
     total: int
-    """and how many of them there are."""
+    """Number of units."""
     replay: Callable[[Advance], Report]
 
 
 def run(options: SimulateOptions) -> None:
-    """Raises: FlagError; ValueError (trace, profile, setting) and OSError with what to do."""
+    """Run the command. Raises: FlagError, ValueError (trace, profile, setting) or OSError, each with what to do."""
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -221,7 +224,7 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
 
 
 def _distribution(options: SimulateOptions) -> LengthDistribution:
-    """The distribution that --generate names. Raises: FlagError."""
+    """The distribution that `--generate` describes. Raises: FlagError."""
     try:
         return parse_distribution(options.generate or "")
     except ValueError as error:
@@ -229,7 +232,7 @@ def _distribution(options: SimulateOptions) -> LengthDistribution:
 
 
 def _sessions(options: SimulateOptions, groups: Sequence[SessionGroupRow], *, is_ideal: bool) -> SessionTerms | None:
-    """What --sessions says; what it does not is learned from groups that were recorded. Raises: FlagError."""
+    """Terms from `--sessions`. Fields that it leaves out are learned from recorded groups. Raises: FlagError."""
     if options.sessions is None:
         return None
     if options.sessions == RECORDED and not groups:
@@ -241,7 +244,7 @@ def _sessions(options: SimulateOptions, groups: Sequence[SessionGroupRow], *, is
 
 
 def _told(its: LengthDistribution) -> str:
-    """A phrase for people."""
+    """Description of a distribution, for people."""
     return (
         f"generated, median {its.median:g} tokens, sigma {its.sigma:g} within and {its.prompt_sigma:g} between prompts"
     )
@@ -273,7 +276,7 @@ def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candi
 
 
 def _pruning(options: SimulateOptions, trace: Trace | None) -> dict[str, int]:
-    """What settings that prune need not say."""
+    """Defaults for settings that prune."""
     length = options.detection_length or (None if trace is None else trace.detection_length)
     return {} if length is None else {"detection_length": length}
 
@@ -295,7 +298,7 @@ def _round_settings(options: SimulateOptions, group_size: int, pruning: Mapping[
 
 
 def _with_drafted(options: SimulateOptions, settings: list[AnySetting]) -> list[AnySetting]:
-    """With --drafts each of them with drafts, too, behind all that have none. Raises: FlagError."""
+    """The settings. With `--drafts` each setting follows once more, with drafts. Raises: FlagError."""
     more = [setting.drafted for setting in settings] if options.drafts else []
     groups = [its.group if isinstance(its, RoundSetting) else its for its in (*settings, *more)]
     if options.draft_acceptance is not None and not any(group.drafts for group in groups):
@@ -304,7 +307,7 @@ def _with_drafted(options: SimulateOptions, settings: list[AnySetting]) -> list[
 
 
 def _alternatives(text: str) -> list[str]:
-    """ "a=1|2,b=3" -> "a=1,b=3" and "a=2,b=3"."""
+    """Split "a=1|2,b=3" into "a=1,b=3" and "a=2,b=3"."""
     parts = []
     for part in text.split(","):
         key, equals, values = part.partition("=")

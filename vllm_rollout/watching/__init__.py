@@ -1,1 +1,1 @@
-"""Looking at rollouts from outside: a page of a file, and a server in a terminal."""
+"""Commands that show rollouts from outside the server: page, terminal view, receipts and export."""

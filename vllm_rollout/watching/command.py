@@ -1,4 +1,7 @@
-"""The commands `vllm-rollout watch` and `vllm-rollout top`. Invariant: importing them is light."""
+"""The commands `vllm-rollout watch` and `vllm-rollout top`.
+
+Invariant: importing them is light.
+"""
 
 from __future__ import annotations
 

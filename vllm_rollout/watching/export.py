@@ -1,6 +1,6 @@
-"""A recording -> curves where people already look: TensorBoard's event files, trackio's database.
+"""Exports a recording as curves: TensorBoard's event files, or trackio's database.
 
-Invariant: writing again replaces what was written of the same recording, and touches nothing that others wrote.
+Invariant: a second export replaces the first one of the same recording, and changes nothing that other programs wrote.
 """
 
 from __future__ import annotations
@@ -28,41 +28,44 @@ from vllm_rollout.watching.scalars import add_rewards, known_lengths, scalars, s
 
 NUM_BINS = 30
 OURS = ".vllm_rollout"
-"""The end of the names of our event files."""
+"""Ending of the names of our event files."""
 CONFIG = {"written_by": "vllm-rollout export"}
-"""The config of our runs in trackio, by which they are known again."""
+"""Config by which our runs in trackio are recognized."""
 HISTOGRAM = "lengths"
 SESSIONS = "groups of sessions"
-"""The run of their curves: a point per group."""
+"""Name of the run with curves of groups of sessions: a point per group."""
 
 
 class Point(NamedTuple):
-    """One rollout, or one group of sessions."""
+    """Point of a curve: one rollout, or one group of sessions."""
 
     at: float
-    """Unix seconds: its end."""
+    """End of the rollout or group, in Unix seconds."""
     scalars: dict[str, float]
     lengths: tuple[np.ndarray, np.ndarray] | None
-    """Counts and edges of a histogram; None: nobody's length is known."""
+    """Counts and edges of a histogram. None if no length is known."""
 
 
 @dataclass
 class Curves:
     by_run: dict[str, dict[int, Point]] = field(default_factory=lambda: defaultdict(dict))
-    """Per run of rounds, or simulated setting, "" for other rollouts: a point per round number, else per number in
-    the file. A round that was interrupted and run again has its last one. SESSIONS: a point per group."""
+    """Points by run, then by number.
+
+    The run is a run of rounds, a simulated setting, SESSIONS, or "" for other rollouts. The number is that of the
+    round, else the position in the file. A round that was interrupted and run again has its last point.
+    """
     broken: list[str] = field(default_factory=list)
-    """What is wrong with each row that was left out."""
+    """Fault of each row that was left out."""
 
 
 def check_installed(package: str) -> None:
-    """Raises: ValueError that says what to install."""
+    """Check that a package is installed. Raises: ValueError that says what to install."""
     if find_spec(package) is None:
         raise ValueError(f"--to {package} needs a package that is missing. Run {install_command(package)}.")
 
 
 def read_curves(path: Path, threshold: float) -> Curves:
-    """Raises: ValueError when nothing is left to draw; OSError."""
+    """Read a recording. Raises: ValueError if nothing is left to draw, or OSError."""
     curves, posted, of_sessions, now = Curves(), defaultdict(list), defaultdict(list), time.time()
     for row in _rows(path, "Reading rewards", []):
         if isinstance(row, RewardRow):
@@ -99,7 +102,7 @@ def _rows(path: Path, doing: str, broken: list[str]) -> Iterator[TraceRow]:
 
 
 def to_tensorboard(curves: Curves, out: Path) -> str:
-    """An event file in `out`, and one in a folder of it per run of rounds. Says how to look at them."""
+    """Write an event file in `out`, and one in a subfolder per run. Returns the command that shows them."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -126,10 +129,11 @@ def to_tensorboard(curves: Curves, out: Path) -> str:
 
 
 def to_trackio(curves: Curves, project: str, name: str) -> str:
-    """A run `name`, and one `name-RUN` per run of rounds, in trackio's database on this machine.
+    """Write a run `name`, and one `name-RUN` per run of rounds, to trackio's database. Returns the command that shows
+    them.
 
-    trackio's `log` knows no times but now; what its own importers call does. Raises: ValueError for a run that another
-    program wrote.
+    trackio's `log` stamps every point with the current time, so this calls what trackio's own importers call. Raises:
+    ValueError for a run that another program wrote.
     """
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
@@ -163,6 +167,6 @@ def _logged(point: Point, histogram: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _file_name(run: str) -> str:
-    """A folder's, of its own, and never another's than one below."""
+    """Name of the folder of a run. Different runs have different folders."""
     plain = re.sub(r"[^\w-]", "_", run, flags=re.ASCII)
     return plain if run in (plain, SESSIONS) else f"{plain}-{blake2b(run.encode(), digest_size=4).hexdigest()}"

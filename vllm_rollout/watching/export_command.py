@@ -1,4 +1,7 @@
-"""The command `vllm-rollout export`. Invariant: importing it is light."""
+"""The command `vllm-rollout export`.
+
+Invariant: importing it is light.
+"""
 
 from __future__ import annotations
 

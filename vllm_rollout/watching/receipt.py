@@ -1,6 +1,6 @@
-"""Receipts of a trace, of an answer or of a server: a table, their sum, and which setting to try next.
+"""Receipts of a trace, of an answer or of a server: a table, their sum, and the setting to try next.
 
-Invariant: a receipt that was written is shown as it is; of an older trace it is made of what the trace says.
+Invariant: a recorded receipt is shown unchanged. For an older trace without receipts, it is computed from the trace.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from vllm_rollout.watching.session_receipt import receipt_of_sessions, table_of_
 from vllm_rollout.watching.top import feed
 
 MAX_REPLAYED = 8
-"""The newest rollouts of a trace that are replayed to find the next setting."""
+"""Number of the newest rollouts that are replayed to find the next setting."""
 MAX_NAME = 32
 HARDLY_LESS = 0.02
-"""A setting that takes so much less is no better one."""
+"""Share of time by which a better setting must be faster."""
 PLAIN_WIDTH = 150
-"""The width of output that goes to a file."""
+"""Characters in a line of output that goes to a file."""
 COLUMNS = (
     *("seconds", "waiting", "saved", "tokens", "returned", "wasted", "resumed", "stopped", "saved\ntokens", "error"),
     *("bubble", "queue"),
@@ -64,17 +64,17 @@ class Told(NamedTuple):
 
 
 class Next(NamedTuple):
-    """A setting to try."""
+    """A setting to try next."""
 
     setting: dict[str, Any]
     """Fields of a rollout request."""
     saves_seconds: float | None
-    """As a share of all seconds of the trace; None where it does not say them."""
+    """Seconds saved, out of all seconds of the trace. None if the trace has no times."""
     text: str
 
 
 def show(source: str, profile: Path | None, api_key: str | None, *, as_json: bool) -> None:
-    """Raises: ValueError, OSError and RolloutError with what to do."""
+    """Print all receipts of a source. Raises: ValueError, OSError and RolloutError with what to do."""
     following: Next | str | None = None
     if source.startswith(("http://", "https://")):
         receipts, groups = _of_server(source, api_key)
@@ -110,7 +110,7 @@ def show(source: str, profile: Path | None, api_key: str | None, *, as_json: boo
 
 
 def _advice(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
-    """What to try next, or why nobody can say, which spoils no receipt. Raises: OSError for an unreadable profile."""
+    """The setting to try next, or the reason why none is known. Raises: OSError for an unreadable profile."""
     try:
         return next_setting(trace, options, seconds)
     except ValueError as error:
@@ -122,14 +122,15 @@ def _sum(receipts: Sequence[Told]) -> Receipt:
 
 
 def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionGroupRow]]:
-    """What it tells of rollouts that it remembers; one that runs has no receipt yet."""
+    """Receipts and groups of sessions from a server. A running rollout has no receipt yet. Raises: ValueError without
+    any."""
     found, groups = [], []
     for name, row in feed(url, api_key):
         if name == "rollout" and row.get("receipt"):
             found.append(Told(row["rollout_id"], _WRITTEN.validate_python(row["receipt"]), *_where(row)))
         elif name == "sessions" and row["status"] != "running":
             groups.append(SessionGroupRow.model_validate(row))
-        elif name == "ranks":  # all that was there before has been told
+        elif name == "ranks":  # every earlier rollout has been read
             break
     if not found and not groups:
         raise ValueError(
@@ -140,9 +141,9 @@ def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionG
 
 
 def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | None, int, tuple[str, ...]]:
-    """Receipts, groups of sessions, the trace if it has rollouts, on how many ranks, and what was skipped of it.
+    """Receipts, groups of sessions, the trace if it has rollouts, its number of ranks, and its skipped rows.
 
-    Raises: ValueError for what is neither a trace nor an answer; OSError.
+    Raises: ValueError for a file that is neither a trace nor an answer. OSError.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
@@ -170,7 +171,7 @@ def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | Non
 
 
 def _answer(path: Path, text: str) -> Told | None:
-    """None for what is no answer. Raises: ValueError for an answer without a receipt."""
+    """Receipt of a saved answer, or None for another file. Raises: ValueError for an answer without a receipt."""
     try:
         fields = json.loads(text)
         if not isinstance(fields, dict) or "prompts" in fields or "usage" not in fields:
@@ -200,7 +201,7 @@ def _ran(row: RolloutRow, prompt: RolloutPrompt, *, waited: bool) -> RanGroup:
     ends: list[EndReason | StopState] = list(prompt.ends or ["stop"] * len(prompt.lengths))
     group_size = row.group_size or len(ends)
     selected = prompt.selected
-    if selected is None:  # an older trace: the shortest are what a race returns
+    if selected is None:  # an older trace: a race returns the shortest
         ended = sorted((num, i) for i, (num, end) in enumerate(zip(prompt.lengths, ends, strict=True)) if end == "stop")
         selected = [] if "deferred" in ends else [i for _, i in ended[:group_size]]
     ended_s = [at for at in prompt.ended_s or () if at is not None]
@@ -211,7 +212,7 @@ def _ran(row: RolloutRow, prompt: RolloutPrompt, *, waited: bool) -> RanGroup:
 
 
 def next_setting(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
-    """The setting with which the trace's newest rollouts are replayed fastest, or why there is none.
+    """The setting with which the trace's newest rollouts are replayed fastest, or the reason why there is none.
 
     Raises: ValueError and OSError for a profile that cannot be read.
     """
@@ -242,7 +243,7 @@ def next_setting(trace: Trace, options: SimulateOptions, seconds: float | None) 
 
 
 def _recorded(trace: Trace, group_size: int) -> Setting:
-    """As far as a trace tells which it was."""
+    """The recorded setting, as far as the trace shows it."""
     spare = max(len(prompt.candidates) for prompt in trace.prompts) - group_size
     raced = any(candidate.end == "surplus" for prompt in trace.prompts for candidate in prompt.candidates)
     return Setting(group_size, max(spare, 0), early_stop=None if raced or spare <= 0 else False)

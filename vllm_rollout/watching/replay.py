@@ -1,4 +1,7 @@
-"""The feed of files that `--rollout-record` wrote, or still writes. Invariant: it says what a live server would."""
+"""The feed of files that `--rollout-record` wrote, or still writes.
+
+Invariant: it sends the events that a live server would send.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ from vllm_rollout.trace.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
 from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, add_session_rewards
 
 MAX_ROLLOUTS = 64
-"""The last ones that are told, of all files together; of groups of sessions as many."""
+"""Most rollouts in a feed, the newest of all files together, and most groups of sessions."""
 POLL_S, QUIET_S = 0.5, 15.0
 
 
 class Replay:
-    """Files that are read once, and then as they grow."""
+    """Feed of files, which are read once and then as they grow."""
 
     def __init__(self, *paths: Path) -> None:
-        """Raises: OSError."""
+        """Raises: OSError for a file that cannot be read."""
         self._paths = paths
         for path in paths:
             path.open("rb").close()
@@ -45,7 +48,7 @@ class Replay:
         return router
 
     async def feed(self) -> AsyncGenerator[bytes, None]:
-        """What one viewer is told, without an end."""
+        """Events for one viewer, without an end."""
         server = {"version": vllm_rollout.__version__, "num_ranks": None, "now": time.time(), "live": False}
         yield event_of("server", {**server, "file": ", ".join(path.name for path in self._paths)})
         num_each, quiet_s = max(1, MAX_ROLLOUTS // len(self._paths)), 0.0
@@ -66,10 +69,10 @@ class Replay:
 
 
 class GrowingFile:
-    """A recording whose rows are read as they come, in both of its pieces. A context manager."""
+    """A recording whose rows are read as they come, in both of its pieces. It is a context manager."""
 
     def __init__(self, path: Path, name: str = "") -> None:
-        """`name`: as of Rows. Raises: OSError."""
+        """`name`: see `Rows`. Raises: OSError."""
         self._path = path
         self._rows = Rows(name)
         *self._older, self._file = [piece.open("rb") for piece in pieces(path)]
@@ -82,40 +85,40 @@ class GrowingFile:
             file.close()
 
     def newest(self, num_rollouts: int) -> list[bytes]:
-        """Events of the last rollouts that are there; the first thing that is asked."""
+        """Events of the last rollouts in the file. Call it first."""
         return self._rows.newest([*self._older, self._file], num_rollouts)
 
     def more(self) -> list[bytes]:
-        """Events of what has come since."""
+        """Events of the rows that have come since the last call."""
         is_older = self._path.exists() and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         told = [event for _, event in self._rows.read(self._file)]
-        if is_older:  # and all of it has been read
+        if is_older:  # a new piece began, and the old one is read
             self._file.close()
             self._file = self._path.open("rb")
         return told
 
 
 class Rows:
-    """Events made of the rows of a file."""
+    """Turns the rows of a file into events."""
 
     def __init__(self, name: str = "") -> None:
-        """`name`: of the file, where several are told; rollouts that have no id begin with it."""
+        """`name`: the file's name, if the feed has several files. Ids of rollouts without an id begin with it."""
         self._name = name
         self.num_broken = 0
         self._groups: OrderedDict[str, SessionGroupRow] = OrderedDict()
         """Groups of sessions, by name."""
         self._num_steps = 0
         self._step: tuple[str, int | None, list[PromptRow]] | None = None
-        """Prompt rows that follow each other are one rollout: its name, what they say of it, and they."""
+        """The rollout that consecutive prompt rows form: its id, their step, and the rows."""
 
     def newest(self, files: Iterable[BinaryIO], num_rollouts: int) -> list[bytes]:
-        """The newest lines of the last rollouts that are there, and of as many groups of sessions."""
+        """Newest events of the last `num_rollouts` rollouts in the files, and of as many groups of sessions."""
         rollouts: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         groups: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         for number, (id, event) in enumerate(chain.from_iterable(map(self.read, files))):
             known = groups if event.startswith(b"event: sessions") else rollouts
             are_rewards = event.startswith(b"event: rewards")
-            if are_rewards and id not in known:  # of one that is told no more
+            if are_rewards and id not in known:  # of a rollout or group that is no longer kept
                 continue
             told = known.setdefault(id, {})
             told[str(number) if are_rewards else "row"] = event
@@ -126,7 +129,7 @@ class Rows:
     def read(self, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
         """(id of a rollout or name of a group of sessions, event) of each whole row that has come."""
         while whole := file.readline():
-            if not whole.endswith(b"\n"):  # it is being written; or its server died, and the next one takes it back
+            if not whole.endswith(b"\n"):  # it is being written, or its server died and the next one removes it
                 file.seek(-len(whole), os.SEEK_CUR)
                 break
             if not whole.strip():
@@ -148,7 +151,7 @@ class Rows:
                 yield group.name, event_of("sessions", group)
 
     def _session_group(self, row: SessionGroupRow | SessionRewardRow) -> SessionGroupRow | None:
-        """With rewards that came after it; None: these are of one that is forgotten."""
+        """A group with the rewards that came after it. None for rewards of a group that is no longer kept."""
         if isinstance(row, SessionRewardRow):
             group = self._groups.get(row.name)
             return group and add_session_rewards(group, [row])
@@ -158,7 +161,7 @@ class Rows:
         return row
 
     def _prompt(self, row: PromptRow) -> tuple[str, bytes]:
-        """A rollout that has one more prompt."""
+        """Event of a rollout that has one more prompt."""
         if self._step is None or self._step[1] != row.step:
             name = f"{self._name}/" if self._name else ""
             self._step = (f"{name}step-{self._num_steps}", row.step, [])
@@ -169,7 +172,7 @@ class Rows:
 
 
 def _told(rollout: dict[str, Any], prompts: list[Any]) -> dict[str, Any]:
-    """A row with what a server would say of it beside."""
+    """A row with the fields that a live server would add."""
     rollout["state"] = rollout.get("state") or "over"
     rollout["num_prompts"] = rollout.get("num_prompts") or len(prompts)
     rollout["num_candidates"] = rollout.get("num_candidates") or sum(len(prompt.lengths) for prompt in prompts)

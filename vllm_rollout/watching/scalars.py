@@ -1,6 +1,6 @@
-"""A rollout, or a group of sessions, of a recording -> the numbers that curves are drawn of.
+"""Turns a recorded rollout, or group of sessions, into the numbers that curves are drawn from.
 
-Invariant: what nobody knows has no number.
+Invariant: an unknown value has no number.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SECONDS = ("waiting_seconds", "saved_seconds", "queue_seconds")
 
 
 def scalars(row: RolloutRow, threshold: float = REWARD_THRESHOLD) -> dict[str, float]:
-    """Numbers by name. `threshold`: a reward above it is a success.
+    """Numbers of a rollout by name. `threshold`: a reward above it is a success.
 
-    Lengths are those of candidates that nobody stopped, rewards those of all candidates that have one.
+    Lengths are those of candidates that were not stopped. Rewards are those of all candidates that have one.
     """
     return dict(_scalars(row, threshold))
 
@@ -50,7 +50,7 @@ def _scalars(row: RolloutRow, threshold: float) -> Iterator[tuple[str, float]]:
 
 
 def session_scalars(row: SessionGroupRow, threshold: float = REWARD_THRESHOLD) -> dict[str, float]:
-    """Likewise, of a group of sessions: lengths are all tokens of a session that nobody stopped."""
+    """Numbers of a group of sessions by name. Lengths are all tokens of a session that was not stopped."""
     return dict(_session_scalars(row, threshold))
 
 
@@ -81,7 +81,7 @@ def _of_lengths(known: Iterable[int]) -> Iterator[tuple[str, float]]:
 
 
 def _of_rewards(by_group: Sequence[Sequence[float | None]], threshold: float) -> Iterator[tuple[str, float]]:
-    # A recording of an earlier version may have larger ones, whose squares no float holds.
+    # A recording of an earlier version may have larger rewards, whose squares no float holds.
     bounded = [[r and max(-MAX_REWARD, min(MAX_REWARD, r)) for r in group] for group in by_group]
     groups = [[reward for reward in group if reward is not None] for group in bounded]
     if rewards := [reward for group in groups for reward in group]:
@@ -93,7 +93,7 @@ def _of_rewards(by_group: Sequence[Sequence[float | None]], threshold: float) ->
 
 
 def known_lengths(row: RolloutRow) -> Iterator[int]:
-    """The lengths of candidates that ended by themselves, or at `max_tokens`."""
+    """Lengths of candidates that ended by themselves, or at `max_tokens`."""
     for prompt in row.prompts:
         for length, end in zip(prompt.lengths, _ends(prompt.ends, prompt.lengths), strict=True):
             if end in ("stop", "length"):
@@ -101,7 +101,8 @@ def known_lengths(row: RolloutRow) -> Iterator[int]:
 
 
 def add_rewards(row: RolloutRow, posted: Iterable[RewardRow]) -> RolloutRow:
-    """The row with rewards that came after it; of those for one candidate the last counts. What names none is left."""
+    """The row with rewards that came after it. A candidate's last reward counts. Rewards of unknown candidates are left
+    out."""
     prompts = {prompt.id: prompt for prompt in row.prompts}
     for reward in (reward for each in posted for reward in each.rewards):
         prompt = prompts.get(reward.prompt_id)

@@ -1,5 +1,7 @@
-"""What groups of sessions spent. Invariant: it is counted, and nothing is predicted: what a stopped session would still
-have taken is a matter of its tools."""
+"""Receipt of groups of sessions.
+
+Invariant: it counts and predicts nothing. The rest of a stopped session would depend on its tools.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,26 @@ MAX_NAME = 24
 
 @dataclass(frozen=True, slots=True)
 class SessionReceipt:
-    """What groups of sessions cost; tokens are output tokens where nothing else is said. None: nobody can tell."""
+    """Cost of groups of sessions. Tokens are output tokens, except for prompts. None: unknown."""
 
     seconds: float
-    """In which any of them ran."""
+    """Seconds in which at least one group ran."""
     generated_tokens: int
     returned_tokens: int
     wasted_tokens: int
     num_sessions: int
     num_stopped: int
-    """Surplus, pruned and deferred ones."""
+    """Surplus, pruned and deferred sessions."""
     stopped_tokens: int
-    """That these had."""
+    """Tokens of the stopped sessions."""
     num_void: int
     num_turns: int
     tool_seconds: float | None
-    """Between turns, of all sessions."""
+    """Seconds between turns, over all sessions."""
     prompt_tokens: int | None
-    """The prompt tokens of all turns,"""
+    """Prompt tokens of all turns."""
     cached_tokens: int | None
-    """and those of them that were in the prefix cache."""
+    """Prompt tokens of all turns that were in the prefix cache."""
 
 
 def receipt_of_sessions(groups: Sequence[SessionGroupRow]) -> SessionReceipt:
@@ -77,7 +79,7 @@ def _sum_of(values: Iterable[int | None]) -> int | None:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long any of them lasted."""
+    """Seconds that are covered by at least one of the spans."""
     total, until = 0.0, float("-inf")
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, until))

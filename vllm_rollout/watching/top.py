@@ -1,4 +1,4 @@
-"""What a server does, in a terminal: ranks, rollouts, groups whose candidates grow, and groups of sessions."""
+"""View of a server in a terminal: ranks, rollouts, groups whose candidates grow, and groups of sessions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = {
 OF_SESSION = {"lengths": "num_tokens", "ends": "state", "rewards": "reward"}
 MAX_NAME = 24
 NOT_GROUPS = 8
-"""Lines of a screen that are not of groups."""
+"""Lines of a screen that show no groups."""
 
 
 def feed(url: str, key: str | None) -> Iterator[tuple[str, Any]]:
@@ -62,18 +62,18 @@ def _refusal(answer: httpx.Response) -> str:
 
 
 class Screen:
-    """What is known, and how it looks."""
+    """State of a server from its events, and the drawing of it."""
 
     def __init__(self) -> None:
         self.rollouts: dict[str, dict[str, Any]] = {}
         self._sessions: dict[str, Mapping[str, Any]] = {}
-        """Groups of sessions."""
+        """Groups of sessions, by name."""
         self._ranks: list[Mapping[str, Any]] = []
         self._rounds: dict[str, Mapping[str, Any]] = {}
         self._now = 0.0
 
     def take(self, name: str, data: Any) -> bool:
-        """Whether it is worth drawing anew."""
+        """Update from an event. Returns True if the screen should be drawn anew."""
         match name:
             case "server":
                 self.rollouts, self._sessions, self._now = {}, {}, data["now"]
@@ -145,14 +145,14 @@ def _counted(ends: Mapping[str, int]) -> str:
 
 
 def _of_sessions(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of sessions, told as a group of candidates is."""
+    """A group of sessions in the form of a group of candidates."""
     sessions = group["sessions"]
     told = {name: [each.get(of) for each in sessions] for name, of in OF_SESSION.items()}
     return {"id": group["id"], "rank": group.get("rank"), "over_s": group["seconds"], **told}
 
 
 def _groups(prompts: list[Mapping[str, Any]], room: int) -> Table:
-    """Those that run first, then the last that ended."""
+    """Table of groups: running groups first, then the last that ended."""
     table = Table(box=None, pad_edge=False)
     for column in ("prompt", "rank", "candidates", "longest", "", "rewards"):
         table.add_column(column, justify="right" if column in ("rank", "longest") else "left", no_wrap=True)
@@ -175,7 +175,7 @@ def _groups(prompts: list[Mapping[str, Any]], room: int) -> Table:
 
 
 def top(url: str, key: str | None, *, once: bool = False, console: Console | None = None) -> None:
-    """Draw until it is interrupted; with `once` one picture. Raises: RolloutError."""
+    """Draw until interrupted, or only once with `once`. Raises: RolloutError."""
     console = console or Console()
     screen = Screen()
     if once:

@@ -1,4 +1,4 @@
-"""What the demo of rounds runs: one period of short rounds and their long one. Checked before a server starts."""
+"""Options of the demo of rounds: one period of short rounds and their long round. Checked before a server starts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from vllm_rollout.demo.rounds.prompts import make_prompts
 from vllm_rollout.group.rounds.rounds import RunTerms
 
 TEMPERATURE = 0.6
-"""At 1 this small model rambles to the cap on any prompt, one answer in five: tails of candidates, not of prompts."""
+"""At temperature 1 one answer in five of this small model runs to the cap, for any prompt. Then candidates have tails,
+not prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundsOptions(DemoOptions):
-    """`prompts`: those that a round returns."""
+    """Options of the demo of rounds. `prompts`: number of prompts that a round returns."""
 
     group_size: int = 2
     output: Path = Path("rounds_demo.png")
@@ -35,11 +36,11 @@ class RoundsOptions(DemoOptions):
 
     @property
     def num_at_once(self) -> int:
-        """Candidates of a short round."""
+        """Number of candidates in a short round."""
         return self.terms.num_prompts * self.terms.num_candidates
 
     def questions(self) -> list[str]:
-        """What the short rounds of a period take. Raises: ValueError for more than there are."""
+        """Prompts of a period's short rounds. Raises: ValueError if there are not enough."""
         return make_prompts(self.terms.num_period_prompts, SEED)
 
     @property

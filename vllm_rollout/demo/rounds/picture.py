@@ -1,6 +1,6 @@
-"""The demo's picture of rounds: both ways on one axis of seconds, a row per prompt of a round.
+"""Picture of the demo of rounds: both ways on one axis of seconds, a row per prompt of a round.
 
-Invariant: a bar ends where its prompt was complete or deferred, a frame where its round was over.
+Invariant: a bar ends where its prompt was complete or deferred. A frame ends where its round was over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LABELS = {"plain": "round", "short": "short", "long": "long"}
 
 
 def draw(plain: Period, tail: Period, options: RoundsOptions, path: Path) -> None:
-    """Write the picture: plain rounds above, tail batching below, each with its seconds."""
+    """Draw plain rounds above and tail batching below, each with its seconds. Writes the file `path`."""
     from matplotlib.patches import Patch
 
     later = tail.deferred
@@ -94,7 +94,7 @@ def _draw_round(axes, each: Round, start: float, later: set[int], num_rows: int,
 
 
 def _name_prompt(axes, group: ReturnedGroup, start: float, row: int, longest_s: float) -> None:
-    """In its bar, or behind it where the bar is short."""
+    """Write a prompt's number in its bar, or behind a short bar."""
     is_inside = group.seconds > 0.02 * longest_s
     axes.text(
         start + (0.002 * longest_s if is_inside else group.seconds + 0.002 * longest_s), row, str(group.prompt + 1),

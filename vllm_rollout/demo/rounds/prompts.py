@@ -1,6 +1,6 @@
-"""Prompts as a training set has them: most with short answers, one in ten with long ones.
+"""Prompts like those of a training set: most have short answers, one in ten has a long answer.
 
-Invariant: chosen by what they ask for, not by what a run of them showed; the order is a function of the seed.
+Invariant: prompts were chosen by their text, not by measured lengths. The order depends only on the seed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ LONG = (
     "Plan a week of meals for a family of four, with recipes.",
 )
 LONG_SHARE = 10
-"""One of so many prompts is long, on average."""
+"""On average one prompt in this many is long."""
 
 
 def make_prompts(num: int, seed: int) -> list[str]:
-    """`num` different ones in an order of chance. Raises: ValueError for more than there are."""
+    """`num` different prompts in random order. Raises: ValueError if there are not enough."""
     num_long = num // LONG_SHARE
     num_short = num - num_long
     if num_long > len(LONG) or num_short > len(SHORT):

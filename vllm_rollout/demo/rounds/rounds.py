@@ -1,6 +1,7 @@
-"""Rounds as they were run, and the two ways to run them: plain, and with tail batching by the server.
+"""Rounds as they ran, and the two ways to run them: plain, and with tail batching by the server.
 
-Invariant: a way returns every prompt once, in as many rounds; a round's clock runs from its first request to its end.
+Invariant: both ways return every prompt once, in equally many rounds. A round's clock runs from its first request to
+its end.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class ReturnedGroup(NamedTuple):
     """One prompt in one round."""
 
     prompt: int
-    """Its place in the data."""
+    """Position of the prompt in the data."""
     seconds: float
-    """From the round's start until it was complete or deferred."""
+    """Seconds from the round's start until the prompt was complete or deferred."""
     lengths: tuple[int, ...] = ()
-    """The lengths of its trajectories; none if it was deferred."""
+    """Lengths of the prompt's trajectories. Empty if it was deferred."""
 
     @property
     def is_deferred(self) -> bool:
@@ -48,7 +49,7 @@ class Round:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the trajectories that it returned."""
+        """Lengths of the trajectories that the round returned."""
         return [length for group in self.groups for length in group.lengths]
 
     @property
@@ -62,7 +63,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Rounds until every prompt is back."""
+    """All rounds until every prompt is returned."""
 
     rounds: tuple[Round, ...]
 
@@ -89,7 +90,7 @@ def messages(question: str) -> list[dict[str, str]]:
 
 
 def sampling_of(sampling: Mapping[str, Any], prompt: int) -> dict[str, Any]:
-    """The sampling of one prompt by itself, with the seed that it has in a run."""
+    """Sampling parameters of one prompt by itself, with the seed that it has in a run."""
     return {**sampling, "seed": seed_for(sampling["seed"], str(prompt))}
 
 
@@ -100,7 +101,8 @@ async def plain_rounds(
     sampling: dict[str, Any],
     on_group: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Round]:
-    """Rounds of stock chat requests in the order of the data; each waits for all. Raises: ServerError."""
+    """Rounds of stock chat requests in the order of the data. Each round waits for all its answers. Raises:
+    ServerError."""
 
     async def ask(prompt: int, started: float) -> ReturnedGroup:
         body = {"messages": messages(questions[prompt]), "n": terms.group_size, "return_token_ids": True}
@@ -126,7 +128,7 @@ async def tail_rounds(
     sampling: dict[str, Any],
     on_group: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Round]:
-    """Rounds of a run until every prompt is back. Raises: RolloutError."""
+    """Rounds of a run until every prompt is returned. Raises: RolloutError."""
     run = await client.run(
         terms.group_size,
         terms.prompts_per_round,

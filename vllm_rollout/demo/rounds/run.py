@@ -1,4 +1,4 @@
-"""The demo of rounds: a period of plain rounds, then of tail batching; the table, the picture."""
+"""The demo of rounds: a period of plain rounds, then of tail batching, with a table and a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_rollout.demo.server import show
 
 
 def run(options: RoundsOptions) -> None:
-    """The whole demo. Raises: as `show`."""
+    """Run the whole demo. Raises: as `show`."""
     questions, terms, sampling = options.questions(), options.terms, options.sampling
     ways: dict[str, Way[Period]] = {
         "plain rounds: wait for all": lambda http, _, over: _period(

@@ -1,4 +1,4 @@
-"""What a training's record says, as the demo shows it."""
+"""Record of a training, as the demo shows it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One training: held-out success over its seconds, which evaluations are not in."""
+    """One training: held-out success over seconds of training, without the time of evaluations."""
 
     title: str
     seconds: tuple[float, ...]
     success: tuple[float, ...]
     p99: float
-    """Length of held-out answers at the end, in tokens."""
+    """99th percentile of lengths of held-out answers at the end, in tokens."""
     num_generated: int
     answers: tuple[tuple[Answer, Answer], ...]
-    """To some held-out problems, before and after."""
+    """(before, after) answers to some held-out problems."""
 
 
 def read(title: str, record: Path) -> Curve:
-    """A training's record."""
+    """Read the record of a training."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in record.read_text().splitlines()]
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     return Curve(
@@ -48,13 +48,13 @@ def read(title: str, record: Path) -> Curve:
 
 
 def shown_answers(curve: Curve) -> tuple[Answer, Answer]:
-    """To the problem that was thought about longest and not solved before; else to the first."""
+    """Answers to the problem with the longest wrong answer before training. If all were right, to the first problem."""
     unsolved = [(before, after) for before, after in curve.answers if not before.reward]
     return max(unsolved, key=lambda pair: pair[0].num_tokens, default=curve.answers[0])
 
 
 def seconds_to(curve: Curve, success: float) -> float | None:
-    """When it first had that success, on a line between evaluations; None: never."""
+    """Seconds until the success is first reached, interpolated between evaluations. None if it is never reached."""
     points = list(zip(curve.seconds, curve.success, strict=True))
     for (began, before), (ended, after) in pairwise(points):
         if before < success <= after:

@@ -1,4 +1,4 @@
-"""What the demo of training runs. Checked before anything starts."""
+"""Options of the demo of training, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WAYS = {
     "race, 8 of 16": ("race", ("--race",)),
     "race, stopped ones teach": ("stopped", ("--race", "--stopped-teach")),
 }
-"""By title: the folder of its training, and its flags."""
+"""Folder and flags of each training, by title."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Raises: ValueError that says what to do."""
+    """Options of the demo of training. Raises: ValueError that says what to do."""
 
     steps: int = 20
     output: Path = Path("training_demo.png")
@@ -33,7 +33,7 @@ class TrainingOptions:
 
     @property
     def runs(self) -> Path:
-        """A folder beside the picture: the records of the trainings."""
+        """Folder beside the picture with the records of the trainings."""
         return self.output.with_suffix("")
 
 

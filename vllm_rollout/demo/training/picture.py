@@ -1,4 +1,4 @@
-"""The picture of the demo of training: success over seconds, and a thought before and after."""
+"""Picture of the demo of training: success over seconds, and one answer before and after."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_rollout.drawing import INK, figure_at
 COLORS = ("#94a3b8", "#f59e0b", "#0f766e")
 GOOD, BAD = "#0f766e", "#b91c1c"
 MAX_SHOWN = 640
-"""Characters of a thought."""
+"""Most characters of an answer that are drawn."""
 
 
 def draw(curves: Sequence[Curve], said: tuple[Answer, Answer], path: Path) -> None:
-    """Left: the curves. Right: what the last policy said at first, and says now."""
+    """Draw the curves on the left. On the right: an answer of the last policy, before and after training."""
     colors = dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     with figure_at(path, (14, 5), {"font.size": 10, **colors}) as figure:

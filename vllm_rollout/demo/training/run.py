@@ -1,4 +1,4 @@
-"""The demo of training: pretrain, train each way, the table, the picture."""
+"""The demo of training: pretrain, train each way, then a table and a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_rollout.process import exit_on_sigterm
 
 
 def run(options: TrainingOptions) -> None:
-    """The whole demo. Raises: RuntimeError for a step that fails; KeyboardInterrupt."""
+    """Run the whole demo. Raises: RuntimeError for a step that fails. KeyboardInterrupt."""
     exit_on_sigterm()
     console = Console()
     models = cache_dir().with_name("grpo")
@@ -37,7 +37,7 @@ def run(options: TrainingOptions) -> None:
 
 
 def _module(name: str, *arguments: str) -> None:
-    """Run one of the trainer's programs, with its progress as our own."""
+    """Run one of the trainer's programs, which prints its own progress."""
     done = subprocess.run([sys.executable, "-m", f"examples.grpo.{name}", *arguments])
     if done.returncode:
         raise RuntimeError(f"examples.grpo.{name} ended with {done.returncode}; its last lines say why")

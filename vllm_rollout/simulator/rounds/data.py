@@ -1,7 +1,7 @@
-"""The data set of a run: prompts, what their candidates become each time they run, and the trainer that hands them in.
+"""The data set of a run: prompts, their candidates in each attempt, and the trainer that hands the prompts in.
 
-Invariant: a candidate depends on the seed, its prompt, the epoch, the attempt and its index only, so every setting of a
-sweep sees the same ones; each epoch hands in every prompt once.
+Invariant: a candidate depends only on the seed, its prompt, the epoch, the attempt and its index, so every setting of a
+sweep gets equal candidates. Each epoch hands in every prompt once.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class DataSet(Protocol):
     def prompts(self) -> Sequence[DataPrompt]: ...
 
     def candidates(self, prompt: DataPrompt, epoch: int, attempt: int, count: int) -> list[PoolCandidate]:
-        """The first `count` of a prompt's candidates.
+        """The first `count` candidates of a prompt.
 
-        attempt: rounds that ended without the prompt since it was handed in; each attempt is another draw.
+        `attempt`: rounds that ended without the prompt since it was handed in. Each attempt is another draw.
         """
         ...
 
 
 class GeneratedDataSet:
-    """Prompts of a distribution; every attempt is drawn anew."""
+    """Prompts of a distribution. Every attempt is drawn anew."""
 
     def __init__(self, distribution: LengthDistribution, seed: int = 0) -> None:
         self._its = distribution
@@ -67,12 +67,13 @@ class GeneratedDataSet:
 
 
 class TracedDataSet:
-    """The prompts of a trace, by name. An epoch sees what was recorded of one rollout; more is resampled from it."""
+    """Prompts of a trace, by name. An epoch uses one recorded rollout of a prompt. Further candidates are resampled
+    from it."""
 
     def __init__(self, trace: Trace, seed: int = 0) -> None:
         self._pools = Pools(trace, seed)
         self._places: dict[str, list[tuple[int, int]]] = {}
-        """Prompt -> (rollout, position), each time that it was recorded."""
+        """(rollout, position) of each recording of a prompt, by prompt."""
         self.prompts: list[DataPrompt] = []
         for rollout, its in enumerate(trace.rollouts):
             for position, prompt in enumerate(its.prompts):
@@ -90,32 +91,33 @@ class TracedDataSet:
 
 @dataclass(frozen=True, slots=True)
 class RunConditions:
-    """What all settings of a sweep have in common."""
+    """Conditions that all settings of a sweep share."""
 
     data: DataSet
     machine: Machine
     epochs: int = 1
     seed: int = 0
     message_s: float = 0.0
-    """Between an engine and its API process, each way."""
+    """Seconds of a message between an engine and its API process, each way."""
     whole_epochs: bool = False
-    """Everything of an epoch comes back before the next one begins."""
+    """True if all prompts of an epoch come back before the next one begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandIn:
-    """What a trainer asks of the next round."""
+    """Prompts that a trainer hands in for the next round."""
 
     prompts: Sequence[FreshPrompt]
     kind: RoundKind | None = None
-    """None: whatever is next. "long": there are too few prompts left for a short round."""
+    """None: the run chooses the kind. "long": too few prompts are left for a short round."""
 
 
 class Trainer:
-    """Shuffles every epoch, as trainers do."""
+    """Hands in prompts. Each epoch is shuffled."""
 
     def __init__(self, prompts: Sequence[DataPrompt], epochs: int, seed: int, *, whole_epochs: bool = False) -> None:
-        """whole_epochs: everything of an epoch comes back before the next one begins. Otherwise they are one chain."""
+        """`whole_epochs`: all prompts of an epoch come back before the next one begins. Otherwise epochs form one
+        chain."""
         self._later: deque[list[FreshPrompt]] = deque()
         for epoch in range(epochs):
             order = list(prompts)
@@ -127,11 +129,11 @@ class Trainer:
 
     @property
     def num_left(self) -> int:
-        """Prompts that have not been handed in."""
+        """Number of prompts that have not been handed in."""
         return len(self._left) + sum(map(len, self._later))
 
     def hand_in(self, run: Run) -> HandIn:
-        """What the run's next round wants, as far as it is there."""
+        """Take the prompts that the run's next round wants, as far as they are left."""
         if not (self._left or run.num_waiting):
             self._left.extend(self._later.popleft())
         if run.next_kind == "long":
@@ -143,7 +145,7 @@ class Trainer:
         return HandIn(self._take(run.terms.prompts_per_round, set()), "long")
 
     def _take(self, count: int, taken: set[str]) -> list[FreshPrompt]:
-        """The next ones, of each prompt one: where an epoch ends and another begins, a prompt may have to wait."""
+        """Take the next entries, at most one of each prompt. Between two epochs a prompt may have to wait."""
         fresh: list[FreshPrompt] = []
         passed: list[FreshPrompt] = []
         while self._left and len(fresh) < count:

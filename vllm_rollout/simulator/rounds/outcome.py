@@ -1,9 +1,9 @@
-"""What simulated runs measure, and how far rounds change which prompts are trained on when.
+"""Measurements of simulated runs, and how far rounds change the order in which prompts are trained on.
 
-Tail batching returns every prompt once per epoch; what it changes is the order, in which short prompts come first
-(DARTS Appendix H calls that distribution bias).
+Tail batching returns every prompt once per epoch. It changes the order: short prompts come first. DARTS Appendix H
+calls that distribution bias.
 
-Invariant: generated tokens = returned tokens + wasted tokens; what is said of fairness is of what was returned.
+Invariant: generated tokens = returned tokens + wasted tokens. Fairness is measured on returned prompts.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vllm_rollout.simulator.rounds.settings import RoundSetting, responses_only
 
 @dataclass(frozen=True, slots=True)
 class ReturnedPrompt:
-    """A prompt that came back."""
+    """A returned prompt."""
 
     prompt_id: str
     epoch: int
     handed_in: int
-    """The round that it was handed in for."""
+    """Round for which the prompt was handed in."""
     round: int
-    """The one that returned it."""
+    """Round that returned the prompt."""
     lengths: tuple[int, ...]
-    """The lengths of its returned trajectories, in tokens."""
+    """Lengths of the prompt's returned trajectories, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """One round."""
+    """Measurements of one round."""
 
     number: int
     kind: RoundKind
     is_last: bool
-    """Too few prompts were left for a short round."""
+    """True if too few prompts were left for a short round."""
     seconds: float
     returned: tuple[ReturnedPrompt, ...]
     num_started: int
@@ -50,7 +50,7 @@ class RoundOutcome:
     generated_tokens: int
     num_moves: int = 0
     freed_rank_s: float = 0.0
-    """Seconds for which ranks that were emptied stayed so until the round was over, summed."""
+    """Seconds from each freed rank's last step to the end of the round, summed."""
 
     @property
     def lengths(self) -> list[int]:
@@ -73,16 +73,19 @@ class RunOutcome:
     rounds: tuple[RoundOutcome, ...]
     num_preemptions: int = 0
     whole_epochs: bool = False
-    """Everything of an epoch came back before the next one began."""
+    """True if all prompts of an epoch came back before the next one began."""
 
     def of(self, kind: RoundKind) -> list[RoundOutcome]:
-        """Full rounds of a kind."""
+        """Rounds of a kind among `full_rounds`."""
         return [its for its in self.full_rounds if its.kind == kind]
 
     @cached_property
     def full_rounds(self) -> Sequence[RoundOutcome]:
-        """Whole periods: up to the last long round that the queue filled; without any, or with whole epochs, all of
-        them. Of synchronous rounds those that return all that they should."""
+        """Rounds of whole periods: all rounds up to the last long round that the queue filled.
+
+        With whole epochs, or without such a long round, these are all rounds. Synchronous rounds count if they return
+        their full number of prompts.
+        """
         if self.whole_epochs:
             return self.rounds
         full = [its for its in self.rounds if not its.is_last]
@@ -99,17 +102,17 @@ class RunOutcome:
 
     @cached_property
     def round_s(self) -> float:
-        """Mean of a round of whole periods."""
+        """Mean seconds of a round, over whole periods."""
         return float(np.mean([its.seconds for its in self.full_rounds]))
 
     @cached_property
     def prompt_s(self) -> float:
-        """The seconds of these rounds per prompt that they return: a long round may return fewer than a short one."""
+        """Seconds of whole periods per returned prompt. A long round may return fewer prompts than a short one."""
         return sum(its.seconds for its in self.full_rounds) / sum(len(its.returned) for its in self.full_rounds)
 
     @property
     def seconds(self) -> float:
-        """The seconds of the whole run, its last rounds too."""
+        """Seconds of the whole run, including its last rounds."""
         return sum(its.seconds for its in self.rounds)
 
     @cached_property
@@ -134,7 +137,7 @@ class RunOutcome:
 
     @cached_property
     def returned(self) -> Sequence[ReturnedPrompt]:
-        """In the order of rounds."""
+        """Returned prompts in the order of rounds."""
         return [prompt for its in self.rounds for prompt in its.returned]
 
 
@@ -143,12 +146,12 @@ def mean_seconds(rounds: Sequence[RoundOutcome]) -> float | None:
 
 
 def mean_of_longest(rounds: Sequence[RoundOutcome]) -> float | None:
-    """Mean over rounds of their longest returned trajectory."""
+    """Mean over rounds of their longest returned trajectory, in tokens."""
     return float(np.mean([its.max_tokens for its in rounds])) if rounds else None
 
 
 def percentile_of_lengths(rounds: Sequence[RoundOutcome], percent: float) -> float | None:
-    """Over all returned trajectories of these rounds."""
+    """Percentile of the lengths of all returned trajectories of these rounds, in tokens."""
     lengths = [length for its in rounds for length in its.lengths]
     return float(np.percentile(lengths, percent)) if lengths else None
 
@@ -156,7 +159,7 @@ def percentile_of_lengths(rounds: Sequence[RoundOutcome], percent: float) -> flo
 @dataclass(frozen=True, slots=True)
 class RoundSweep:
     outcomes: tuple[RunOutcome, ...]
-    """The synchronous one first."""
+    """Outcomes by setting, the synchronous one first."""
     conditions: RunConditions
 
     @property
@@ -169,24 +172,24 @@ class RoundSweep:
 
     @property
     def span(self) -> str:
-        """What a mean round is a mean over."""
+        """Span of the mean round, for people."""
         return "whole epochs" if self.conditions.whole_epochs else "whole periods of short and long rounds"
 
     def speed_up(self, outcome: RunOutcome) -> float:
-        """Over synchronous rounds, per returned prompt, in whole periods."""
+        """Speed-up over synchronous rounds, per returned prompt, in whole periods."""
         return self.baseline.prompt_s / outcome.prompt_s
 
     def speed_up_of_run(self, outcome: RunOutcome) -> float:
-        """The same from the first round to the last."""
+        """Speed-up over synchronous rounds, from the first round to the last."""
         return self.baseline.seconds / outcome.seconds
 
     def responses_only_of(self, outcome: RunOutcome) -> RunOutcome | None:
-        """The same groups in rounds that wait for all their prompts."""
+        """Outcome of equal groups in rounds that wait for all their prompts, or None."""
         wanted = responses_only(outcome.setting)
         return next((its for its in self.outcomes if its.setting == wanted and its is not self.baseline), None)
 
     def length_bias(self, outcome: RunOutcome) -> float:
-        """By what share returned trajectories are longer on average than those of synchronous rounds."""
+        """Relative difference of the mean returned length to that of synchronous rounds. Positive: longer."""
         mean = outcome.returned_tokens / sum(len(prompt.lengths) for prompt in outcome.returned)
         baseline = self.baseline
         return mean / (baseline.returned_tokens / sum(len(prompt.lengths) for prompt in baseline.returned)) - 1
@@ -195,21 +198,21 @@ class RoundSweep:
 @dataclass(frozen=True, slots=True)
 class Fairness:
     least_returns: int
-    """How often a prompt is returned at least, over the whole run."""
+    """Smallest number of times that a prompt is returned in the whole run."""
     most_returns: int
     deferred_share: float
-    """The share of prompts that came back later than the round in which they were handed in."""
+    """Share of prompts that came back in a later round than the one for which they were handed in."""
     mean_wait: float
-    """Rounds between being handed in and coming back, over all prompts."""
+    """Rounds from a prompt's hand-in to its return, mean over all prompts."""
     max_wait: int
     order_correlation: float
-    """Rank correlation of a prompt's mean length and the round it came back in, within an epoch, mean over epochs."""
+    """Rank correlation of a prompt's mean length and the round that returned it, within an epoch, mean over epochs."""
     short_departure: float | None
-    """Mean over short rounds of (mean length of the round / mean length of the run) - 1; None without any."""
+    """Mean over short rounds of (mean length of the round / mean length of the run) - 1. None without short rounds."""
     long_departure: float | None
-    """The same of long rounds."""
+    """Mean over long rounds of (mean length of the round / mean length of the run) - 1. None without long rounds."""
     largest_departure: float
-    """The largest of any full round, without its sign."""
+    """Largest departure of any full round, without its sign."""
 
 
 def fairness_of(outcome: RunOutcome) -> Fairness:
@@ -240,7 +243,7 @@ def fairness_of(outcome: RunOutcome) -> Fairness:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's; equal values share their mean rank. 0 where one side does not vary."""
+    """Spearman's rank correlation. Equal values share their mean rank. 0 if one side does not vary."""
     ranks = [_ranks(np.asarray(values)) for values in (left, right)]
     if any(np.ptp(its) == 0 for its in ranks):
         return 0.0

@@ -1,4 +1,4 @@
-"""A sweep's picture: round by round the fastest setting beside synchronous rounds, and the mean round of every one."""
+"""Picture of a sweep: rounds of the fastest setting beside synchronous rounds, and the mean round of every setting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vllm_rollout.simulator.rounds.outcome import RoundSweep, RunOutcome
 
 SHORT, LONG = FASTEST, KEEPING
 MAX_ROUNDS = 40
-"""Consecutive rounds that are drawn."""
+"""Number of consecutive rounds that are drawn."""
 
 
 def draw(sweep: RoundSweep, subtitle: str, path: Path) -> None:
-    """Raises: OSError, or ValueError for a file ending that matplotlib does not know."""
+    """Draw a sweep to a file. Raises: OSError, or ValueError for a file ending that matplotlib does not know."""
     fastest = sweep.fastest
     title = "Nothing beats synchronous rounds here"
     if fastest is not sweep.baseline:

@@ -1,11 +1,11 @@
 """One round of a run, over all ranks.
 
-Each rank decides about its groups in its own step; the API process (here, `RoundProgress`) counts over ranks and cuts
-the others. A message takes `message_s` each way, and an engine reads it between two steps: a cut works at the end of
-the step that it was read before.
+Each rank decides about its groups in its own step. The API process (here, `RoundProgress`) counts complete groups over
+all ranks, and then cuts the remaining groups. A message takes `message_s` each way, and an engine reads it between two
+steps. A cut takes effect at the end of the step that follows.
 
-Invariant: what is decided is decided by `group/`; of events at one time, steps end first, then messages are read by the
-API process, then steps begin.
+Invariant: `group/` makes every decision. At one time, steps end first, then the API process reads messages, then steps
+begin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ API_ORDER = 1
 
 
 class RoundRace:
-    """Runs a round's groups to its end."""
+    """Runs the groups of a round until the round is over."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class RoundRace:
         races: Sequence[Race],
         message_s: float,
     ) -> None:
-        """races: by position of `opened.all_entries`."""
+        """`races`: by position of `opened.all_entries`."""
         self.progress = RoundProgress(opened)
         self.results: dict[int, GroupResult] = {}
-        """The results of the groups that were started, by position."""
+        """Results of the groups that are over, by position."""
         self.rank_of: dict[int, int] = {}
-        """The same: where they were launched."""
+        """Rank on which each group was launched, by position."""
         self._work: dict[int, Work] = {}
-        """The same: what was last known to be left."""
+        """Remaining work of each running group, by position, as last reported."""
         self._races = races
         self._position_of = {race: position for position, race in enumerate(races)}
         self._ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
@@ -61,7 +61,7 @@ class RoundRace:
         self._mover = Mover(machine, self._ranks, num_candidates, message_s)
         self._moves_groups = machine.moves_groups
         self._next = [(inf, API_ORDER, rank) for rank in range(len(judges))]
-        """(seconds, order, rank) of what each rank does next."""
+        """(seconds, order, rank) of each rank's next event."""
         self._placement = placement
         num_slots = machine.num_slots
         self._window = LaunchWindow(
@@ -69,13 +69,13 @@ class RoundRace:
         )
         self._message_s = message_s
         self._inbox: list[tuple[float, int, Closed]] = []
-        """(arrival, number, what a rank tells): of the API process."""
+        """Messages to the API process: (arrival, number, report of a rank)."""
         self._numbers = count()
         self._turn: tuple[int, Turn] | None = None
-        """The group that waits for places."""
+        """Position and turn of the group that waits for places."""
 
     def run(self) -> float:
-        """Seconds until the API process knows that the round is over."""
+        """Run the round. Returns the seconds until the API process knows that the round is over."""
         seconds = 0.0
         self._start(seconds)
         while not self.progress.is_over:
@@ -87,7 +87,7 @@ class RoundRace:
             rank = event[2]
             closed = self._ranks[rank].go_on()
             self._note(rank)
-            if self._moves_groups:  # what left this rank is on its way to others
+            if self._moves_groups:  # groups that left this rank are on their way to others
                 self._note_all()
             if closed is not None and closed.num_ended:
                 heappush(self._inbox, (event[0] + self._message_s, next(self._numbers), closed))
@@ -102,7 +102,7 @@ class RoundRace:
         return self._mover.num_moves
 
     def freed_s(self, seconds: float) -> float:
-        """The seconds that ranks had free in a round that ended then."""
+        """Seconds for which ranks were free in a round that ended at `seconds`, summed."""
         return self._mover.freed_s(seconds)
 
     def _hear(self, seconds: float, told: Closed) -> None:
@@ -125,7 +125,7 @@ class RoundRace:
             self._note_all()
 
     def _cut(self, seconds: float) -> None:
-        """Ranks do not see each other's groups."""
+        """Send the cut to every rank, because no rank knows another rank's groups."""
         if len(self._ranks) == 1 or self.progress.opened.kind == "long":
             return
         for rank, its in enumerate(self._ranks):
@@ -140,7 +140,7 @@ class RoundRace:
         self.progress.group_over(position, GroupEnd(result.status == "complete", is_deferred, longest))
 
     def _start(self, seconds: float) -> None:
-        """Start groups, in order, as long as there are places for them and the round wants them."""
+        """Start groups, in order, as long as they have places and the round wants them."""
         while True:
             if self._turn is None:
                 position = self.progress.start()

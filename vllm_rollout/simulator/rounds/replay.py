@@ -1,6 +1,6 @@
-"""A whole run under one setting: epochs over a data set, until everything that was handed in is back.
+"""Replays a run under one setting: epochs over a data set, until every prompt that was handed in is back.
 
-Invariant: what is decided is decided by `group/`; a run depends on data set, setting, machine and seed only.
+Invariant: `group/` makes every decision. A run depends only on the data set, setting, machine and seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from vllm_rollout.simulator.rounds.settings import RoundSetting
 def replay_run(
     its: RunConditions, setting: RoundSetting, on_round: Callable[[RoundOutcome], None] = lambda done: None
 ) -> RunOutcome:
-    """Raises: PlanError for a setting that no engine would take; ValueError for a data set that is too small."""
+    """Replay a run. `on_round` is called after each round.
+
+    Raises: PlanError for a setting that no engine would take. ValueError for a data set that is too small.
+    """
     return _RunReplay(its, setting).run(on_round)
 
 
@@ -46,7 +49,7 @@ class _RunReplay:
         self._run = Run(setting.terms)
         self._trainer = Trainer(its.data.prompts, its.epochs, its.seed, whole_epochs=its.whole_epochs)
         self._handed_in: dict[int, int] = {}
-        """Entry number -> the round that it was handed in for."""
+        """Round for which each entry was handed in, by entry number."""
         self._num_preemptions = 0
 
     def run(self, on_round: Callable[[RoundOutcome], None]) -> RunOutcome:
@@ -138,9 +141,9 @@ def sweep_rounds(
     settings: Sequence[RoundSetting],
     on_round: Callable[[RoundSetting, RoundOutcome], None] = lambda setting, done: None,
 ) -> RoundSweep:
-    """Many ways of running a run on one data set; the first is the baseline of the comparison.
+    """Replay several settings on one data set. The first is the baseline of the comparison.
 
-    Raises: ValueError, or PlanError, which names the setting's field.
+    Raises: ValueError, or PlanError that names the setting's field.
     """
     outcomes = [replay_run(conditions, setting, partial(on_round, setting)) for setting in settings]
     return RoundSweep(tuple(outcomes), conditions)

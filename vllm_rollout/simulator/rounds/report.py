@@ -1,4 +1,4 @@
-"""A sweep of runs in words: tables, a sentence, and what to know before believing it."""
+"""Tables, summary and notes of a sweep of runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DASH = "—"
 
 
 def tables(sweep: RoundSweep) -> list[Table]:
-    """Time; lengths; order."""
+    """Tables of times, lengths and the order of prompts."""
     ideal = sweep.conditions.machine.is_ideal
     steps = "\nin steps" if ideal else ""
     fair = {id(outcome): fairness_of(outcome) for outcome in sweep.outcomes}
@@ -90,7 +90,7 @@ def _departure(share: float | None) -> str:
 
 
 def summary(sweep: RoundSweep) -> str:
-    """Which setting is fastest, and what it does."""
+    """Sentence with the fastest setting, its speed-up and its effect on lengths."""
     fastest, baseline = sweep.fastest, sweep.baseline
     if fastest is baseline:
         return "Nothing that was tried is faster than waiting for every prompt."
@@ -105,7 +105,7 @@ def summary(sweep: RoundSweep) -> str:
 
 
 def notes(sweep: RoundSweep, trace: Trace | None) -> list[str]:
-    """What the numbers rest on, where that is less than it seems. `trace`: None when lengths are generated."""
+    """Notes on numbers that are estimated. `trace`: None if lengths are generated."""
     said = [] if trace is None else left_out(trace)
     if trace is not None:
         said.append(
@@ -128,7 +128,7 @@ def notes(sweep: RoundSweep, trace: Trace | None) -> list[str]:
 
 
 def to_json(sweep: RoundSweep) -> dict[str, Any]:
-    """Everything, for a program."""
+    """All numbers of the sweep, for a program."""
     conditions = sweep.conditions
     return {
         **conditions.machine.described(),
@@ -143,7 +143,7 @@ def to_json(sweep: RoundSweep) -> dict[str, Any]:
 
 
 def described(sweep: RoundSweep, outcome: RunOutcome) -> dict[str, Any]:
-    """One setting; rounds as lists, so that a program can draw them."""
+    """Numbers of one setting. Rounds are lists, so that a program can draw them."""
     kinds = {kind: outcome.of(kind) for kind in ("short", "long")}
     other = sweep.responses_only_of(outcome)
     return {

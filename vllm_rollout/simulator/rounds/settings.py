@@ -1,4 +1,7 @@
-"""Settings of runs: terms of their rounds, and how groups of short rounds run. Invariant: one that exists has terms."""
+"""Settings of runs: the terms of their rounds, and the setting of the groups of short rounds.
+
+Invariant: every setting has terms.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from vllm_rollout.simulator.settings import Setting, setting_of, written_fields
 
 TERMS = {field: row for field, row in rows(RunFields).items() if field != "group_size"}
 NOT_OF_ROUNDS = ("group_size", "order", "audit_ratio", "audit_unit")
-"""A round has its own size and order, and audits nobody."""
+"""Fields of groups that rounds do not take. A round has its own size and order, and audits no group."""
 FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field not in NOT_OF_ROUNDS}}
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSetting:
-    """One way of running a run."""
+    """Terms of a run's rounds, and the setting of their groups."""
 
     terms: RunTerms
     group: Setting
-    """The setting of a short round's groups; a long round's have `group_size` candidates, and all of them run to their
-    ends."""
+    """Setting of a short round's groups. A long round's groups have `group_size` candidates, and all of them run to
+    their ends."""
     label: str = ""
 
     @classmethod
     def of(cls, terms: RunTerms) -> RoundSetting:
-        """With the terms' candidates, first come first kept."""
+        """Setting with the terms' number of candidates, of which the first to finish are kept."""
         return cls(terms, Setting(terms.group_size, terms.num_candidates - terms.group_size))
 
     @property
@@ -40,12 +43,12 @@ class RoundSetting:
 
     @property
     def is_synchronous(self) -> bool:
-        """A round waits for all prompts that it starts."""
+        """True if a round waits for all prompts that it starts."""
         return self.terms.num_prompts == self.terms.prompts_per_round
 
     @property
     def asks_history(self) -> bool:
-        """What it does depends on lengths of earlier rounds."""
+        """True if rounds depend on lengths of earlier rounds."""
         return self.group.redundancy == "auto" or self.terms.queue_order != "first_in"
 
     @property
@@ -71,34 +74,34 @@ class RoundSetting:
 
     @property
     def _is_plain(self) -> bool:
-        """First come first kept."""
+        """True if all fields of the groups but redundancy and drafts have their defaults."""
         return replace(self.group, drafts=False) == Setting(self.terms.group_size, self.group.redundancy)
 
     @property
     def drafted(self) -> RoundSetting:
-        """The same with drafts, in short rounds and long ones."""
+        """This setting with drafts, in short and long rounds."""
         return replace(self, group=self.group.drafted, label=self.label and f"{self.label} drafts")
 
     def described(self) -> dict[str, Any]:
-        """JSON-able."""
+        """The setting as JSON-able values."""
         terms = {name: getattr(self.terms, name) for name in (*TERMS, "num_prompts", "num_candidates")}
         return {"name": self.name, **terms, "short_rounds": self.group.described()}
 
 
 def synchronous(terms: RunTerms) -> RoundSetting:
-    """P0 prompts of R0 candidates each, all of them waited for: what the others are compared with."""
+    """Baseline of the comparison: rounds that wait for all of their P0 prompts, with R0 candidates each."""
     return RoundSetting.of(replace(terms, prompt_speculation=1.0, response_speculation=1.0, queue_order="first_in"))
 
 
 def responses_only(setting: RoundSetting) -> RoundSetting:
-    """The same groups without prompts to spare."""
+    """The setting with equal groups but without spare prompts."""
     return replace(setting, terms=replace(setting.terms, prompt_speculation=1.0, queue_order="first_in"), label="")
 
 
 def with_baselines(settings: Sequence[RoundSetting]) -> list[RoundSetting]:
-    """Each of them once, behind what it is compared with.
+    """Each setting once, after the settings that it is compared with.
 
-    Raises: ValueError when they return different numbers of prompts.
+    Raises: ValueError if settings return different numbers of prompts.
     """
     sizes = sorted({setting.terms.prompts_per_round for setting in settings})
     if len(sizes) > 1:
@@ -111,17 +114,17 @@ def with_baselines(settings: Sequence[RoundSetting]) -> list[RoundSetting]:
 
 
 def default_rounds(prompts_per_round: int, group_size: int) -> list[RoundSetting]:
-    """What to compare when only the round's size is said: prompts only, and both."""
+    """Settings to compare if only the round's size is given: spare prompts only, and spare prompts and responses."""
     both = RunTerms(group_size, prompts_per_round)
     return [RoundSetting.of(replace(both, response_speculation=1.0)), RoundSetting.of(both)]
 
 
 def parse_rounds(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> RoundSetting:
-    """A setting from "prompts_per_round=128,prompt_speculation=1.5"; fields of groups stand beside those of rounds.
+    """Read "prompts_per_round=128,prompt_speculation=1.5". Fields of groups stand beside fields of rounds.
 
-    pruning: what a setting that prunes need not say.
+    `pruning`: defaults for a setting that prunes.
 
-    Raises: PlanError, or ValueError for what is no field or out of range.
+    Raises: PlanError, or ValueError for a field that is unknown or out of range.
     """
     given = written_fields(text, FIELDS)
     terms = {field: given.pop(field) for field in TERMS if field in given}
