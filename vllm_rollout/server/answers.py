@@ -135,7 +135,7 @@ class RedundancyBudget(BaseModel):
     upper: int
     """`lower` and `upper` bound `total`: once and twice the number of wanted trajectories, within --max-num-seqs."""
     optimum: float | None = None
-    """rho * base_s / (tradeoff * seconds_per_candidate); None with source "default"."""
+    """rho * base_s / (tradeoff * seconds_per_candidate). Null if the source is "default"."""
     rho: float | None = None
     """Standard deviation of all lengths over their mean, from moving averages."""
     seconds_per_candidate: float | None = None
@@ -344,7 +344,7 @@ class RebuildAnswer(BaseModel):
 
 
 class RoundSummary(BaseModel):
-    """The outcome of a round of a run: the fate of its prompts, and the needs of the next round."""
+    """A finished round of a run: the prompts that it did not return, and the kind and size of the next round."""
 
     run: str
     round: int

@@ -161,7 +161,7 @@ class CandidateEnd:
     finish_reason: str | None
     stop_reason: int | str | None
     confidence: tuple[float, float] | None
-    """Mean and standard deviation of its token confidences, in nats; None where the engine did not observe them."""
+    """Mean and standard deviation of its token confidences, in nats. None if the engine did not observe them."""
     weight_versions: Sequence[dict[str, Any]]
     """Spans `{"version", "start", "end"}` over the output tokens."""
     assessment: Assessment | None = None

@@ -77,7 +77,7 @@ class Launcher:
         try:
             return await unless(taking, stopped)
         except asyncio.CancelledError:
-            if taking.done() and not taking.cancelled():  # its turn had come, and nobody has heard of these places
+            if taking.done() and not taking.cancelled():  # its turn had come, and no caller has these places
                 taking.result().release_all()
             raise
 

@@ -26,7 +26,7 @@ from vllm_rollout.server.errors import error_response
 
 ANY = "*"
 PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa")
-"""Ends of names that nobody can register, among them Kubernetes' `svc.cluster.local`."""
+"""Ends of names that cannot be registered, among them Kubernetes' `svc.cluster.local`."""
 
 
 class AllowedHosts:

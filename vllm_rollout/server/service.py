@@ -223,7 +223,7 @@ class RolloutService:
                 await self._engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # reported elsewhere
             pass
         finally:
             dropping.cancel()

@@ -176,7 +176,7 @@ class ShapingService:
     async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
         """Wait until these reports have reached the engine, then refresh the gauges."""
         if tellings:
-            await asyncio.wait(tellings)  # unlike gather, it leaves them alone when the one who waits is cancelled
+            await asyncio.wait(tellings)  # unlike gather, it does not cancel them with its caller
         await self.refresh()
 
     async def refresh(self) -> None:
@@ -191,14 +191,14 @@ class ShapingService:
             self._metrics.steps_drifted(await self._engine.shaping.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
             self._metrics.ranks_moved(await self._engine.moves.engine_loads())
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # reported elsewhere
             return
 
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         self._metrics.know(adapter)
         try:
             await self._engine.shaping.observe_lengths(key, lengths, adapter)
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # reported elsewhere
             return
 
 

@@ -61,7 +61,7 @@ class ScaleDownWatch:
                 freed = await self._check(started)
                 if freed is not None:
                     await tell(freed)
-        except RequestError as error:  # a rank that was drained meanwhile, or a dead engine, which says so elsewhere
+        except RequestError as error:  # a rank that was drained meanwhile, or a dead engine: reported elsewhere
             logger.warning("no ranks are freed: %s", error)
         finally:
             if not self._progress.is_scaled_down:
@@ -70,7 +70,7 @@ class ScaleDownWatch:
     async def _give_back(self) -> None:
         """Restore the ranks that this rollout keeps empty."""
         while self._held:
-            with suppress(EngineStopped):  # it says so elsewhere
+            with suppress(EngineStopped):  # reported elsewhere
                 await self._moves.restore(self._held.pop(), self._owner)
 
     async def _check(self, started: float) -> RanksFreeEvent | None:

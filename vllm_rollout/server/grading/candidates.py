@@ -35,7 +35,7 @@ class LaunchedCandidates:
         self._wave_of.update(dict.fromkeys(indices, name))
         plan = replace(self._order.plan, group_size=len(indices), redundancy=0, early_stop=False, patience=None)
         beginnings = Beginnings(dict.fromkeys(indices, ()), max(indices) + 1)
-        # A race that counts its groups has counted this one already, or will by those that it began with.
+        # A race that counts its groups counts this one by the candidates that it began with.
         place = self._order.place
         place = place if place is not None and place.num_wanted is None else None
         order = replace(self._order, group_id=name, plan=plan, place=place, beginnings=beginnings)

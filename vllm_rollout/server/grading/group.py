@@ -205,7 +205,7 @@ class WholeGroup(GradedGroup):
 
 
 class TeachingGroup(GradedGroup):
-    """Runs until its rewards differ (`until` "variance")."""
+    """Goes on until its rewards differ (`until` "variance", docs/until.md)."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

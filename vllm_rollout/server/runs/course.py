@@ -87,7 +87,7 @@ class RoundCourse(Course):
 
     def place(self, position: int) -> RacePlace | None:
         opened = self.progress.opened
-        if opened.kind == "long":  # nobody races: it runs to its end
+        if opened.kind == "long":  # no race: it runs to its end
             return None
         return RacePlace(self.race_id, self._num_to_count, position)
 

@@ -151,7 +151,7 @@ class Parallelism:
                 while self._is_due and self.has_live_round():
                     self._round_over.clear()
                     await self._round_over.wait()
-        except TimeoutError:  # the other round may wait for whoever began this one
+        except TimeoutError:  # the other round may wait for this one's client
             return
         await self._acted(PATIENCE_S)
 

@@ -227,7 +227,7 @@ class RunService:
         live = await self._prepare(planned, as_before(id_of(name), planned.opened, request, planned.stored.memo), {})
         if live.ended is not None:
             await asyncio.to_thread(live.take_up, planned)
-        # Last: nobody else would give it up.
+        # Last, because a step that failed after it would leave the round without release.
         live.owner = await self._owned(name, self._store.claim, name, planned.opened)
         return live
 
@@ -336,7 +336,7 @@ class RunService:
                 async for event in events:
                     yield event
         finally:
-            # Nothing is awaited here: whoever cancels this must not leave the round in the hands of nobody.
+            # Nothing is awaited here: a cancellation at an await would leave the round unreleased.
             del self._live[live.id]
             if self._parallelism is not None:
                 self._parallelism.round_left()
@@ -385,7 +385,7 @@ class RunService:
 
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
-            with suppress(EngineStopped):  # it says so elsewhere
+            with suppress(EngineStopped):  # reported elsewhere
                 await self._engine.forget_race(race_id)
 
         spawn(forget(), "forgetting a race")

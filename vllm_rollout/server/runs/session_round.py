@@ -127,11 +127,11 @@ class SessionRound(LiveRound):
         finally:
             self._leave()
 
-    # What its groups tell.
+    # Events of its groups.
 
     def heard_s(self, now_s: float) -> float:
-        """The time at which the harness was last active in any group: a harness that runs a few groups at a time
-        lets the others wait."""
+        """Time of the harness's last activity in any group. A harness that runs a few groups at a time lets the
+        others wait."""
         if self._heard is None or self._heard[0] != now_s:
             races = [group.race for _, group in self._declared]
             heard_s = now_s if any(race.has_open for race in races) else max(race.active_s for race in races)
@@ -165,7 +165,7 @@ class SessionRound(LiveRound):
     def counted(self) -> None:
         self._changed.set()
 
-    # What follows.
+    # Consequences.
 
     def _declare(self) -> None:
         """Declare the groups of prompts that are to start now. Raises: RequestError (503) if too many sessions are
@@ -256,7 +256,7 @@ class SessionRound(LiveRound):
     def _prompt_id(self, position: int) -> str:
         return self.opened.all_entries[position].prompt_id
 
-    # What it answers.
+    # Answers.
 
     async def _returned(self, declared: Declared) -> ReturnedEvent:
         position, group = declared

@@ -77,11 +77,11 @@ TABLES = ("runs", "prompts", "keys", "answers", "ended")
 _IS_OF = "(typeof({0}) <> 'text' OR substr({0}, 1, instr({0}, '/')) = ?)"
 """SQL condition for runs of one namespace, with which their names begin."""
 # runs.id, and `run` of the others, are as of `owned_name`.
-# runs.owner and runs.memo belong to the open round: who runs it, and what its request asked for
-# (`RoundRequest.memo`). An owner is a process and a number, "NAME.7": whoever takes the round up again, the same
-# process too, is another owner, so that what is late of an earlier one finds that the round is not its own any more.
-# keys are all that rounds were ever begun under: a key that comes again after years is no new round.
-# staged has the file of what was learned that belongs to the runs that were put last.
+# runs.owner and runs.memo belong to the open round: the process that runs it, and its request (`RoundRequest.memo`).
+# An owner is a process and a number, "NAME.7". Taking a round up again makes a new owner, even in the same process. So
+# a late write of an earlier owner finds that the round is not its own any more.
+# keys has every key under which a round ever began: a key that comes again after years begins no new round.
+# staged names the file of everything learned that belongs to the runs that were restored last.
 
 
 def _column(table: str) -> str:
@@ -135,7 +135,7 @@ class RunStore:
                 isolation_level=None,
                 check_same_thread=False,
             )
-            # What is no UTF-8 any more is seen where it is read as JSON, and fails no query over other rows.
+            # Text that is not UTF-8 fails where it is read as JSON, and not in queries over other rows.
             self._db.text_factory = lambda text: text.decode(errors="surrogateescape")
             _write_ahead(self._db)
             self._db.execute("PRAGMA synchronous = FULL")
@@ -482,7 +482,7 @@ class RunStore:
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            return UnreadableRun(id, error)  # its pages are damaged; those of others may be whole
+            return UnreadableRun(id, error)  # its pages are damaged, and pages of other runs may be whole
 
     def _known(self, id: str) -> StoredRun | UnreadableRun:
         """A run, readable or not. Raises: RequestError (404)."""

@@ -128,7 +128,7 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
         integer(created, "created of a run")
     except (ValueError, TypeError, RecursionError) as error:
         return UnreadableRun(name, error, owner)
-    # An earlier version wrote none of the fields that came since: of those a run has the defaults.
+    # Rows of an earlier version lack newer fields. The run has their defaults.
     return StoredRun(name, created, model, request.settings, request, run, owner, memo)
 
 

@@ -19,11 +19,11 @@ from vllm_rollout.server.sessions.groups import OpenGroup, Terms, limits_of
 
 
 def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit_ratio: float) -> Terms:
-    """The terms of a group that is declared.
+    """The terms of a declared group.
 
     Args:
-        pruning_refusal: why nothing can be scored here; None when it can.
-        audit_ratio: share of audit groups among those that are pruned, unless the request says one.
+        pruning_refusal: reason why this server cannot score. None if it can.
+        audit_ratio: share of audit groups among pruned ones, unless the request sets one.
 
     Raises: RequestError.
     """
@@ -43,7 +43,7 @@ def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit
 def _pruned(
     request: SessionGroupRequest, refusal: str | None, audit_ratio: float
 ) -> tuple[PruningPlan | None, int, bool]:
-    """The plan, the turn, and whether it is an audit group. Raises: RequestError."""
+    """The pruning plan, the turn to score, and True for an audit group. Raises: RequestError."""
     if request.pruning is None:
         return None, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
     if refusal is not None:

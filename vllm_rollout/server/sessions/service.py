@@ -114,7 +114,7 @@ class SessionService:
         """The time by the service's clock, in seconds."""
         return self._clock()
 
-    # What requests say.
+    # Requests.
 
     def create(self, request: SessionGroupRequest) -> SessionGroupAnswer:
         """Declare a group. Its sessions get ids. Raises: RequestError."""
@@ -370,7 +370,7 @@ class SessionService:
         readers."""
         return self._group(group_id).events()
 
-    # What follows.
+    # Consequences.
 
     def _settle(self, group: OpenGroup) -> int:
         """Decide the group's race, report its events and stop lost sessions. Returns the number of wanted sessions."""
@@ -398,7 +398,7 @@ class SessionService:
         while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
             self._stopping = turns
             self._more_to_stop.clear()
-            with survived("stopping turns"), suppress(EngineStopped):  # it says so elsewhere
+            with survived("stopping turns"), suppress(EngineStopped):  # reported elsewhere
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)
@@ -507,7 +507,7 @@ class SessionService:
             self._grading.promise(group.reward.name, -1)
         return grade.status == "void", grade.reward, grade.status
 
-    # Who is meant.
+    # Look-ups.
 
     def _joined(self, key: Key, said: TurnSaid) -> OpenGroup:
         """The group that a session's first turn names. The group's first session makes it."""

@@ -159,7 +159,7 @@ class Viewers:
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
-                self._unsent.clear()  # who comes next is told everything
+                self._unsent.clear()  # the next viewer is sent everything
             self._tick_if_needed()
 
     async def texts(self, rollout_id: str, position: int, namespace: str) -> GroupTexts:
@@ -180,7 +180,7 @@ class Viewers:
         if key not in self._read:
             self._read[key] = reading = begin(self._running_texts(rollout, position, group))
             reading.add_done_callback(lambda _: loop.call_later(TICK_S, self._read.pop, key))
-        return await heard(self._read[key], "texts of a group")  # a reader who leaves does not take it from the others
+        return await heard(self._read[key], "texts of a group")  # if one reader leaves, the others still get it
 
     async def _running_texts(self, rollout: Rollout, position: int, group: SeenGroup) -> GroupTexts:
         running = await self._last_tokens(rollout.group_id(position))
@@ -259,7 +259,7 @@ class Viewers:
         while True:
             with survived("the page"):
                 loads: Sequence[EngineLoad] = ()
-                with survived("the page"), suppress(EngineStopped, TimeoutError):  # it is dead, or has more to do
+                with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
                         loads = await self._engine.moves.engine_loads()
                 self._look(loads)
