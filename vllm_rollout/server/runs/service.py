@@ -192,7 +192,7 @@ class RunService:
         await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
-        """Run a round to its end. Returns a RoundAnswer as JSON."""
+        """Run a round to its end. Returns its answer as JSON."""
         async with aclosing(begun.events) as events:
             async for _ in events:
                 pass

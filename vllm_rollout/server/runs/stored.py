@@ -99,7 +99,7 @@ class EndedGroup(NamedTuple):
     version: str | None
     """Version of the weights with which the round began."""
     body: bytes
-    """A GroupAnswer as JSON, compressed."""
+    """A GroupAnswer, or a SessionRoundGroup in a round of sessions, as compressed JSON."""
 
 
 class PlannedRound(NamedTuple):
