@@ -1,1 +1,2 @@
-"""HTTP: bodies, routes, the rollout service and the client. Knows an engine only by the protocol in `engine.py`."""
+"""The HTTP server: request bodies, routes and the rollout service. It knows an engine only by the protocol in
+`engine.py`."""

@@ -1,4 +1,5 @@
-"""Who may put heads and states in place. Invariant: the key is in no log, no metric and no answer."""
+"""The admin key, needed to replace quality heads and states. Invariant: the key is in no log, no metric and no
+answer."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from vllm_rollout.server.learning.body import ADMIN_HEADER
 
 
 class AdminKey:
-    """The key of --rollout-admin-key: its digest only, so that neither logs nor comparing times tell it."""
+    """The key of --rollout-admin-key. Only its digest is held, so that neither logs nor timing of comparisons reveal
+    it."""
 
     def __init__(self, key: str) -> None:
         self._digest = _digest(key.encode())
@@ -26,11 +28,11 @@ class AdminKey:
 
 
 def require_admin(request: Request) -> None:
-    """What an endpoint that changes what everybody is served by depends on.
+    """Dependency of endpoints that change something for all clients.
 
-    The key may come as a bearer token too: a trainer's client has a setting for that, and none for a header of ours.
+    The key may also be a bearer token: clients in trainers have a setting for that, but not for our header.
 
-    Raises: RequestError (401) without the key, where the server was given one.
+    Raises: RequestError (401) without the key, if the server was given one.
     """
     admin_key: AdminKey | None = request.app.state.rollout_service.admin_key
     if admin_key is None:

@@ -28,7 +28,7 @@ class ConfidenceAnswer(BaseModel):
 
 
 class EndedCandidate(BaseModel):
-    """What every candidate has; all that concerns scores is null without pruning."""
+    """Fields of every candidate. Fields about scores are null without pruning."""
 
     index: int
     """In its group, from 0."""
@@ -46,24 +46,25 @@ class EndedCandidate(BaseModel):
     """0: there was no head yet."""
     confidence: ConfidenceAnswer | None = None
     score_weight_version: str | None = None
-    """The version that sampled token `detection_length`."""
+    """Version of the weights that sampled token `detection_length`."""
     would_prune: bool | None = None
-    """Shadow mode only: active mode would have stopped it."""
+    """Shadow mode only. True if active mode would have stopped the candidate."""
     shadow_survival_probability: float | None = None
-    """Shadow mode only: the survival probability that active mode would have given it."""
+    """Shadow mode only. Survival probability that active mode would have given the candidate."""
 
 
 class RewardFields(BaseModel):
-    """What the server's grader says of a trajectory; all null where none was asked for, or as long as it is awaited."""
+    """The server's grade of a trajectory. All fields are null if no reward was requested, and while the grade is
+    awaited."""
 
     reward: float | None = None
-    """0 with a timeout; null with an error or void."""
+    """0 for a time-out. Null for an error and for a void candidate."""
     reward_parts: dict[str, float] | None = None
     reward_status: RewardStatus | None = None
     reward_reason: str | None = None
-    """Why the status is not `ok`."""
+    """Reason for a status other than `ok`."""
     reward_s: float | None = None
-    """How long grading took, in seconds, without what it waited for a core."""
+    """Seconds of grading, without the wait for a core."""
 
 
 class Trajectory(EndedCandidate, RewardFields):
@@ -78,10 +79,10 @@ class Trajectory(EndedCandidate, RewardFields):
     finish_reason: str | None
     stop_reason: int | str | None = None
     final_score: float | None = None
-    """With pruning.final_score: logit of the head for whole trajectories at its last token; null while none is trained.
-    A weight for /v1/votes."""
+    """With pruning.final_score: logit of the head for whole trajectories at the last token. Null while that head is
+    not trained. A weight for /v1/votes."""
     final_success_probability: float | None = None
-    """What it is calibrated to; null while too few labels are known."""
+    """Calibrated success probability of `final_score`. Null while too few labels are known."""
     mean_confidence: float | None = None
     """Self-certainty in nats: mean over its tokens of -(1/V) * sum of log P over the V tokens of the vocabulary that
     a grammar allows. Null with speculative decoding and with --enable-batch-sharded-sampling."""
@@ -90,12 +91,13 @@ class Trajectory(EndedCandidate, RewardFields):
     weight_versions: list[dict[str, Any]] = []
     """Which version of the weights sampled which of its tokens: spans `{"version", "start", "end"}`."""
     inclusion_probability: float | None = None
-    """Chance that it is among the trajectories: that of surviving pruning where whoever survives is returned, as in an
-    audit group. Null where candidates race: nobody knows the chance to be among the first."""
+    """Probability that the candidate is among the trajectories. If all survivors of pruning are returned, as in an
+    audit group, it is the survival probability. Null if candidates race, because the chance to be among the first
+    is unknown."""
     num_resumed_tokens: int = 0
-    """The first so many are from an earlier round of its run."""
+    """This many tokens at the beginning come from an earlier round of the run."""
     off_policy: bool = False
-    """Weights other than those of its round sampled, or may have sampled, some of its tokens."""
+    """True if weights other than those of its round sampled, or may have sampled, some of its tokens."""
 
 
 class Candidate(EndedCandidate):
@@ -105,7 +107,7 @@ class Candidate(EndedCandidate):
     """`finished`: it was not selected. `surplus`: it was stopped, or lost a tie. `pruned`: its score was too low.
     `deferred`: its group was stopped. `failed`: `error` says why."""
     error: str | None = None
-    """Why it failed, where that is known."""
+    """The error, if the candidate failed for a known reason."""
 
 
 class StoppedCandidate(Candidate):
@@ -115,7 +117,7 @@ class StoppedCandidate(Candidate):
     logprobs: list[float] | None = None
     text: str | None = None
     ended_by_itself: bool = False
-    """Its answer is whole, and as likely right as any: it was not selected, or lost a tie."""
+    """True if the answer is whole, and as likely right as any other: the candidate was not selected, or lost a tie."""
 
 
 class GroupLengths(BaseModel):
@@ -125,17 +127,20 @@ class GroupLengths(BaseModel):
 
 
 class Allocation(BaseModel):
-    """How many candidates the prompt got, and why; without redundancy "auto" only how many."""
+    """Number of candidates of a prompt. With redundancy "auto" also the reasons for it."""
 
     num_candidates: int
     weight: float | None = None
-    """w of DARTS Algorithm 1, from 0 to 1: the prompt's length deviation among those of the request."""
+    """Weight w of DARTS Algorithm 1, from 0 to 1: the deviation of the prompt's lengths relative to the other
+    prompts of the request."""
     std_tokens: float | None = None
-    """What the weight came from: deviation of the prompt's lengths, cut at `max_tokens`; None at first sight."""
+    """Standard deviation of the prompt's lengths in tokens, cut at `max_tokens`, from which the weight follows. Null
+    for a new prompt."""
     at_upper_bound: bool = False
-    """The prompt got as many as there may be."""
+    """True if the prompt got as many candidates as there may be."""
     extreme: bool = False
-    """It is among the twentieth of the prompts that spread most: its selection is "shortest", with early stop."""
+    """True if the prompt is among the 5 % whose lengths spread most. Then its selection is "shortest", with early
+    stop unless the request forbids that."""
     selection: SelectionRule
 
 
@@ -145,45 +150,47 @@ class RedundancyBudget(BaseModel):
     total: int
     lower: int
     upper: int
-    """Bounds of `total`: once and twice as many as trajectories are wanted, within --max-num-seqs."""
+    """`lower` and `upper` bound `total`: once and twice the number of wanted trajectories, within --max-num-seqs."""
     optimum: float | None = None
-    """rho * base_s / (tradeoff * seconds_per_candidate); None with source "default"."""
+    """rho * base_s / (tradeoff * seconds_per_candidate). Null if the source is "default"."""
     rho: float | None = None
-    """Deviation of all lengths over their mean, moving averages."""
+    """Standard deviation of all lengths over their mean, from moving averages."""
     seconds_per_candidate: float | None = None
-    """k of Eq. 6, from the profile."""
+    """k of DARTS Eq. 6, from the profile."""
     base_s: float | None = None
-    """Predicted time of the rollout without redundancy, from the profile."""
+    """Predicted seconds of the rollout without redundancy, from the profile."""
     tradeoff: float
     source: Literal["profile", "default", "places"]
-    """"default": half as many again as wanted, because the server has no profile or has not seen any lengths. "places":
-    not all candidates run at once, and this total was the fastest of some that were played."""
+    """"default": 1.5 times the wanted trajectories, because the server has no profile or knows no lengths yet.
+    "places": not all candidates run at once, and this total was the fastest of several that were simulated."""
 
 
 class GroupRewards(BaseModel):
-    """What the rewards of a group's trajectories say; those without one count for nothing."""
+    """Statistics of the rewards of a group's trajectories. Trajectories without a reward are left out."""
 
     name: str
-    """The reward's name."""
     num_rewards: int
     mean: float | None
     std: float | None
-    """The sample's (n - 1); null with fewer than two rewards."""
+    """Sample standard deviation (n - 1). Null with fewer than two rewards."""
     teaches: bool
-    """They differ."""
+    """True if the rewards differ."""
     estimator: Estimator
     advantages: list[float | None]
-    """One per trajectory, in their order."""
+    """One per trajectory, in their order. Null for a trajectory without a reward."""
     num_graded: int | None = None
-    """With `until` "variance": rewards that the group's end rests on, also those of trajectories that are not here."""
+    """With `until` "variance": number of rewards that ended the group, including those of candidates that are not
+    returned."""
     success: float | None = None
-    """With it: mean of the first `group_size` rewards by index. That of the trajectories here is biased by the rule."""
+    """With `until` "variance": mean of the first `group_size` rewards by index. The mean of the returned
+    trajectories is biased by the rule."""
     weight: float | None = None
-    """With it: what the group counts where each graded answer shall count the same, group_size / num_graded."""
+    """With `until` "variance": weight of the group if each graded answer is to count the same: group_size /
+    num_graded."""
 
 
 class GroupSummary(BaseModel):
-    """What is said of a group that is over, beside its candidates."""
+    """A finished group, without its candidates."""
 
     prompt_id: str
     group_id: str
@@ -196,13 +203,14 @@ class GroupSummary(BaseModel):
     lengths: GroupLengths
     allocation: Allocation
     off_policy: bool = False
-    """One of its trajectories is."""
+    """True if one of its trajectories is off policy."""
     weight_versions: list[str] = []
-    """That sampled its trajectories. Several, and none of them off policy: its siblings differ."""
+    """Versions of the weights that sampled its trajectories. If there are several and `off_policy` is false, each
+    trajectory has one version, and not all have the same."""
     audit: bool = False
-    """Nobody was stopped: its rewards and lengths are a plain sample of the policy's."""
+    """True if no candidate was stopped. Then rewards and lengths are a plain sample of the policy's."""
     rewards: GroupRewards | None = None
-    """With `reward` only."""
+    """Null without a reward."""
 
 
 class GroupAnswer(GroupSummary):
@@ -220,7 +228,7 @@ class Usage(BaseModel):
     returned_tokens: int = 0
     wasted_tokens: int = 0
     resumed_tokens: int = 0
-    """From earlier rounds: generated + resumed = returned + wasted."""
+    """Tokens from earlier rounds. generated + resumed = returned + wasted."""
     num_candidates: int = 0
     num_finished: int = 0
     num_pruned: int = 0
@@ -229,9 +237,9 @@ class Usage(BaseModel):
     num_failed: int = 0
     num_scored: int = 0
     num_restarted: int = 0
-    """Groups that ran again after the engine lost them; what the lost ones generated is not counted."""
+    """Groups that ran again after the engine lost them. Tokens of lost attempts are not counted."""
     num_rewards: int = 0
-    """Trajectories that the server gave a reward; a timeout's is 0, and counts here too."""
+    """Trajectories that the server gave a reward. A time-out has reward 0, and counts here too."""
     num_reward_timeouts: int = 0
     num_reward_errors: int = 0
     num_voids: int = 0
@@ -243,25 +251,26 @@ class Timing(BaseModel):
     latency_s: float = 0.0
     time_to_first_group_s: float | None = None
     started_s: list[float | None] = []
-    """For each prompt, when its group got its places: seconds after the rollout began. None: it did not start."""
+    """For each prompt, seconds from the rollout's beginning until its group got its places. Null if it did not
+    start."""
 
 
 class FreedRanks(BaseModel):
-    """Ranks that were emptied while a rollout still ran, until it is over."""
+    """Ranks that were emptied while a rollout still ran. They stay empty until the rollout is over."""
 
     ranks: list[int]
     after_s: float
-    """Since the rollout began."""
+    """Seconds since the rollout began."""
     seconds: float
-    """That it took to empty them."""
+    """Seconds that it took to empty them."""
     num_moved: int
-    """Groups."""
+    """Groups that moved to other ranks."""
     reason: str
-    """The numbers of the decision."""
+    """The decision in words, with its numbers."""
 
 
 class RolloutSummary(BaseModel):
-    """What is said of a rollout that is over, beside its groups."""
+    """A finished rollout, without its groups."""
 
     id: str
     """`rollout-…`. It names the rollout for rewards and for vLLM's abort endpoints, as the header X-Request-Id of the
@@ -271,19 +280,20 @@ class RolloutSummary(BaseModel):
     model: str
     weight_version: str | None = None
     warnings: list[str] = []
-    """What was asked for and could not be done, once per request."""
+    """Requested things that could not be done, and failures. Each is named once per request."""
     budget: RedundancyBudget | None = None
-    """With redundancy "auto" only."""
+    """Null without redundancy "auto"."""
     detection_length: int | None = None
-    """With pruning: where candidates were scored; the first of several. Of "auto" the one that was chosen."""
+    """With pruning: number of tokens at which candidates were scored, the first of several. For "auto", the chosen
+    length."""
     off_policy: bool = False
-    """One of its trajectories is."""
+    """True if one of its trajectories is off policy."""
     freed: FreedRanks | None = None
-    """With scale_down "auto", if ranks were freed."""
+    """Null unless scale_down "auto" has freed ranks."""
     usage: Usage
     timing: Timing
     receipt: Receipt | None = None
-    """What it saved against waiting for all of its candidates (docs/guides/watching.md)."""
+    """Cost and savings, compared with waiting for all candidates (docs/guides/watching.md)."""
 
 
 class RolloutAnswer(RolloutSummary):
@@ -302,7 +312,7 @@ class TrajectoryEvent(BaseModel):
 
 
 class RewardEvent(RewardFields):
-    """A trajectory that was sent before has its reward."""
+    """The reward of a trajectory that was sent before."""
 
     type: Literal["reward"] = "reward"
     prompt_id: str
@@ -332,14 +342,14 @@ class TokensEvent(BaseModel):
 
 
 class GroupEvent(GroupSummary):
-    """A group is over. Its trajectories were sent before; `selected` names them."""
+    """A group is over. Its trajectories were sent before. `selected` lists their indices."""
 
     type: Literal["group"] = "group"
     selected: list[int]
 
 
 class RestartedEvent(BaseModel):
-    """A group runs again, since the engine lost it: what was sent of it before counts for nothing."""
+    """The engine has lost a group, which runs again. Earlier events of the group are void."""
 
     type: Literal["restarted"] = "restarted"
     prompt_id: str
@@ -360,41 +370,42 @@ class DoneEvent(RolloutSummary):
 
 
 class RebuildAnswer(BaseModel):
-    """The engine was rebuilt between two rounds; a size at which none started leaves it as it was."""
+    """The engine was rebuilt between two rounds. If no engine starts at the wanted size, it has the size that it had
+    before."""
 
     wanted_size: int
     size_before: int
     tensor_parallel_size: int
-    """Since then."""
+    """Size since the rebuild."""
     reason: Reason
     seconds: float
-    """For which requests waited."""
+    """Seconds for which requests waited."""
 
 
 class RoundSummary(BaseModel):
-    """What a round of a run made of its prompts."""
+    """A finished round of a run: the prompts that it did not return, and the kind and size of the next round."""
 
     run: str
     round: int
     kind: RoundKind
     idempotency_key: str
     deferred: list[str] = []
-    """Prompt ids that wait for a long round."""
+    """Ids of prompts that wait for a long round."""
     filtered: list[str] = []
-    """Those whose rewards were all the same: out of the run."""
+    """Ids of prompts that left the run, because all rewards of their group were the same."""
     unstarted: list[str] = []
-    """Those that are the first of the next short round."""
+    """Ids of prompts that did not start. They are the first of the next short round."""
     next_round: RoundKind
     num_fresh_prompts: int
-    """How many prompts the next round wants."""
+    """Number of fresh prompts that the next round wants."""
     num_waiting: int
-    """Prompts of the run that are not back."""
+    """Prompts of the run that were neither returned nor filtered yet."""
     rebuilt: RebuildAnswer | None = None
     """Since the round before, with `--rollout-parallelism auto`."""
 
 
 class RoundAnswer(RoundSummary, RolloutAnswer):
-    """A rollout's answer, with the groups that the round returns."""
+    """The answer of a round: a rollout's answer, with the groups that the round returns."""
 
 
 class RoundEvent(BaseModel):
@@ -407,7 +418,7 @@ class RoundEvent(BaseModel):
     kind: RoundKind
     idempotency_key: str
     num_wanted: int
-    """Prompts that it returns."""
+    """Number of prompts that the round returns."""
     prompt_ids: list[str]
     reserve: list[str]
     rebuilt: RebuildAnswer | None = None
@@ -415,7 +426,7 @@ class RoundEvent(BaseModel):
 
 
 class DeferredEvent(BaseModel):
-    """A group waits for a long round: what was sent of it counts for nothing."""
+    """A group waits for a long round. Earlier events of the group are void."""
 
     type: Literal["deferred"] = "deferred"
     prompt_id: str
@@ -424,14 +435,14 @@ class DeferredEvent(BaseModel):
 
 
 class FilteredEvent(BaseModel):
-    """All rewards of a returned group are the same: it leaves the round."""
+    """All rewards of a returned group are the same, so the group leaves the round."""
 
     type: Literal["filtered"] = "filtered"
     prompt_id: str
 
 
 class RoundDoneEvent(RoundSummary, DoneEvent):
-    """A round is over, and what it made of its prompts is kept."""
+    """A round is over, and its outcome is saved."""
 
 
 class ErrorBody(BaseModel):

@@ -1,4 +1,5 @@
-"""Attempts to run a group, of which the last one counts. Invariant: whatever was said of an earlier one is void."""
+"""Attempts to run a group, of which only the last one counts. Invariant: a restart voids all reports of earlier
+attempts."""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.engine import CandidateEnd, GroupLost, Happening
 
 Attempt = Callable[[], AsyncGenerator[Happening, None]]
-"""Starts a group, and yields what happens to it."""
+"""Starts a group, and yields its tokens and ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The group runs again: what happened before is void."""
+    """The group runs again. All earlier reports are void."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The group stays lost; nothing more comes."""
+    """The group stays lost. Nothing follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A candidate that has finished has its grade."""
+    """The grade of a finished candidate."""
 
     end: CandidateEnd
     grade: Grade
@@ -41,9 +42,13 @@ async def attempts(
     on_engine_failure: OnEngineFailure,
     before_retry: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[Happening | Restarted | Lost, None]:
-    """What happens to a group that `run` starts. There are fewer retries than ranks, since each takes the death of one.
+    """Run a group until it ends, and yield its tokens and ends, its restarts and its loss.
 
-    `before_retry` waits until it may run again. Raises what `run` raises when the whole engine is dead.
+    `run` starts one attempt. If the engine loses the group, then `on_engine_failure` "fail" yields `Lost`. Otherwise
+    `Restarted` is yielded, and the group runs again after `before_retry`. Each retry takes the death of a rank, so
+    there are fewer retries than ranks.
+
+    Raises: what `run` raises when the whole engine is dead.
     """
     while True:
         try:

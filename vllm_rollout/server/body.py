@@ -1,6 +1,6 @@
-"""What every request body has in common, and how one is made of a table of fields.
+"""The base of all request bodies, and bodies made from a table of fields.
 
-Invariant: an unknown field is an error that names it, and what is accepted can travel to the engine.
+Invariant: an unknown field is an error that names it, and every accepted value can be sent to the engine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vllm_rollout.group.plans.xargs import PREFIX
 from vllm_rollout.server.renamed import remedy_for
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
-"""Integers that can travel to the engine: 64 bit, signed."""
+"""Integers that can be sent to the engine: 64 bit, signed."""
 MAX_DEPTH = 32
 """Levels of nesting inside messages and sampling_params."""
 MOST_NAME = 100
-"""Characters of a name in an error."""
+"""Most characters of a name in an error."""
 SAMPLING = frozenset({
     "allowed_token_ids", "bad_words", "extra_args", "frequency_penalty", "ignore_eos",
     "include_stop_str_in_output", "logit_bias", "logprobs", "max_tokens", "min_p", "min_tokens",
@@ -51,9 +51,9 @@ ELSEWHERE = {
     "max_new_tokens": "sampling_params.max_tokens",
     "logprobs": "include",
 }
-"""What others call it, or write beside the prompt: where our bodies have it."""
+"""Fields of other APIs -> the places of the same settings in our bodies."""
 UNION_TAGS = frozenset({"<flag>", "<list>", "<name>", "<number>", "<object>"})
-"""Parts that pydantic puts into an error's location and that are no part of the body."""
+"""Parts of an error's location that pydantic adds and that are not part of the body."""
 
 
 class Body(BaseModel):
@@ -62,7 +62,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
-        """One error for the first unknown field: a body of a million of them costs no more than one."""
+        """Report only the first unknown field: a body with a million of them costs no more than one."""
         if isinstance(value, dict):
             known = _names_of(cls)
             for name in value:
@@ -91,13 +91,14 @@ def _place_of(name: str, known: Sequence[str]) -> str | None:
 
 
 _BODIES: dict[type, type[Body]] = {}
-"""The model of each table that an object in a body is made of."""
+"""Tables of fields -> the body that is made of each, for objects within a body."""
 
 B = TypeVar("B", bound=Body)
 
 
 def of_table(body: type[B]) -> type[B]:
-    """Decorates a body that inherits a table of `group/plans/fields.py`: its fields take what their rows say."""
+    """Class decorator for a body that inherits a table of `group/plans/fields.py`. The table's rows set types and
+    descriptions of its fields."""
     for name, row in rows(body).items():
         field = body.model_fields[name]
         annotation = _type_of(row.takes)
@@ -109,7 +110,7 @@ def of_table(body: type[B]) -> type[B]:
 
 
 def _type_of(kind: Kind) -> Any:
-    """The type by which pydantic checks what a field takes, and OpenAPI tells it."""
+    """The type of a field's values, for pydantic's checks and for OpenAPI."""
     match kind:
         case Integer(least, most):
             return Annotated[StrictInt, Field(ge=least, le=most)]
@@ -131,7 +132,7 @@ def _type_of(kind: Kind) -> Any:
 
 
 def limits(kind: Number) -> dict[str, Any]:
-    """As pydantic names them."""
+    """The bounds of a number, as arguments of pydantic's `Field`."""
     return {"gt" if kind.above else "ge": kind.least, "lt" if kind.below else "le": kind.most}
 
 
@@ -139,7 +140,7 @@ _TAGS = {Flag: "<flag>", Names: "<name>", Integer: "<number>", Several: "<list>"
 
 
 def _tag(value: Any, tags: list[str]) -> str:
-    """Which branch of a union is meant, so that an error speaks of that one only."""
+    """The tag of the union's branch that fits a value, so that errors are about that branch only."""
     for form, tag in ((dict | BaseModel, "<object>"), (list, "<list>"), (str, "<name>")):
         if isinstance(value, form) and tag in tags:
             return tag
@@ -153,14 +154,15 @@ def _names_of(body: type[Body]) -> tuple[str, ...]:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raises: ValueError for what Python's JSON parser lets through and no engine can take.
+    """Check values that Python's JSON parser accepts and no engine can take.
 
-    A path is made for an error only: with long names, paths of all items would be many times as large as the body.
+    Raises: ValueError that names the path of the value. The path is built for an error only: with long names, the paths
+    of all items would be many times as large as the body.
     """
     names: list[str | int] = []
-    """Of the containers that are open."""
+    """Names of the open containers."""
     items: list[Iterator[tuple[str | int, Any]]] = [iter([(where, value)])]
-    """What is left of them."""
+    """Remaining items, first of the value itself, then of each open container."""
     while items:
         for name, item in items[-1]:
             fault = _fault(item)
@@ -179,7 +181,7 @@ def check_json(value: Any, where: str) -> None:
 
 
 def _fault(value: Any) -> str | None:
-    """The fault of a value by itself; its items are not looked at."""
+    """The fault of a value itself, without a look at its items. None if it has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a finite number, got {value}"
     if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:

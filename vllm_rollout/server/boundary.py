@@ -1,5 +1,7 @@
-"""What all our endpoints have in common. Invariant: every error body is an OpenAI error that says what, value, allowed,
-remedy, no body larger than the limit is read, and those of requests on their way take a bounded number of bytes.
+"""Limits and error handling of all our endpoints.
+
+Invariant: every error body is an OpenAI error with the problem, the value, allowed values and a remedy. No body above
+the limit is read, and the bodies of unanswered requests take a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldBodies:
-    """Bodies of requests that are not answered to their end."""
+    """Bytes of the bodies of requests that are not fully answered."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -36,10 +38,11 @@ class HeldBodies:
 
     @contextmanager
     def received(self, receive: Receive, check_size: Callable[[int], None]) -> Iterator[Receive]:
-        """Around one request: `receive`, which fails when its body is too large by itself, also where it does not state
-        its length, or too much beside the others. One alone never is.
+        """Wrap one request's `receive`. It fails if the body is too large by itself, or too much beside the others.
+        A single body is never too much beside others.
 
-        Raises: RequestError (503), and what `check_size` raises.
+        The bytes are counted as they come, so a body that does not state its length is limited too. Raises:
+        RequestError (503), and what `check_size` raises.
         """
         mine = 0
 
@@ -66,7 +69,8 @@ class HeldBodies:
 
 
 def check_size(num_bytes: int | str, max_bytes: int, remedy: str) -> None:
-    """Raises: RequestError (413) when a body of that size, or of that content-length, is too large."""
+    """Check the size of a body, given in bytes or as its content-length. Raises: RequestError (413) if it is too
+    large."""
     if isinstance(num_bytes, str):
         num_bytes = int(num_bytes) if num_bytes.isascii() and num_bytes.isdecimal() else 0
     if num_bytes > max_bytes:
@@ -77,9 +81,9 @@ def check_size(num_bytes: int | str, max_bytes: int, remedy: str) -> None:
 
 
 class _ReadAhead:
-    """The messages of a request, read before it is known who answers it, and once more by whoever does.
+    """The messages of a request, read to choose the app that answers it, and read again by that app.
 
-    Its body is held, within the bounds of our endpoints, until that reader has taken it.
+    The body is held, within the bounds of our endpoints, until that app has taken it.
     """
 
     held: ClassVar[HeldBodies] = HeldBodies(MAX_HELD_BYTES)
@@ -104,7 +108,7 @@ class _ReadAhead:
         return message
 
     async def body(self) -> bytes:
-        """As far as the client has sent it. Raises: RequestError (413, 503)."""
+        """The body, as far as the client has sent it. Raises: RequestError (413, 503)."""
         check = partial(check_size, max_bytes=MAX_BODY_BYTES, remedy="Send fewer prompts per request.")
         receive = self._holding.enter_context(self.held.received(self._receive, check))
         is_whole = False
@@ -117,7 +121,7 @@ class _ReadAhead:
 async def answer_by_body(
     choose: Callable[[bytes], tuple[ASGIApp, Scope]], scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """For middleware: `choose` says by a request's body who answers it, and which scope that one is given."""
+    """For middleware: `choose` picks the app that answers a request and the app's scope, by the request's body."""
     with _ReadAhead(receive) as ahead:
         answer: ASGIApp
         try:
@@ -166,7 +170,7 @@ class RolloutRoute(APIRoute):
 
 
 class StateRoute(RolloutRoute):
-    """A route that takes back what `GET /v1/rollouts/state` gave."""
+    """A route for the bytes that `GET /v1/rollouts/state` gave."""
 
     held = HeldBodies(MAX_STATE_BYTES)
     max_body_bytes = MAX_STATE_BYTES

@@ -1,7 +1,7 @@
-"""Whose request is being answered: clients with the same API key share a namespace for the names they choose; and which
-session it is a turn of.
+"""Client and session of the request that is being answered. Clients with the same API key share a namespace for the
+names they choose.
 
-Invariant: no key is kept, only what is made of it.
+Invariant: no key is kept, only its hash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _session: ContextVar[str | None] = ContextVar("session", default=None)
 
 
 class ClientNamespaces:
-    """ASGI middleware that notes whose request it is, for what is asked about it deep inside."""
+    """ASGI middleware that notes the client, session and id of each request for code that runs below it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,31 +33,31 @@ class ClientNamespaces:
 
 
 def client_namespace() -> str:
-    """The namespace of the request that is being answered; empty for a client without a key, and where nobody asks over
+    """Namespace of the client whose request is being answered. Empty for a client without a key, and outside of
     HTTP."""
     return _namespace.get()
 
 
 def owned_name(namespace: str, id: str) -> str:
-    """The name of what a client has, among those of all clients. An id of ours has no slash."""
+    """A client's id, unique among all clients by its namespace. Ids of ours have no slash."""
     return f"{namespace}/{id}" if namespace else id
 
 
 def id_of(name: str) -> str:
-    """What the client itself calls it."""
+    """The id without its client's namespace."""
     return name.rpartition("/")[2]
 
 
 def client_session() -> str | None:
-    """The session that the header X-Session-ID names, of the request that is being answered."""
+    """The session that the header X-Session-ID of the current request names."""
     return _session.get()
 
 
 def client_request() -> str | None:
-    """What the header X-Request-ID calls the request that is being answered."""
+    """The id that the header X-Request-ID gives the current request."""
     return _request.get()
 
 
 def namespace_of(authorization: str | None) -> str:
-    """That of a client with this header."""
+    """The namespace of a client with this `Authorization` header."""
     return "" if authorization is None else blake2b(authorization.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,5 @@
-"""Which prompts of a rollout are started, and what becomes of their groups. Invariant: each is started at most once."""
+"""Decides which prompts of a rollout start, and which finished groups are returned. Invariant: each prompt is
+started at most once."""
 
 from __future__ import annotations
 
@@ -11,40 +12,41 @@ from vllm_rollout.group.types import Ending, GroupResult
 
 
 class Course(ABC):
-    """One that leaves no prompt out, and returns every group. Positions are those of the rollout's prompts."""
+    """By default, no prompt is left out and every group is returned. Positions are those of the rollout's prompts."""
 
     @abstractmethod
     def positions(self) -> AsyncIterator[int]:
-        """Prompts to start, each as soon as it is known that it shall be. It ends when no more will be started."""
+        """Prompts to start, each as soon as that is decided. Ends when no more will start."""
 
     def stopped(self) -> Awaitable[object] | None:
-        """Done when no prompt shall start for now; None: that never happens."""
+        """An awaitable that is done when no prompt may start for now. None: that never happens."""
         return None
 
     def starts(self, position: int) -> bool:
-        """There is room for the group of this prompt: whether it starts."""
+        """True if the prompt starts, now that there are places for its group."""
         return True
 
     def place(self, position: int) -> RacePlace | None:
-        """Its part in a race against the rollout's other groups."""
+        """The group's place in a race against the rollout's other groups. None without a race."""
         return None
 
     def candidate_ended(self, position: int, ending: Ending) -> None:  # noqa: B027  # few courses care
-        """One of the group of this prompt."""
+        """A candidate of this prompt's group has ended."""
 
     def restarted(self, position: int) -> None:  # noqa: B027
-        """The group of this prompt runs again: what was told of it is void."""
+        """The group of this prompt runs again. Earlier reports about it are void."""
 
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
-        """Why the group is deferred; None: it is returned. `lost`: it completed too late to count."""
+        """The reason if the group is deferred. None: it is returned. `lost`: it completed too late to count."""
         return None
 
     async def graded(self, position: int, rewards: Mapping[int, float | None]) -> None:  # noqa: B027
-        """The server has graded what the group of this prompt returns. `rewards`: by index, None without one."""
+        """The server has graded the trajectories of this prompt's group. `rewards`: by candidate index, None without
+        a reward."""
 
 
 class AllPrompts(Course):
-    """Every prompt starts, in this order."""
+    """Starts every prompt, in the given order."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self._positions = positions

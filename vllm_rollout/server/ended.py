@@ -1,4 +1,5 @@
-"""What the engine says of candidates -> what the answer says. Invariant: nothing is said that was not asked for."""
+"""Trajectories and candidates for answers, made from the engine's reports. Invariant: content that was not requested
+is left out."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def trajectory_of(
     current_version: str | None = None,
     grade: Grade | None = None,
 ) -> Trajectory:
-    """`current_version`: of the weights that its rollout began with. `grade`: if it has come."""
+    """A selected candidate as the answer has it. `current_version`: the weights that its rollout began with.
+    `grade`: None if it has not come."""
     mean, std = end.confidence or (None, None)
     scoring = _scoring(end, plan.pruning)
     survival = scoring.get("survival_probability", 1.0)
@@ -89,10 +91,10 @@ def reward_of(grade: Grade) -> dict[str, Any]:
 
 
 def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
-    """The score's fields; empty without pruning.
+    """Fields about the score. Empty without pruning.
 
-    A trainer corrects by 1 / `survival_probability`, so in shadow mode it is 1: nothing was at stake, unless it was in
-    an earlier round.
+    A trainer weights a trajectory by 1 / `survival_probability`. Shadow mode stops no candidate, so there it is 1, or
+    the probability from earlier rounds.
     """
     if pruning is None:
         return {}
@@ -117,18 +119,18 @@ def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
 
 
 def _final(end: CandidateEnd) -> dict[str, Any]:
-    """By its last token; empty without a score, which needs a trained head."""
+    """Fields about the score at the last token. Empty without a trained head."""
     if end.final is None or end.final.head_version == 0:
         return {}
     return {"final_score": end.final.score, "final_success_probability": end.final.success_probability}
 
 
 def _confidence(confidence: Confidence) -> ConfidenceAnswer | None:
-    """None where the engine could not see it: JSON has no NaN."""
+    """The confidence, or None if a part of it was not observed: JSON has no NaN."""
     return ConfidenceAnswer(**confidence._asdict()) if all(map(isfinite, confidence)) else None
 
 
 def version_of_token(end: CandidateEnd, position: int) -> str | None:
-    """The weight version that sampled the output token at that position; None when the engine knows of none."""
+    """The weight version that sampled the output token at `position`. None if the engine does not know it."""
     spans = (span for span in end.weight_versions if span["start"] <= position < span["end"])
     return next((span["version"] for span in spans), None)

@@ -1,4 +1,4 @@
-"""What the service asks of an engine. Invariant: no type here belongs to vLLM."""
+"""The interface between the service and an engine. Invariant: no type here belongs to vLLM."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ class RequestError(Exception):
         self.status = status
         self.param = param
         self.retry_after_s = retry_after_s
-        """When it is worth trying again; None: not said."""
+        """Seconds after which to try again. None if unknown."""
 
 
 class EngineStopped(RequestError):
-    """The engine, or the rank that was asked, is dead, and says so everywhere else."""
+    """The engine, or the rank that was asked, is dead. This is also reported elsewhere."""
 
 
 class GroupLost(Exception):
-    """The part of the engine that a group ran on has died; other groups go on."""
+    """The part of the engine that ran a group has died. Other groups go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """A prompt as the client wrote it; exactly one of the three forms is set."""
+    """A prompt as the client wrote it, in exactly one of the three forms."""
 
     id: str
     position: int
-    """Where it stands in the request."""
+    """Position in the request."""
     messages: Sequence[dict[str, Any]] | None = None
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
@@ -67,76 +67,81 @@ class PromptInput:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt the engine has accepted."""
+    """A prompt that the engine has accepted."""
 
     id: str
     token_ids: Sequence[int]
     handle: Any
     """The engine's own form of the prompt together with its sampling parameters."""
     max_tokens: int | None = None
-    """Output tokens its candidates may have; None: not known."""
+    """Most output tokens of its candidates. None if unknown."""
     resume_refusal: RequestError | None = None
-    """Why candidates of this prompt cannot go on in a later round; None: they can."""
+    """Reason why candidates of this prompt cannot go on in a later round. None: they can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """What candidates of a group generated in an earlier round."""
+    """Output of a group's candidates from an earlier round."""
 
     token_ids: Mapping[int, Sequence[int]]
-    """The tokens of the candidates that run, by index; empty for one that starts."""
+    """Tokens of the candidates that run, by index. Empty for a new candidate."""
     next_index: int
-    """The index of a candidate that takes the place of a lost one."""
+    """Index of the first candidate that replaces a lost one."""
     survival: Mapping[int, float] = field(default_factory=dict)
-    """The probability with which each was kept; 1 where it is not here."""
+    """Probability with which each candidate was kept, by index. 1 for a missing index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What several ranks have to know of a group: when it will be over, and whether it may move."""
+    """The expected lengths of a group and its permission to move, for engines with several ranks."""
 
     lengths: LengthMoments | None
-    """The lengths of its prompt, else of the data set, as known before its rollout began; None: nothing was. What ends
-    first is short, so that later they would predict too little."""
+    """Lengths of its prompt, else of the data set, as known before its rollout began. None if unknown.
+
+    Lengths from the rollout itself would predict too little, since short candidates end first.
+    """
     prompt_tokens: int
     max_tokens: int | None
-    """Output tokens its candidates may have; None: not known."""
+    """Most output tokens of its candidates. None if unknown."""
     migration: Migration = "off"
-    """What it may move for when nobody drains its rank."""
+    """Purpose for which the group may move while its rank is not drained."""
 
     def work(self, num_tokens: Iterable[int]) -> Work:
-        """The work of candidates that have so many output tokens."""
+        """The work of candidates that have these numbers of output tokens so far."""
         return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
-    """A group that is to run."""
+    """An order to run a group."""
 
     group_id: str
     rollout_id: str
-    """With the prompt's id and an index it names a candidate of a group with pruning, for rewards."""
+    """Rewards name a candidate of a group with pruning by this, the prompt's id and an index."""
     plan: GroupPlan
     prompt: PreparedPrompt
     seed_name: str
-    """Candidates of a seeded request sample by its seed, this and their index only (`seed_for`)."""
+    """In a seeded request, a candidate's samples depend only on the seed, this name and its index (`seed_for`)."""
     pruning_seed: int
-    """Chance of pruning depends on it, the prompt's id and the index only."""
+    """Random choices of pruning depend only on this, the prompt's id and the index."""
     prompt_key: str = ""
-    """Under which it is remembered what rewards say of the prompt."""
+    """Name under which rewards of the prompt are remembered."""
     stream_tokens: int | None = None
-    """New tokens of a candidate that are worth telling; None: its end only."""
+    """Fewest new tokens of a candidate per report. None: only its end is reported."""
     place: RacePlace | None = None
     beginnings: Beginnings | None = None
-    """Where candidates go on, as many as `plan` says. What is yielded is what comes after: tokens, counts and spans
-    begin with the first new token. They have no text, for which see `text_of`."""
+    """Candidates that continue from an earlier round, as many as `plan` has.
+
+    Reports are about new output only: tokens, counts and spans begin with the first new token. They have no text (see
+    `text_of`).
+    """
     outlook: Outlook | None = None
-    """Its rank is chosen by the work that is predicted, and it may move to another when that pays, the latter only
-    without a refusal of its moves."""
+    """Chooses the group's rank by predicted work. The group may then move to another rank when that pays, unless its
+    moves are refused."""
     trace_headers: Mapping[str, str] | None = None
-    """W3C trace context, of which its candidates are; None: nobody traces."""
+    """W3C trace context for its candidates. None if nothing is traced."""
     priority: int = 0
-    """What the engine's own queue goes by, if it goes by priorities: a lower number is earlier."""
+    """Priority in the engine's own queue, if that uses priorities. A lower number is earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,42 +167,42 @@ class CandidateEnd:
     finish_reason: str | None
     stop_reason: int | str | None
     confidence: tuple[float, float] | None
-    """Mean and standard deviation of its token confidences, in nats; None where the engine did not observe them."""
+    """Mean and standard deviation of its token confidences, in nats. None if the engine did not observe them."""
     weight_versions: Sequence[dict[str, Any]]
     """Spans `{"version", "start", "end"}` over the output tokens."""
     assessment: Assessment | None = None
-    """None: never scored (no pruning, or it ended before `detection_length`)."""
+    """None if never scored: without pruning, or because it ended before `detection_length`."""
     final: Assessment | None = None
-    """By its last token, where that was asked for."""
+    """Assessment at its last token, if that was requested."""
     is_replaced: bool = False
-    """It was lost, and another candidate takes its place."""
+    """True if it was lost and another candidate takes its place."""
     group_lost: bool = False
-    """Its group completed in the step of its end, but after as many others as its race wanted."""
+    """True if its group completed in the step of its end, but after as many groups as its race wanted."""
     survival_before: float = 1.0
-    """Probability with which it was kept in an earlier round."""
+    """Probability with which it was kept in earlier rounds."""
     error: str | None = None
-    """Why it failed, where that is known."""
+    """The error, if it failed for a known reason."""
 
 
 Happening = CandidateTokens | CandidateEnd
-"""To a candidate of a group."""
+"""New tokens or the end of a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardsReceipt:
-    """What became of a list of rewards."""
+    """The engine's answer to a list of rewards."""
 
     statuses: Sequence[RewardStatus]
-    """One per reward, in their order."""
+    """One status per reward, in their order."""
     num_training: int
-    """Labels the quality head is going to train on now; fewer than accepted when features were evicted."""
+    """Labels that the quality head trains on now. Fewer than were accepted if features were evicted."""
     head_versions: Mapping[HeadKey, int]
-    """The heads that the rollouts teach, as far as they are known: the version before that training."""
+    """Versions, before that training, of the known heads that learn from these rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearningReport:
-    """What one detection length's calibration and head are worth."""
+    """The quality of one detection length's calibration and head."""
 
     detection_length: int
     head: HeadInfo | None
@@ -206,7 +211,7 @@ class LearningReport:
     num_awaiting: int
     """Scored candidates whose reward has not come."""
     num_evicted: int
-    """Features dropped before their reward came: enlarge the ring."""
+    """Features dropped before their reward came. A larger ring keeps more."""
     losses: Sequence[float]
     """Mean training loss of each version of the head, oldest first, in nats."""
     active: ShadowReport
@@ -214,35 +219,35 @@ class LearningReport:
     audit: AuditReport
     advice: Advice
     adapter: str = BASE_MODEL
-    """The LoRA adapter's name; "": the base model."""
+    """Name of the LoRA adapter. Empty for the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What came of emptying a rank."""
+    """The result of emptying a rank."""
 
     is_held: bool
-    """Nothing new is sent to it. False: it was restored meanwhile."""
+    """True if nothing new is sent to the rank. False if it was restored meanwhile."""
     num_moved: int
-    """Groups that go on elsewhere."""
+    """Groups that moved to other ranks."""
     num_left: int
     """Requests that still run or wait there."""
     reasons: Mapping[str, int]
-    """Why groups stayed: how many for which."""
+    """Reasons why groups stayed -> number of groups."""
     seconds: float
 
 
 KeepState = Callable[[str], Awaitable[None]]
-"""Awaited when a state has been checked, and nothing has changed: writes what belongs to it, with the name under which
-the state lies on disk, empty where there is none. What it raises leaves everything as it was."""
+"""Writes what belongs to a state. Awaited when the state was checked, before anything changes. The argument is the
+state's file name, empty if it is not on disk. An exception leaves everything unchanged."""
 
 
 class LearningPart(Protocol):
-    """What an engine learns from rewards."""
+    """The part of an engine that learns from rewards."""
 
     @property
     def pruning_refusal(self) -> str | None:
-        """Why this engine cannot score candidates, with the remedy; None when it can."""
+        """Reason why this engine cannot score candidates, with the remedy. None if it can."""
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
         """Learn from rewards: calibration at once, the quality head in the background.
@@ -251,10 +256,10 @@ class LearningPart(Protocol):
         """
 
     async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
-        """The same for candidates of any rollouts, groups and requests; each has a status of its own."""
+        """Learn from rewards for candidates of any rollouts, groups and requests. Each reward gets its own status."""
 
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
-        """A quality head of an adapter as safetensors; None: the only one there is.
+        """An adapter's quality head as safetensors. `detection_length` None: the only head there is.
 
         Raises: RequestError (404 without a head, 409 when the length must be named).
         """
@@ -266,16 +271,17 @@ class LearningPart(Protocol):
         """
 
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
-        """What calibration and head are worth so far. Raises: RequestError as `quality_head` does."""
+        """The quality of calibration and head so far. Raises: RequestError as `quality_head` does."""
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
-        """Candidates that were scored at several lengths, and rewarded. Raises: RequestError (503), a dead engine."""
+        """Candidates that were scored at several lengths and have a reward. Raises: RequestError (503) for a dead
+        engine."""
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
-        """What is known of each prompt, the last seen first. Raises: RequestError (503) for a dead engine."""
+        """Results of each known prompt, most recent first. Raises: RequestError (503) for a dead engine."""
 
     async def learning_state(self) -> bytes:
-        """Everything learned, to be restored by `set_learning_state`: calibration, heads and their optimizers."""
+        """Everything learned: calibration, heads and their optimizers. `set_learning_state` restores it."""
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
         """Take a state's place, in the engine and on disk: whole, or not at all.
@@ -286,20 +292,21 @@ class LearningPart(Protocol):
 
 
 class ShapingPart(Protocol):
-    """What an engine knows of lengths and of what its steps cost."""
+    """The part of an engine that knows lengths and the cost of steps."""
 
     @property
     def cost_model(self) -> CostModel | None:
-        """What a step costs here; None without a profile."""
+        """The cost of a step on this engine. None without a profile."""
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
-        """A group of that prompt is over. Raises: RequestError (503) for a dead engine."""
+        """Record the lengths of a finished group of a prompt. Raises: RequestError (503) for a dead engine."""
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
-        """What is known of these prompts' lengths under an adapter. Raises: RequestError (503) for a dead engine."""
+        """Known lengths of these prompts under an adapter. Raises: RequestError (503) for a dead engine."""
 
     async def step_drift(self) -> Sequence[StepDrift]:
-        """Live step times against the profile's, as far as there are any; of several ranks the one furthest off."""
+        """Live step times against the profile's, as far as there are any. With several ranks: of the rank that is
+        furthest off."""
 
 
 class MovesPart(Protocol):
@@ -307,30 +314,32 @@ class MovesPart(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks that groups are spread over."""
+        """Number of data-parallel ranks that groups are spread over."""
 
     def refusal(self, *, priced: bool) -> str | None:
-        """Why groups cannot move without a drain here, with the remedy; None when they can. `priced`: if it pays."""
+        """Reason why groups cannot move here without a drain, with the remedy. None if they can. `priced`: for moves
+        that have to pay."""
 
     async def engine_loads(self) -> Sequence[EngineLoad]:
-        """By rank. Raises: RequestError (503) for a dead engine."""
+        """Load by rank. Raises: RequestError (503) for a dead engine."""
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
-        """Move all groups of a rank elsewhere and send it nothing more; waits so long until it is empty.
+        """Move all groups of a rank elsewhere, and send it nothing more. Waits up to `timeout_s` seconds until it is
+        empty.
 
-        It is kept so for `owner`.
+        The rank is kept empty for `owner`.
 
-        Raises: RequestError (409) for the last rank that is not held; (503) for a dead engine.
+        Raises: RequestError (409) for the last rank that is not held, (503) for a dead engine.
         """
 
     async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
-        """`owner` does not keep it empty any more; when nobody does, groups are sent to it again.
+        """End `owner`'s hold on a rank. Without any hold, groups are sent to the rank again.
 
         Raises: RequestError (503) for a dead engine.
         """
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
-        """Whether to free half of the ranks after so much of a rollout.
+        """Decide if half of the ranks should be freed at this progress.
 
         Raises: RequestError (503) for a dead engine.
         """
@@ -350,18 +359,18 @@ class Engine(Protocol):
 
     @property
     def max_num_seqs(self) -> int:
-        """Candidates that can run at once on one rank."""
+        """Most candidates that run at once on one rank."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer."""
+        """Most tokens of a prompt and its answer together."""
 
     @property
     def num_launch_places(self) -> int:
-        """Candidates of rollouts that this process may have in the engine at once, running or waiting."""
+        """Most candidates of rollouts that this process may have in the engine at once, running or waiting."""
 
     def adapter_name(self, model: str | None) -> str:
-        """The LoRA adapter that is served under this name; `BASE_MODEL` for the base model, and for None.
+        """The LoRA adapter that is served under this name. `BASE_MODEL` for the base model and for None.
 
         Raises: RequestError (404) for a name that is not served.
         """
@@ -375,68 +384,68 @@ class Engine(Protocol):
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
-        """Check model, sampling parameters and prompts; returns the model's name and the prompts in order.
+        """Check model, sampling parameters and prompts. Returns the model's name and the prompts in order.
 
         Raises: RequestError that names the field.
         """
 
     def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
-        """Launch the candidates and yield what happens to them, ending with one CandidateEnd each.
+        """Launch the candidates of a group. Yields their new tokens and ends, at last one CandidateEnd each.
 
-        Closing the generator aborts what still runs. Raises: GroupLost, after the end of each candidate; RequestError
-        (503) for a dead engine.
+        Closing the generator aborts running candidates. Raises: GroupLost, after the end of each candidate.
+        RequestError (503) for a dead engine.
         """
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
-        """The text of output tokens of a candidate; `stopped`: the last one ended it, and says nothing."""
+        """Text of a candidate's output tokens. `stopped`: the last token ended it and has no text."""
 
     def prompt_text(self, prompt: PreparedPrompt) -> str:
-        """The text of its tokens."""
+        """Text of the prompt's tokens."""
 
     async def current_weight_version(self) -> str | None:
-        """The version of the weights in use; None when nobody has named them. Raises: RequestError (503) for a dead
-        engine."""
+        """Version of the weights in use. None if they have no name. Raises: RequestError (503) for a dead engine."""
 
     async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        """Candidates of groups compute their KV again where older weights have computed it. Returns how many do.
+        """Compute KV of older weights again, for candidates of groups. Returns the number of candidates that do.
 
-        request_ids: of the requests that made the groups, as clients know them. None: all groups.
+        `request_ids`: requests that made the groups, by the ids that clients know. None: all groups.
 
         Raises: RequestError (503) for a dead engine.
         """
         ...
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        """Nobody wants the rest of these groups: what runs, or still comes, ends as `deferred`.
+        """Stop groups: candidates that run or still come end as `deferred`.
 
-        One that the engine does not know (yet, or any more) is passed over. Raises: RequestError (503) for a dead
+        Groups that the engine does not know (yet, or any more) are passed over. Raises: RequestError (503) for a dead
         engine.
         """
 
     async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        """Nobody needs these candidates, by group: those that run end as `surplus`.
+        """Stop candidates, given by group: those that run end as `surplus`.
 
-        One that the engine does not know is passed over. Raises: RequestError (503) for a dead engine.
+        Candidates that the engine does not know are passed over. Raises: RequestError (503) for a dead engine.
         """
 
     async def cut_race(self, race_id: str) -> None:
-        """Enough groups of that race are complete, of all ranks: the others end as `deferred`.
+        """End a race, since enough of its groups are complete over all ranks: its other groups end as `deferred`.
 
         Raises: RequestError (503) for a dead engine, as do the next two.
         """
 
     async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
-        """So many groups have to complete now (None: `cut_race` says it again); those that were cut stay so."""
+        """Change the number of groups of a race that have to complete. None: only `cut_race` ends it. Groups that
+        were cut stay cut."""
 
     async def forget_race(self, race_id: str) -> None:
-        """No more groups will take part."""
+        """Forget a race, in which no more groups will take part."""
 
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        """What candidates of a group that have not ended said last, without log probabilities.
+        """Most recent tokens of a group's running candidates, without log probabilities.
 
         Raises: RequestError (503) for a dead engine.
         """
         ...
 
     async def held_groups(self) -> HeldGroups:
-        """Groups in the engine, of all ranks. Raises: RequestError (503) for a dead engine."""
+        """Groups in the engine, over all ranks. Raises: RequestError (503) for a dead engine."""

@@ -1,4 +1,5 @@
-"""What went wrong, as OpenAI error bodies. Invariant: each says what, value, allowed, remedy, in few words."""
+"""Errors as OpenAI error bodies. Invariant: each message has the problem, the value, allowed values and a remedy, in
+few words."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MAX_REPORTED_ERRORS = 5
 MAX_VALUE_CHARS = 80
 MAX_PARAM_CHARS = 200
 MAX_MESSAGE_CHARS = 2000
-"""A message quotes the request; it must not send megabytes back."""
+"""Most characters of a message. It quotes the request, and must not send megabytes back."""
 
 
 MEANINGS = {
@@ -49,10 +50,10 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
 ERRORS = errors_of(400, 404, 413, 500, 503) | {"default": {"model": ErrorAnswer, "description": "Any other error"}}
 """What every endpoint may answer. Without `default` FastAPI would describe an answer 422, which there is not."""
 ROLLOUT_ERRORS = ERRORS | errors_of(409, 429)
-"""What an endpoint may answer that begins a rollout: a rebuilt engine waits for weights, or a reward has too much to
+"""Errors of endpoints that begin a rollout. 409: a rebuilt engine waits for weights. 429: a reward has too much to
 grade."""
 CHANGE_ERRORS = ERRORS | errors_of(401, 409)
-"""What an endpoint may answer that needs --rollout-admin-key where the server was given one."""
+"""Errors of endpoints that need --rollout-admin-key, if the server was given that key."""
 
 
 def error_body(error: RequestError) -> ErrorBody:
@@ -65,7 +66,7 @@ def error_body(error: RequestError) -> ErrorBody:
 
 
 def _quotable(text: str, max_chars: int) -> str:
-    """`text` without its middle when it is long, and without the surrogates that JSON admits and UTF-8 does not."""
+    """`text` without its middle if it is too long, and without surrogates, which JSON allows and UTF-8 does not."""
     if len(text) > max_chars:
         text = f"{text[: max_chars // 2]}…{text[-max_chars // 2 :]}"
     return text.encode(errors="backslashreplace").decode()
@@ -82,7 +83,7 @@ def explain_internal(error: Exception) -> RequestError:
 
 
 def explain_unreadable(error: HTTPException) -> RequestError:
-    """FastAPI says only that it could not read the body; the reason is the cause."""
+    """The error for a body that could not be read. FastAPI's message does not say why, so the cause is read."""
     cause = error.__cause__
     if isinstance(cause, RequestError):
         return cause
@@ -94,9 +95,9 @@ def explain_unreadable(error: HTTPException) -> RequestError:
 
 
 def explain_invalid(error: RequestValidationError, body: type[BaseModel] | None) -> RequestError:
-    """FastAPI's list of errors as one sentence each, the first one's field as `param`.
+    """FastAPI's validation errors, in one sentence each. `param` is the field of the first.
 
-    `body` is the model of the body, whose descriptions say what is allowed.
+    `body`: the model of the body. Its descriptions say which values are allowed.
     """
     problems = []
     param = None
@@ -149,7 +150,7 @@ def _short(value: Any) -> str:
 
 
 def _describe_field(body: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
-    """What a field of the body takes, in the words of its description."""
+    """The description of the field at `location`, as far as the location names fields."""
     models: list[type[BaseModel]] = [body]
     description = None
     for part in location:

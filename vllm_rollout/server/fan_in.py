@@ -1,7 +1,7 @@
-"""Many async generators read as one.
+"""Many async generators, read as one.
 
-Invariant: what one source says comes in its order, and before its end; the first source that fails ends the reading,
-and after `close` none of them runs.
+Invariant: items of a source come in its order, and before its end. The first source that fails ends the reading. After
+`close` no source runs.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ class _Over:
 
 
 class FanIn(Generic[Item]):
-    """Its sources run by themselves, each in a task of its own, as far as there is room for what they say."""
+    """Reads several sources, each in a task of its own, as far as there is room for their items."""
 
     def __init__(self, num_places: int) -> None:
-        """`num_places`: for items that the reader has not taken. A source that has another one waits."""
+        """`num_places`: most items that wait for the reader. A source with another item waits."""
         self._queue: asyncio.Queue[Item | _Over] = asyncio.Queue(num_places)
         self._running: set[asyncio.Task[None]] = set()
         self._num_unread = 0
-        """Sources whose end the reader has not seen."""
+        """Number of sources whose end the reader has not taken."""
 
     @property
     def is_full(self) -> bool:
-        """The next item waits for the reader."""
+        """True if the next item has to wait for the reader."""
         return self._queue.full()
 
     def add(self, source: AsyncGenerator[Item, None]) -> asyncio.Task[None]:
-        """Read this source, too, also when others have begun; returns the task that does, which may be cancelled."""
+        """Read one more source, even after others have begun. Returns the task that reads it, which may be
+        cancelled."""
         self._num_unread += 1
         return begin(self._run(source), self._running)
 
     async def put(self, item: Item) -> None:
-        """An item of no source, for which nobody waits at the end."""
+        """Add an item that belongs to no source. Reading may end before it is read."""
         await self._queue.put(item)
 
     def __aiter__(self) -> FanIn[Item]:
         return self
 
     async def __anext__(self) -> Item:
-        """What a source says next, until all of them have ended. Raises: what a source raises."""
+        """The next item of any source, until all sources have ended. Raises: what a source raises."""
         while self._num_unread:
             item = await self._queue.get()
             if not isinstance(item, _Over):
@@ -63,7 +64,7 @@ class FanIn(Generic[Item]):
         raise StopAsyncIteration
 
     async def drop(self) -> None:
-        """Until it is cancelled, stand for a reader who has left: sources come to their end, and nobody hears them."""
+        """Drop all items until cancelled, in place of a reader that has left, so that sources come to their end."""
         while True:
             await self._queue.get()
 

@@ -1,5 +1,5 @@
-"""The first of several API processes has what one process must know whole: sessions, runs, the page that shows both,
-and groups without a name. The others hand such requests on to it.
+"""Requests for the first of several API processes. It serves all state that one process must know as a whole:
+sessions, runs, the page of both, and groups without a name. The other processes forward such requests to it.
 
 Invariant: a client cannot tell which process has read its request.
 """
@@ -27,42 +27,47 @@ from vllm_rollout.server.slices import unless
 
 ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/rewards", "/rollouts")
 BELOW: Final = "/v1/rollouts/"
-"""Rewards and the state, in which runs take part, and the feed of the page. Any process takes a rollout itself."""
+"""Paths below it are for rewards, the state (with its runs) and the page's feed. A rollout itself is served by any
+process."""
 JOINING: Final = {"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"}
-"""Where a request may be a turn of a session, or one of a group's."""
+"""Endpoints whose requests may be turns of a session, or members of a group."""
 SESSION, GROUP, SIZE = (f'"{NAMES[field]}"'.encode() for field in ("session", "group_id", "group_size"))
 STATES_A_BODY: Final = {b"content-length", b"transfer-encoding"}
 OF_ONE_HOP: Final = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"date", b"server"}
-"""Headers that the next one writes anew."""
+"""Headers of one connection, which are not forwarded."""
 IDLE_S: Final = 60.0
-"""How long an idle connection to the first process is kept."""
+"""Seconds that an idle connection to the first process is kept."""
 NUM_TRIES: Final = 5
-"""Times that it is called while it starts, within some seconds."""
+"""Attempts to connect to the first process while it starts, within some seconds."""
 
 
 class FirstProcess:
-    """The way to it, in each of the others."""
+    """The connection to the first process, in each of the others."""
 
     def __init__(self, socket: Path, in_use: Path) -> None:
-        """`socket`: where it listens. `in_use`: a file that is there as soon as it has had a session."""
+        """`socket`: the first process's socket. `in_use`: a file that exists as soon as that process has had a
+        session."""
         self._in_use = in_use
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
         self._transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits, retries=NUM_TRIES)
 
     def has(self, path: str) -> bool:
-        """Whether it is asked for this path by whoever is asked."""
+        """True if the first process serves this path, whichever process is asked."""
         return path.startswith(BELOW) or any(path == root or path.startswith(f"{root}/") for root in ROOTS)
 
     def joins(self, body: bytes, *, in_session: bool) -> bool:
-        """Whether a request may be a turn of a session, or joins a group that has no name, which its siblings find in
-        one process only. `in_session`: its header names one, as many harnesses do that know nothing of groups; so it
-        counts by itself only where there are sessions."""
+        """True if the request may be a turn of a session, or joins a group without a name, whose members must meet
+        in one process.
+
+        `in_session`: the request has the header X-Session-ID. Many harnesses send it without any group. So it only
+        counts with a group id, or if there were sessions.
+        """
         if SESSION in body or (SIZE in body and GROUP not in body):
             return True
         return in_session and (GROUP in body or self._in_use.exists())
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it answer; it sees the client leave."""
+        """Forward the request and its answer. The first process notices if the client leaves."""
         is_sent = asyncio.Event()
         body: AsyncIterator[bytes] | None = None
         if any(name in STATES_A_BODY for name, _ in scope["headers"]):
@@ -108,10 +113,10 @@ class FirstProcess:
 
 
 class HandOn:
-    """ASGI middleware of the other processes: the first one answers what it has."""
+    """ASGI middleware of the other processes: forwards requests that the first process serves."""
 
     def __init__(self, app: ASGIApp, first: FirstProcess, lacks_key: Callable[[Scope], bool]) -> None:
-        """`lacks_key`: whether the app refuses a request because it has no key, so that nothing of it need be read."""
+        """`lacks_key`: returns True if the app refuses the request for want of a key. Then its body is not read."""
         self._app, self._first, self._lacks_key = app, first, lacks_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +136,7 @@ class HandOn:
 
 
 async def _body(receive: Receive, is_sent: asyncio.Event) -> AsyncIterator[bytes]:
-    """Raises: ClientDisconnect."""
+    """The chunks of a request's body. Raises: ClientDisconnect."""
     more = True
     while more:
         message = await receive()

@@ -1,7 +1,9 @@
-"""Gauges that are read from the engine are up to date when somebody looks at /metrics.
+"""Gauges that are read from the engine, refreshed when /metrics is read.
 
-Without it they would be set at the end of rollouts only, and nobody would see what waits for a trainer that sends
-requests of its own, or has died. Invariant: /metrics answers, whatever the engine does.
+Otherwise they would only be set at the end of rollouts. Groups that wait for a trainer would not show, although the
+trainer may have died or may send its requests itself.
+
+Invariant: /metrics answers, whatever the engine does.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from vllm_rollout.background import spawn
 from vllm_rollout.server.paths import path_of
 
 PATIENCE_S = 1.0
-"""A scrape waits this long for the engine; then it shows what was known before."""
+"""Seconds that a scrape waits for the engine. After that it shows the last known values."""
 
 
 class FreshGauges:
-    """ASGI middleware before /metrics."""
+    """ASGI middleware that refreshes gauges before /metrics is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

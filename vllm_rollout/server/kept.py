@@ -1,7 +1,7 @@
-"""What candidates of a deferred group have generated, as bytes. Invariant: what is read back is what was kept.
+"""Output of a deferred group's candidates, packed into bytes. Invariant: unpacking gives what was packed.
 
-A token takes 12 bytes, its id and its log probability, before zlib; vLLM's log probabilities are float32 written as
-float64, so that 6 to 8 are left.
+A token takes 12 bytes before zlib: its id and its log probability. vLLM's log probabilities are float32 written as
+float64, so that 6 to 8 bytes are left.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from vllm_rollout.group.plans.resumption import VersionSpan, choose_resumed, is_
 from vllm_rollout.server.engine import CandidateEnd
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""The most of one prompt, before zlib: 5 million tokens. One that has more starts anew."""
+"""Most bytes of one prompt before zlib: 5 million tokens. A prompt with more starts anew."""
 
 Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class KeptCandidate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A candidate of a deferred group: over, or as far as it came."""
+    """A candidate of a deferred group, finished or not."""
 
     whole: bool
-    """There is nothing to go on with."""
+    """True if it has nothing left to generate."""
     truncated: bool
-    """It was cut at `max_tokens`."""
+    """True if it was cut at `max_tokens`."""
     packed_token_ids: bytes
-    """int32."""
+    """Token ids as int32, [num_tokens]."""
     packed_logprobs: bytes | None
-    """float64."""
+    """Log probabilities as float64, [num_tokens]."""
     spans: list[VersionSpan]
     confidence: tuple[float, float] | None
     finish_reason: str | None
     stop_reason: int | str | None
     survival_probability: Probability
-    """With which it was kept when it was scored."""
+    """Probability with which it was kept when it was scored."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -60,7 +60,7 @@ _DECODER = msgspec.msgpack.Decoder(Annotated[list[KeptCandidate], msgspec.Meta(m
 
 
 def keep(ends: Collection[CandidateEnd], group_size: int, pruning: PruningPlan | None) -> bytes | None:
-    """What goes on of a deferred group; None when it is too much."""
+    """The packed candidates of a deferred group that go on later. None if they are too large."""
     by_index = {end.ending.index: end for end in ends}
     chosen = choose_resumed([end.ending for end in ends], group_size)
     body = _ENCODER.encode([_kept(by_index[index], pruning) for index in chosen])
@@ -68,7 +68,7 @@ def keep(ends: Collection[CandidateEnd], group_size: int, pruning: PruningPlan |
 
 
 def read_kept(blob: bytes) -> list[KeptCandidate]:
-    """Raises: ValueError for what `keep` did not write."""
+    """Unpack what `keep` has packed. Raises: ValueError for any other bytes."""
     unpacking = zlib.decompressobj()
     try:
         body = unpacking.decompress(blob, MAX_KEPT_BYTES)

@@ -1,4 +1,4 @@
-"""Rollouts wait for their turn to start a group. Invariant: every place that was taken is given back once."""
+"""Rollouts wait here for places to start a group. Invariant: every place that was taken is given back once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_rollout.server.slices import unless
 
 
 class Places:
-    """The places of one group's candidates, as long as they need them."""
+    """Places held by the candidates of one group."""
 
     def __init__(self, launcher: Launcher, num_candidates: int, priority: int) -> None:
         self._launcher = launcher
@@ -18,7 +18,7 @@ class Places:
         self.num_held = num_candidates
 
     def release(self, num_candidates: int) -> None:
-        """So many candidates are over; what was given back before stays given back."""
+        """Give back the places of finished candidates, at most as many as are still held."""
         num_released = min(num_candidates, self.num_held)
         self.num_held -= num_released
         if num_released:
@@ -28,18 +28,18 @@ class Places:
         self.release(self.num_held)
 
     async def take_more(self, num_candidates: int) -> None:
-        """Wait until so many more may start."""
+        """Wait until `num_candidates` more candidates may start."""
         places = await self._launcher.take(num_candidates, self._priority)
         self.num_held, places.num_held = self.num_held + places.num_held, 0
 
     async def take_again(self, num_candidates: int) -> None:
-        """Wait until the group may start once more."""
+        """Give all places back, and wait until the group may start once more."""
         self.release_all()
         await self.take_more(num_candidates)
 
 
 class Launcher:
-    """A launch window to wait at."""
+    """A launch window in which groups wait for places."""
 
     def __init__(self, num_places: int) -> None:
         self._window = LaunchWindow(num_places)
@@ -54,7 +54,7 @@ class Launcher:
         return self._window.num_waiting
 
     async def take(self, num_candidates: int, priority: int = 0) -> Places:
-        """Wait until a group of so many candidates may start. One who is cancelled meanwhile leaves the queue."""
+        """Wait until a group of `num_candidates` may start. A caller that is cancelled meanwhile leaves the queue."""
         turn = self._window.ask(num_candidates, priority)
         started = self._started[turn] = asyncio.get_running_loop().create_future()
         self._admit()
@@ -70,14 +70,14 @@ class Launcher:
     async def take_unless(
         self, stopped: Awaitable[object] | None, num_candidates: int, priority: int = 0
     ) -> Places | None:
-        """The same; None, and it has left the queue, when `stopped` is done first."""
+        """Take places as `take` does. If `stopped` is done first, leave the queue and return None."""
         if stopped is None:
             return await self.take(num_candidates, priority)
         taking = asyncio.ensure_future(self.take(num_candidates, priority))
         try:
             return await unless(taking, stopped)
         except asyncio.CancelledError:
-            if taking.done() and not taking.cancelled():  # its turn had come, and nobody has heard of these places
+            if taking.done() and not taking.cancelled():  # its turn had come, and no caller has these places
                 taking.result().release_all()
             raise
 

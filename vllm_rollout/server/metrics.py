@@ -53,9 +53,11 @@ SURVIVAL_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 
 
 LeftBy = Literal["rollout", "choices", "joined"]
-"""rollout  of `/v1/rollouts`, or a round
-choices  with a group of its own behind an OpenAI endpoint
-joined   one that joins a group
+"""Requests whose client may leave before their end.
+
+rollout  a request to `/v1/rollouts`, or a round
+choices  a request to an OpenAI endpoint with a group of its own
+joined   a request that joins a group
 """
 
 TokenFate = Literal["returned", "wasted", "deferred"]
@@ -68,14 +70,14 @@ Metric = TypeVar("Metric", Counter, Histogram)
 
 
 def begun(metric: Metric, labels: Mapping[str, Iterable[str]]) -> Metric:
-    """With a series of each value that its label is known to take, from 0 on."""
+    """Give a metric a series for each known value of its label, starting at 0."""
     for value in chain(*labels.values()):
         metric.labels(value)
     return metric
 
 
 class Metrics:
-    """What an API process has seen of groups, scores and rewards."""
+    """Counters and gauges of an API process: groups, scores and rewards."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         def counter(name: str, help: str, **labels: Iterable[str]) -> Counter:
@@ -93,8 +95,8 @@ class Metrics:
             return gauge(name, help, "adapter", "detection_length", *labels)
 
         self.adapters = [BASE_MODEL]
-        """Names that gauges have a series for: the base model's, which is empty, and the first ones that were seen. A
-        trainer that names each step's weights anew must not make series without end."""
+        """Names that gauges have a series for: the base model's, which is empty, and the first adapters. A trainer
+        may name each step's weights anew, so there is a limit."""
 
         self._groups = counter("groups", "Groups that are over, by status.", status=get_args(GroupStatus))
         self._audits = counter("audit_groups", "Groups in which nobody was stopped, so that learning stays true.")
@@ -269,14 +271,15 @@ class Metrics:
         self._turns.inc()
 
     def client_left(self, request: LeftBy, endings: Iterable[Ending] = ()) -> None:
-        """`endings`: of candidates that nobody else counts."""
+        """Count a request whose client left. `endings`: candidates that are not counted elsewhere."""
         self._left.labels(request).inc()
         for ending in endings:
             self._candidates.labels(ending.state).inc()
             self._count_tokens(ending, "wasted")
 
     def joined_over(self, ending: Ending) -> None:
-        """One candidate of a group whose siblings come by themselves: what finished is what its request returns."""
+        """Count one candidate of a group whose members are separate requests. If it finished, its request returns
+        it."""
         self._candidates.labels(ending.state).inc()
         self._count_tokens(ending, "returned" if ending.state == "finished" else "wasted")
 
@@ -290,13 +293,13 @@ class Metrics:
         self._at_upper_bound.inc(sum(allocation.at_upper_bound for allocation in allocations))
 
     def know(self, adapter: str) -> bool:
-        """Something was learned of this name; whether it has series."""
+        """Note an adapter for which something was learned. True if it has series."""
         if adapter not in self.adapters and len(self.adapters) <= MAX_ADAPTERS:
             self.adapters.append(adapter)
         return adapter in self.adapters
 
     def lengths_reported(self, lengths: LengthStatistics, adapter: str = BASE_MODEL) -> None:
-        """Set the gauges; a value that is not known leaves its gauge alone."""
+        """Set the gauges. An unknown value leaves its gauge unchanged."""
         if lengths.dataset is not None:
             self._length_mean.labels(adapter).set(lengths.dataset.mean)
             self._length_std.labels(adapter).set(lengths.dataset.std)
@@ -333,7 +336,7 @@ class Metrics:
         self._to_grade.labels(reward).set(num_trajectories)
 
     def learning_reported(self, report: LearningReport) -> None:
-        """Set the gauges; a value that is not known yet leaves its gauge alone."""
+        """Set the gauges. An unknown value leaves its gauge unchanged."""
         if not self.know(report.adapter):
             return
         key = report.adapter, str(report.detection_length)

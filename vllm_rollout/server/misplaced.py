@@ -1,7 +1,7 @@
-"""Our fields in a request to one of vLLM's endpoints, where nobody reads them. vLLM ignores a field that it does not
-know, and would answer without a group.
+"""Refuses our fields where vLLM's endpoints would ignore them. vLLM ignores unknown fields, and would answer without
+a group.
 
-Invariant: a body without one of our names is passed on as it comes, and is not decoded here.
+Invariant: a body without one of our names is passed on unchanged, and is not decoded here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLACES: Final[Mapping[str, str | None]] = {
     "/cohere/v2/chat": None,
     "/v1/systemone": None,
 }
-"""Where an endpoint that generates reads our fields; None: nowhere."""
+"""Endpoints that generate -> the object in which they read our fields. None: they do not read them."""
 OBJECTS: Final = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Objects of a body in which somebody may write them, with those inside of these."""
 FIELDS: Final = frozenset({*NAMES.values(), *GRADING})
@@ -76,7 +76,7 @@ class MisplacedFields:
 
 
 def refusal_of(body: bytes, place: str | None) -> RequestError | None:
-    """Why a body is refused whose fields of ours belong into `place`."""
+    """The error for a body that has one of our fields outside of `place`. None if there is none."""
     for found, names in _objects(body):
         if found == place:
             continue
@@ -99,7 +99,8 @@ def _refusal(name: str, found: str, place: str | None) -> RequestError:
 
 
 def _objects(body: bytes | msgspec.Raw, place: str = "") -> Iterator[tuple[str, Mapping[str, msgspec.Raw]]]:
-    """The body and the objects in it that may have our fields, each with its place; nothing of what is no JSON."""
+    """The body and the objects in it that may have our fields, each with its place. Parts that are not JSON objects
+    are left out."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):

@@ -1,11 +1,13 @@
-"""Which web pages may use this server. A browser sends requests for any page that its user looks at, from inside the
-user's network: they need no key where a server has none, and they say so in `Origin`, or only in `Host`.
+"""Decides which web pages may use this server.
 
-A page of another site names its own origin. A page whose name is made to point at this server afterwards (DNS
-rebinding) is of the same origin as the server is for the browser, and is told by the name in `Host`.
+A browser sends requests for any page that its user looks at, from inside the user's network. A server without a key
+accepts them without one. Only the headers `Origin` and `Host` show where they come from.
 
-Invariant: what sends no Origin (curl, trainers, OpenAI's clients) is refused only where the server has no key, and
-only under a name that a stranger can register.
+A page of another site sends its own origin. With DNS rebinding, a page's name is made to point at this server
+afterwards. For the browser both then have the same origin, and only the name in `Host` gives the page away.
+
+Invariant: requests without Origin come from curl, trainers and OpenAI's clients. A server refuses them only if it has
+no key, and `Host` is a name that a stranger can register.
 """
 
 from __future__ import annotations
@@ -24,21 +26,22 @@ from vllm_rollout.server.errors import error_response
 
 ANY = "*"
 PRIVATE_ENDS = (".localhost", ".local", ".internal", ".home.arpa")
-"""Names that nobody can register, among them Kubernetes' `svc.cluster.local`."""
+"""Ends of names that cannot be registered, among them Kubernetes' `svc.cluster.local`."""
 
 
 class AllowedHosts:
     """The names and origins under which pages may call this server."""
 
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = (), *, bound: str = "", has_key: bool):
-        """`hosts`: of --rollout-allowed-hosts. `origins`: vLLM's --allowed-origins. `bound`: of --host."""
+        """`hosts`: of --rollout-allowed-hosts. `origins`: of vLLM's --allowed-origins. `bound`: of --host.
+        `has_key`: True if the server has an API key."""
         self._hosts = {host.lower() for host in hosts}
         self._origins = set(origins)
         self._own = {name.lower() for name in (bound, socket.gethostname(), socket.getfqdn())}
         self._has_key = has_key
 
     def refusal(self, host: str | None, origin: str | None) -> RequestError | None:
-        """Why a request with these headers is not taken; None: it is."""
+        """The error for a request with these headers. None if it is allowed."""
         if origin is not None and not self._is_ours(origin, host or ""):
             return RequestError(
                 f"origin: a page of {origin!r:.100} may not use this server. Start it with --rollout-allowed-hosts and "
@@ -68,10 +71,10 @@ class AllowedHosts:
 
 
 class OwnPages:
-    """ASGI middleware that refuses what other pages send."""
+    """ASGI middleware that refuses requests of other sites' pages."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts | None = None) -> None:
-        """`allowed`: by default what the app's state has as `allowed_hosts`; nothing there: nobody calls over HTTP."""
+        """`allowed`: by default `allowed_hosts` of the app's state. If the app has none, no request is refused."""
         self._app, self._allowed = app, allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,12 +90,12 @@ class OwnPages:
 
 
 def _authority(origin: str) -> str:
-    """Host and port; empty for `null` and for what is no origin."""
+    """Host and port. Empty for `null` and for text that is no origin."""
     return origin.partition("://")[2].lower()
 
 
 def _name_of(url: str) -> str:
-    """The host without its port; empty for what is none."""
+    """The host without its port. Empty if there is none."""
     try:
         return (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:

@@ -1,6 +1,6 @@
-"""Large request bodies, read and checked beside the event loop.
+"""Large request bodies, parsed and checked in a thread beside the event loop.
 
-Invariant: what is accepted, and what is said of what is not, are the same as of a small body.
+Invariant: a large body is accepted or refused like a small one, with the same message.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from starlette.types import Receive, Scope
 Model = TypeVar("Model", bound=BaseModel)
 
 LARGE_BODY_BYTES = 256 * 1024
-"""Bytes from which on a body goes to the thread: about 5 ms of reading and checking."""
+"""Bodies of at least this size are parsed in the thread. Parsing and checking take about 5 ms."""
 
 _THREADS = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-bodies")
 
 
 class BodyRequest(Request):
-    """A request whose body is to become a `model`. Overrides: __init__, json."""
+    """A request whose body becomes a `model`. Overrides: __init__, json."""
 
     def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel] | None) -> None:
         super().__init__(scope, receive)
         self._model = model
 
     async def json(self) -> Any:
-        """The body; of a large one already the model, which FastAPI takes as it is.
+        """The body. A large one is already an instance of the model, which FastAPI takes as it is.
 
-        Raises: ValueError for what is no JSON, RequestValidationError for what is no such model.
+        Raises: ValueError for a body that is not JSON, RequestValidationError for one that does not fit the model.
         """
         body = await self.body()
         if len(body) < LARGE_BODY_BYTES or self._model is None:
@@ -47,7 +47,7 @@ def _parsed(body: bytes, model: type[Model]) -> Model:
 
 
 def checked(fields: Any, model: type[Model]) -> Model:
-    """What a body says as its model. Raises: RequestValidationError, as FastAPI does for a body."""
+    """The fields of a body as an instance of its model. Raises: RequestValidationError, as FastAPI does for a body."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -56,7 +56,8 @@ def checked(fields: Any, model: type[Model]) -> Model:
 
 
 def read_json(body: bytes) -> Any:
-    """As `json.loads`, with turns for other threads between the items of an object's lists. Raises: ValueError."""
+    """Parse as `json.loads` does, but let other threads run between the items of an object's lists. Raises:
+    ValueError."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         return {name: _read_list(raw) for name, raw in fields.items()}

@@ -1,4 +1,5 @@
-"""The path of a request as the app names it. Invariant: the same wherever a proxy has put the app."""
+"""Paths of requests, as the app's routes name them. Invariant: a proxy's path prefix (`root_path`) does not change
+them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A request -> a rollout that is ready to run: plans, prompts, warnings.
+"""Turns a request into a rollout that is ready to run: plans, prompts, warnings.
 
-Invariant: whatever can be wrong with a request is found here, before anything is launched.
+Invariant: all faults of a request are found here, before anything is launched.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Preparation:
         self._grading = grading
         self._clock = clock
         self._audit_ratio = audit_ratio
-        """The ratio for requests that learn and name none."""
+        """Audit ratio of requests that learn and set none."""
         self._audit_turns = AuditTurns()
 
     async def rollout(self, request: RolloutRequest) -> Rollout:
-        """Raises: RequestError that names the field."""
+        """Check a request and prepare its rollout. Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
         if request.until == "variance":
             plan = _until_it_teaches(request, plan)
@@ -162,7 +162,7 @@ class Preparation:
         prompts: Sequence[PreparedPrompt],
         seed: int,
     ) -> list[PromptPlan]:
-        """The same plans, of which a share is that of audit groups."""
+        """The plans, of which a share is replaced by those of audit groups."""
         learns = request.pruning is not None or _tradeoff(request) is not None
         ratio = request.audit_ratio
         if ratio is None:
@@ -178,7 +178,7 @@ class Preparation:
         return [plan.audited() for plan in plans] if self._audit_turns.take((adapter, races), ratio) else plans
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
-        """The plan of every prompt; with redundancy "auto" as if each went to the upper bound."""
+        """The plan of every prompt. With redundancy "auto" it has the largest number of candidates."""
         group = {field: value for field, value in request if field in PLAN_FIELDS}
         if isinstance(request.selection, DualEndSelection):
             group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}
@@ -197,7 +197,7 @@ class Preparation:
             raise RequestError(str(error), param=error.field) from error
 
     async def _chosen(self, plan: GroupPlan, model: str | None) -> tuple[GroupPlan, list[str]]:
-        """The same plan with a detection length where "auto" was asked for, and what is to be said of it."""
+        """The plan with a detection length in place of "auto", and warnings about the choice."""
         if plan.pruning is None or not plan.pruning.auto:
             return plan, []
         trial = await self._learning.length_trial(plan.pruning.keep_ratio, model)
@@ -245,7 +245,7 @@ def _check_max_candidates(request: RolloutRequest, plan: GroupPlan) -> None:
 
 
 def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
-    """The same plan for a group that its rewards end. Raises: RequestError."""
+    """The plan of a group that its rewards end. Raises: RequestError."""
     for field, allowed, got in (
         ("reward", "named", request.reward is not None),
         ("selection", '"first"', plan.selection == "first"),
@@ -264,7 +264,7 @@ def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
 
 
 def _tradeoff(request: RolloutRequest) -> float | None:
-    """lambda of redundancy "auto"; None when the request counts by itself."""
+    """lambda of redundancy "auto". None if the request sets a number."""
     if isinstance(request.redundancy, int):
         return None
     return Auto().tradeoff if request.redundancy == "auto" else request.redundancy.auto.tradeoff

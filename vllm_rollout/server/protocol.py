@@ -28,7 +28,7 @@ MAX_STREAM_TOKENS = 1_000_000
 
 
 class Prompt(Body):
-    """One prompt in exactly one of three forms."""
+    """One prompt, given as exactly one of `messages`, `prompt` and `prompt_token_ids`."""
 
     id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description="Your name for the prompt, unique in the request. Default: its position."
@@ -85,13 +85,14 @@ class Pruning(Body, fields.PruningFields):
     @model_validator(mode="before")
     @classmethod
     def _several_lengths_are_compared(cls, said: Any) -> Any:
-        """Said here, since a run keeps all its fields, those with their defaults too."""
+        """Make shadow mode the default for several lengths. It is written out here, since a run also stores fields
+        with their defaults."""
         if isinstance(said, dict) and isinstance(lengths := said.get("detection_length"), list) and len(lengths) > 1:
             return {"mode": "shadow", **said}
         return said
 
     def plan(self) -> PruningPlan:
-        """Raises: PlanError that names the field as it stands in the body."""
+        """The plan of these fields. Raises: PlanError that names the field as the body does."""
         names = {field: f"pruning.{field}" for field in type(self).model_fields}
         return make_pruning_plan(self.model_dump(exclude_unset=True), names)
 
@@ -103,7 +104,7 @@ DEFAULT_INCLUDE: list[Included] = ["logprobs"]
 
 @of_table
 class RolloutFields(Body, fields.RaceFields):
-    """Fields of a rollout that a run says for all its rounds, and a round for itself."""
+    """Fields of a rollout that a run sets for all its rounds, and a round for itself."""
 
     pruning: Pruning | None
     sampling_params: dict[str, Any] = Field(
@@ -141,7 +142,7 @@ class RolloutFields(Body, fields.RaceFields):
 
 
 class StreamFields(Body):
-    """Whether an answer is a stream, and of what."""
+    """Fields for an answer as a stream of events."""
 
     stream: StrictBool = Field(default=False, description="Answer with server-sent events as things happen.")
     stream_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_STREAM_TOKENS)] | None = Field(
@@ -159,7 +160,7 @@ class StreamFields(Body):
 
 @of_table
 class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
-    """Groups for many prompts."""
+    """A rollout: one group of sampled answers per prompt."""
 
     model_config = ConfigDict(
         json_schema_extra={

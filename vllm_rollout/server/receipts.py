@@ -1,5 +1,8 @@
-"""A rollout that is over -> its receipt (`group/lengths/receipt.py`). Invariant: it costs the event loop next to
-nothing: what is counted of each candidate is there already, and what is predicted is computed in a thread."""
+"""Receipts of finished rollouts (`group/lengths/receipt.py`).
+
+Invariant: a receipt costs the event loop next to nothing. Counts of candidates are at hand, and predictions are
+computed in a thread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from vllm_rollout.trace.rows import end_of
 
 
 async def write_receipt(rollout: Rollout) -> None:
-    """Its groups are over, and the seconds that it took are known."""
+    """Write the receipt of a rollout whose groups are over and whose latency is known."""
     groups = [_ran(rollout, group) for _, group in sorted(rollout.seen.groups.items())]
     rollout.outcome.receipt = await asyncio.to_thread(receipt_of, groups, rollout.outcome.timing.latency_s)
 
@@ -36,6 +39,6 @@ def _ran(rollout: Rollout, seen: SeenGroup) -> RanGroup:
 
 
 def _waits(plan: GroupPlan) -> bool:
-    """No candidate can be stopped, whatever its length."""
+    """True if no candidate can be stopped, whatever its length."""
     prunes = plan.pruning is not None and plan.pruning.mode == "active"
     return plan.audit or not (prunes or plan.patience is not None or (plan.early_stop and plan.redundancy))

@@ -1,4 +1,4 @@
-"""Rollouts and groups of sessions -> a trace file. Invariant: what cannot be written never fails a rollout."""
+"""Writes rollouts and groups of sessions to a trace file. Invariant: a failed write never fails a rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_rollout.trace.rows import Row, reward_row
 from vllm_rollout.trace.session_rows import SessionReward, SessionRewardRow
 
 MAX_MISSING = 4096
-"""Rollouts and groups of sessions without a row that are remembered."""
+"""Most rollouts and groups of sessions without a row that are remembered."""
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -30,42 +30,43 @@ class TraceRecorder:
         self._path = path
         self._file = TraceFile(path, max_bytes)
         self._num_lost = 0
-        """Rows since the last one that was written."""
+        """Rows that were lost since the last one that was written."""
         self._missing: OrderedDict[str, None] = OrderedDict()
-        """What has no row, since it could not be written: rewards of it would say nothing."""
+        """Names without a row, because the row could not be written. Rewards of them are not recorded either."""
 
     def rollout_over(self, rollout: Rollout) -> None:
-        """Records the prompts whose group is over: of a rollout whose client went away, not all of them."""
+        """Record the prompts whose group is over. If the client went away, these are not all of them."""
         row = rollout.row()
         if row.prompts:
             self._append_first(rollout.id, row)
 
     def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
-        """Rewards that were accepted."""
+        """Record rewards that were accepted."""
         posted = [(reward.prompt_id, reward.index, reward.reward) for reward in rewards]
         if posted and rollout_id not in self._missing:
             self._append(reward_row(rollout_id, posted))
 
     def sessions_over(self, group: OpenGroup) -> None:
-        """Records a group that is over, or was cancelled, and of which nothing runs; without a session it is no row."""
+        """Record a group that is over or was cancelled and of which nothing runs. A group without sessions gets no
+        row."""
         if group.race.sessions:
             self._append_first(group.engine_id, recorded(group))
 
     def session_rewarded(self, group: OpenGroup, session: Session) -> None:
-        """It was finished after its group was recorded."""
+        """Record the reward of a session that was finished after its group was recorded."""
         if session.reward is not None and group.engine_id not in self._missing:
             reward = SessionReward(index=session.index, reward=session.reward)
             self._append(SessionRewardRow(name=group.engine_id, rewards=[reward]).model_dump_json())
 
     def _append_first(self, id: str, row: Row) -> None:
-        """The row that others may refer to."""
+        """Append a row that later rows may refer to."""
         if not self._append(row.model_dump_json(exclude_none=True, exclude_defaults=True)):
             self._missing[id] = None
             if len(self._missing) > MAX_MISSING:
                 self._missing.popitem(last=False)
 
     def _append(self, row: str) -> bool:
-        """Whether it was written. Said when that changes."""
+        """Append a row. True if it was written. A change of that is logged."""
         try:
             self._file.append(row)
         except OSError as error:

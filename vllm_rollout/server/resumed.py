@@ -1,6 +1,6 @@
-"""Groups whose candidates go on where an earlier round left them, and what is kept of them for a later one.
+"""Groups whose candidates continue from an earlier round, and output that is kept for a later one.
 
-Invariant: what comes out reads as if each candidate had run at once, from its first token.
+Invariant: results read as if each candidate had run at once from its first token.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from vllm_rollout.server.kept import MAX_KEPT_BYTES, KeptCandidate, keep
 
 @dataclass(slots=True)
 class Resumption:
-    """What goes on from round to round, in one rollout of a run that resumes."""
+    """Output that candidates carry from round to round, in one rollout of a run that resumes."""
 
     keeps: bool
-    """What deferred groups have generated is kept, for them to go on."""
+    """True if the output of deferred groups is kept, so that they can go on later."""
     weight_version: str | None
-    """The version of the weights that it began with; None: unnamed."""
+    """Version of the weights that the rollout began with. None if it has no name."""
     before: Mapping[int, Sequence[KeptCandidate]]
-    """By position: candidates that go on where an earlier round left them."""
+    """Candidates that continue from an earlier round, by position."""
     kept: dict[int, bytes] = field(default_factory=dict)
-    """By position: what goes on in a later one."""
+    """Packed candidates for a later round, by position."""
 
     async def keep(
         self, position: int, prompt: PreparedPrompt, plan: GroupPlan, ends: Collection[CandidateEnd]
     ) -> tuple[Sequence[Ending], str | None]:
-        """Keep what goes on of a deferred group.
+        """Keep the candidates of a deferred group that go on later.
 
-        Returns the endings of the others, whose lengths are all there will be: those of the ones that go on are told
-        when they are whole. And a warning when it is too much to be kept.
+        Returns the endings of all other candidates, whose lengths are final, and a warning if there is too much to
+        keep. Lengths of candidates that go on are reported when they are whole.
         """
         blob = await asyncio.to_thread(keep, ends, plan.group_size, plan.pruning)
         if blob is None:
@@ -58,17 +58,17 @@ class Resumption:
 
 
 class ResumedGroup:
-    """The candidates of one prompt in a long round: kept ones, then new ones where there are too few."""
+    """The candidates of one prompt in a long round: kept ones, then new ones if there are too few."""
 
     def __init__(self, kept: Sequence[KeptCandidate], engine: Engine, order: GroupOrder, *, want_text: bool) -> None:
-        """`order`: as if all of them were new."""
+        """`order`: the group's order as if all candidates were new."""
         self._kept = kept
         self._engine = engine
         self._order = order
         self._want_text = want_text
 
     async def events(self) -> AsyncGenerator[Happening, None]:
-        """What happens to them; those that are not over run. In a stream also what was kept, first."""
+        """Tokens and ends of the candidates. Unfinished ones run. In a stream, kept tokens come first."""
         order, plan = self._order, self._order.plan
         kept = dict(enumerate(self._kept[: plan.num_candidates]))
         running: dict[int, Sequence[int]] = dict.fromkeys(range(len(kept), plan.num_candidates), ())
@@ -135,5 +135,5 @@ class ResumedGroup:
 
 
 def _is_over(kept: KeptCandidate, prompt: PreparedPrompt) -> bool:
-    """Also one that was stopped with its last token allowed."""
+    """True if the candidate has nothing left to generate, even if it was stopped at its last allowed token."""
     return kept.whole or (prompt.max_tokens is not None and kept.num_tokens >= prompt.max_tokens)

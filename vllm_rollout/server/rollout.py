@@ -1,4 +1,4 @@
-"""One rollout on its way: what was asked for, and what has come of it so far.
+"""A running rollout: its checked request, and its results so far.
 
 Invariant: generated + resumed = returned + wasted tokens.
 """
@@ -30,35 +30,36 @@ from vllm_rollout.trace.rows import RolloutRow
 
 @dataclass(slots=True)
 class RolloutOutcome:
-    """What has come of a rollout so far."""
+    """Results of a rollout so far."""
 
     num_ended: int = 0
-    """Candidates."""
+    """Number of candidates that have ended."""
     freed: RanksFreeEvent | None = None
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     versions: set[str] = field(default_factory=set)
-    """The versions of the weights that sampled a token."""
+    """Versions of the weights that sampled a token."""
     reward_error: str | None = None
-    """Why the first trajectory that has no reward has none."""
+    """Reason of the first grade with status `error`."""
     error: str | None = None
-    """Why the first candidate that failed for a known reason did."""
+    """Error of the first candidate that failed for a known reason."""
     off_policy: bool = False
-    """Whether any trajectory is."""
+    """True if any trajectory is off policy."""
     num_forgotten: int = 0
-    """Grades that taught nothing, since the engine did not know their candidates any more."""
+    """Rewards that were not learned from, since the engine no longer knew their candidates."""
     receipt: Receipt | None = None
-    """None before its end. Its counts of tokens are those of `usage`, which knows groups of an interrupted round."""
+    """None before the rollout's end. Its token counts are replaced by those of `usage`, which include groups of an
+    interrupted round."""
     tellings: list[asyncio.Task[None]] = field(default_factory=list)
-    """One per group that is over: the engine is told its lengths."""
+    """Tasks that report lengths to the engine, one per finished group."""
 
     @property
     def weight_version(self) -> str | None:
-        """The version every token was sampled with; None when there is none or more than one."""
+        """The version that sampled every token. None if there is none, or more than one."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
 
     def ended_before(self, group: GroupAnswer) -> None:
-        """It was complete when its round was interrupted: its tokens are resumed ones."""
+        """Count a group that was complete when its round was interrupted. Its tokens are resumed ones."""
         usage = self.usage
         returned = sum(each.num_tokens for each in group.trajectories)
         wasted = sum(each.num_tokens for each in group.candidates)
@@ -99,7 +100,7 @@ class RolloutOutcome:
         setattr(self.usage, counter, getattr(self.usage, counter) + 1)
 
     def _count_reward(self, reward: float | None, status: RewardStatus | None, reason: str | None) -> None:
-        """All None: nothing was to be graded."""
+        """Count a trajectory's grade. All arguments are None if it was not to be graded."""
         self.usage.num_rewards += reward is not None
         self.usage.num_reward_timeouts += status == "timeout"
         if status == "error":
@@ -110,54 +111,54 @@ class RolloutOutcome:
 
 @dataclass(slots=True)
 class Rollout:
-    """A checked request, ready to run."""
+    """A checked request that is ready to run."""
 
     id: str
     created: int
     namespace: str
-    """Of the client that asked for it."""
+    """Namespace of the client."""
     model: str
     adapter: str
-    """The LoRA adapter's name: what comes of it is learned of that."""
+    """Name of the LoRA adapter, for which results are learned."""
     plans: list[PromptPlan]
-    """One per prompt."""
+    """One plan per prompt."""
     prompts: list[PreparedPrompt]
     seed_names: Sequence[str]
     """One per prompt: what its seed follows from, with that of the request."""
     included: Set[Included]
     stream_tokens: int | None
     pruning_seed: int
-    """What chance depends on, with each prompt's content: the same seeded request gives the same verdicts."""
+    """Seed of pruning's random choices, with each prompt's content. The same seeded request gets the same verdicts."""
     scoring: ScoringLog | None
     """None without pruning."""
     course: Course
     migration: Migration = "off"
-    """What its groups may move for."""
+    """Purpose for which its groups may move to other ranks."""
     on_engine_failure: OnEngineFailure = "fail"
-    """What becomes of groups that the engine loses."""
+    """Action for groups that the engine loses."""
     priority: int = 0
-    """A lower number has places earlier."""
+    """A lower number gets places earlier."""
     watch: ScaleDownWatch | None = None
-    """Frees ranks while it runs."""
+    """Frees ranks while the rollout runs. None without `scale_down`."""
     budget: RedundancyBudget | None = None
-    """With redundancy "auto" only."""
+    """None without redundancy "auto"."""
     warnings: list[str] = field(default_factory=list)
     grading: Grading | None = None
-    """None: no reward was asked for."""
+    """None without a reward."""
     resumption: Resumption | None = None
-    """None: neither does anything go on here, nor will it later."""
+    """None if candidates neither continue from an earlier round nor may continue in a later one."""
     outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
     seen: SeenRollout = field(default_factory=SeenRollout)
-    """For viewers and the trace."""
+    """Observations for viewers and the trace."""
     trace: RolloutTrace | None = None
-    """None: nobody traces."""
+    """None if nothing is traced."""
 
     def group_id(self, position: int) -> str:
-        """The engine's name of the group of the prompt at that position."""
+        """The engine's name for the group of the prompt at `position`."""
         return f"{self.id}-{position}"
 
     def prompt_of(self, group_id: str) -> PreparedPrompt | None:
-        """The prompt of the group that has this name; None for any other name."""
+        """The prompt of the group with this name. None for any other name."""
         number = group_id.removeprefix(f"{self.id}-")
         position = int(number) if number.isascii() and number.isdecimal() else len(self.prompts)
         is_known = position < len(self.prompts) and self.group_id(position) == group_id
@@ -165,22 +166,23 @@ class Rollout:
 
     @property
     def started_s(self) -> list[float | None]:
-        """When the group of each prompt got its places; None for one that has none yet."""
+        """Time at which each prompt's group got its places, in seconds since the rollout began. None for a group
+        without places."""
         seen = [self.seen.groups.get(position) for position in range(len(self.prompts))]
         return [None if group is None else group.started_s for group in seen]
 
     @property
     def rewards_decide(self) -> bool:
-        """Whether a group is complete: the engine cannot tell."""
+        """True if rewards decide when a group is complete, which the engine cannot know."""
         return self.grading is not None and self.grading.until == "variance"
 
     @property
     def num_responses(self) -> int:
-        """Candidates that it begins with."""
+        """Number of candidates at the start."""
         return sum(plan.group.num_candidates for plan in self.plans)
 
     def envelope(self) -> dict[str, Any]:
-        """What every answer and last event says of it, beside its groups."""
+        """Fields of every answer and of the last event, without groups."""
         return {
             "id": self.id,
             "created": self.created,
@@ -203,7 +205,7 @@ class Rollout:
         return written and replace(written, **{name: getattr(usage, name) for name in names})
 
     def row(self, *, with_prompts: bool = True, running: bool = False) -> RolloutRow:
-        """As a trace has it; with `running` also the groups that are not over."""
+        """The rollout as a row of a trace. `running`: include groups that are not over."""
         plan, seen = self.plans[0].group, self.seen
         caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
         return RolloutRow.model_construct(
@@ -232,7 +234,7 @@ class Rollout:
             self.watch.candidate_ended()
 
     def restarted(self, position: int, num_ended: int) -> None:
-        """A group runs again of which so many candidates had ended."""
+        """Count a group that runs again. `num_ended`: its candidates that had ended."""
         self.course.restarted(position)
         self.outcome.num_ended -= num_ended
         self.outcome.usage.num_restarted += 1

@@ -1,4 +1,4 @@
-"""Our HTTP endpoints. Invariant: an endpoint parses and answers; what it means is the service's."""
+"""Our HTTP endpoints. Invariant: endpoints only parse requests and send answers. The services make all decisions."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     responses=ERRORS | errors_of(429),
 )
 async def create_vote(body: VoteRequest) -> Response:
-    """Vote over answers, or over texts in which a pattern finds the answer: by majority, confidence or quality.
+    """Vote on the answer of a group of candidates: by majority, confidence or quality.
 
-    With `correct` and `k` also maj@k: how often the vote of k of these candidates is right.
+    The candidates are given as answers, or as texts in which a pattern finds the answer. With `correct` and `k` the
+    vote also gives maj@k: how often the vote of k of these candidates is right.
     """
     return json_response(await votes.counter.count(body))
 

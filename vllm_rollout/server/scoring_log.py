@@ -1,4 +1,4 @@
-"""What scoring did in one rollout, and what is to be said of it. Invariant: a warning stands once in an answer."""
+"""Counts of scoring in one rollout, and warnings about it. Invariant: a warning stands once in an answer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ScoringLog:
     num_prompts: int = 0
     num_scored: int = 0
     num_cold: int = 0
-    """Scored, and kept because there were too few labels."""
+    """Candidates that were scored and kept because there were too few labels."""
     num_too_short: int = 0
-    """Prompts that had nothing scored because their `max_tokens` is not above `detection_length`."""
+    """Prompts for which nothing was scored, because their `max_tokens` is not above `detection_length`."""
     max_tokens: int | None = None
-    """The largest of those."""
+    """The largest `max_tokens` of these prompts."""
     longest: int = 0
-    """Tokens of the longest candidate."""
+    """Number of tokens of the longest candidate."""
 
     def group_over(self, prompt: PreparedPrompt, ends: Iterable[CandidateEnd]) -> None:
         ends = list(ends)
@@ -41,14 +41,14 @@ class ScoringLog:
             self.max_tokens = max(self.max_tokens or 0, prompt.max_tokens)
 
     def ended_before(self, group: GroupAnswer) -> None:
-        """It was complete when its round was interrupted."""
+        """Count a group that was complete when its round was interrupted."""
         ends = [*group.trajectories, *group.candidates]
         self.num_prompts += 1
         self.num_scored += sum(end.score is not None for end in ends)
         self.longest = max([self.longest, *(end.num_tokens for end in ends)])
 
     def warnings(self, report: LearningReport | None) -> list[str]:
-        """What the user did not get, and what to do; `report` tells how many labels there are."""
+        """Warnings about what the user did not get, each with a remedy. `report` has the numbers of labels."""
         return [warning for warning in (self._unscored(), self._unjudged(report)) if warning is not None]
 
     def _unscored(self) -> str | None:
@@ -88,7 +88,7 @@ class ScoringLog:
         return None
 
     def _labels(self, report: LearningReport | None) -> str:
-        """The labels of the signal that lacks least: the head's stand-in, confidence, would do as well."""
+        """Label counts of the signal that lacks least. Confidence may stand in for the head."""
         wanted = SIGNALS if self.plan.signal == "head" else ("confidence",)
         known = [report.signals[signal] for signal in wanted if signal in report.signals] if report else []
         if not known:

@@ -1,8 +1,10 @@
-"""Answers and events as JSON, made beside the event loop when they are large, and how they are sent.
+"""Answers and events as JSON, and ways to send them. Large ones are encoded beside the event loop.
 
-A trajectory is encoded when it ends and is held as bytes from then on, a third of what its numbers take as objects.
-Invariants: the bytes are those of pydantic's `model_dump_json`, and nobody holds the interpreter for longer than one
-trajectory takes. The source of a stream ends when the client goes away, and what fails says so in the last event.
+A trajectory is encoded when it ends and is then held as bytes, which take a third of the memory of its numbers as
+objects.
+
+Invariants: the bytes are those of pydantic's `model_dump_json`. No encoding holds the interpreter for longer than one
+trajectory takes. A stream's source ends when the client goes away. A failure is reported in the stream's last event.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LARGE_TOKENS = 2048
-"""Tokens from which on a thread is worth its switch: 0.1 ms of encoding."""
+"""Values with at least this many tokens are encoded in the thread: 0.1 ms of encoding pays for the switch."""
 PART_BYTES = 256 * 1024
-"""Parts of a body are put together up to this size: a part is one message to the HTTP server."""
+"""Size in bytes up to which parts of a body are joined. Each part is one message to the HTTP server."""
 
 _ENCODER = msgspec.json.Encoder(enc_hook=vars)
-"""A pydantic model has its fields, in order, as its attributes."""
+"""Encodes a pydantic model by its attributes, which are its fields in order."""
 _THREADS = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-json")
-"""One: the interpreter encodes one at a time anyway."""
+"""A single thread, since the interpreter encodes one value at a time anyway."""
 
 
 def to_json(value: BaseModel) -> bytes:
@@ -63,14 +65,14 @@ def to_json(value: BaseModel) -> bytes:
 
 
 async def encode(value: BaseModel, num_tokens: int) -> bytes:
-    """JSON of something with so many tokens in it."""
+    """JSON of a value with `num_tokens` tokens in it."""
     if num_tokens < LARGE_TOKENS:
         return to_json(value)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, to_json, value)
 
 
 def num_tokens_in(event: BaseModel) -> int:
-    """Tokens that an event lists."""
+    """Number of tokens that an event lists."""
     match event:
         case ReturnedEvent():
             return event.generated_tokens
@@ -86,7 +88,7 @@ def num_tokens_in(event: BaseModel) -> int:
 
 
 _NO_REWARD = to_json(RewardFields())[:-1]
-"""How the JSON of a trajectory without a reward begins."""
+"""The beginning of the JSON of a trajectory without a reward."""
 
 
 class GroupsInJson:
@@ -94,7 +96,7 @@ class GroupsInJson:
 
     def __init__(self) -> None:
         self._trajectories: dict[str, dict[int, bytes]] = defaultdict(dict)
-        """By prompt id and index: JSON."""
+        """Trajectories as JSON, by prompt id and index."""
         self._candidates: dict[str, dict[int, bytes]] = defaultdict(dict)
         self._groups: dict[str, bytes] = {}
 
@@ -118,15 +120,15 @@ class GroupsInJson:
                 self._candidates.pop(event.prompt_id, None)
 
     def of(self, prompt_id: str) -> bytes:
-        """A GroupAnswer that is whole."""
+        """A finished group: a GroupAnswer as JSON."""
         return self._groups[prompt_id]
 
     def answer(self, envelope: RolloutAnswer, prompt_ids: Iterable[str]) -> list[bytes]:
-        """The body, in parts; `envelope` is the answer without its groups."""
+        """The body of an answer, in parts. `envelope`: the answer without its groups."""
         return filled(envelope, "groups", [self._groups.pop(prompt_id) for prompt_id in prompt_ids])
 
     def _reward(self, event: RewardEvent) -> None:
-        """A trajectory has its reward after it was encoded: the fields stand first in its JSON."""
+        """Put the reward into the JSON of a trajectory that was encoded before. Reward fields stand first in it."""
         told = self._trajectories[event.prompt_id]
         json = told[event.index]
         assert json.startswith(_NO_REWARD)
@@ -149,7 +151,7 @@ def _in_order(parts: dict[int, bytes]) -> list[msgspec.Raw]:
 
 
 def filled(envelope: BaseModel, field: str, items: Iterable[bytes]) -> list[bytes]:
-    """The body of `envelope`, whose list `field` is empty, with these items in it; in parts."""
+    """The body of `envelope` in parts, with these items in its empty list `field`."""
     name = field.encode()
     before, after = to_json(envelope).split(b'"%s":[]' % name)  # within a string its quotes would be escaped
     listed = [part for item in items for part in (b",", item)][1:]
@@ -157,7 +159,7 @@ def filled(envelope: BaseModel, field: str, items: Iterable[bytes]) -> list[byte
 
 
 def merged(parts: Iterable[bytes]) -> list[bytes]:
-    """The same bytes in fewer parts; a large one is not copied."""
+    """Join small parts of a body. Large parts are not copied."""
     large: list[bytes] = []
     small: list[bytes] = []
     num_bytes = 0
@@ -171,7 +173,7 @@ def merged(parts: Iterable[bytes]) -> list[bytes]:
 
 
 class PartsResponse(Response):
-    """A JSON body that is never in one piece. Overrides: __call__."""
+    """A JSON body that is sent in parts. Overrides: __call__."""
 
     media_type = "application/json"
 
@@ -187,15 +189,16 @@ class PartsResponse(Response):
 
 
 def json_response(answer: BaseModel, status: int = HTTPStatus.OK) -> Response:
-    """A body of pydantic's, made at once: for small ones."""
+    """A response with a small body, which pydantic encodes at once."""
     return Response(answer.model_dump_json(), status_code=status, media_type="application/json")
 
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of an answer that nobody waits for any more."""
+"""Status of an answer to a client that has gone away."""
 
 STALLED_S = 3600.0
-"""A trainer may read nothing during a step of training, in seconds. After that its stream is taken for abandoned."""
+"""Seconds without any reading after which a stream is taken for abandoned. A trainer may read nothing during a step
+of training."""
 
 
 def event_stream_schema(events: Any) -> dict[str, Any]:
@@ -228,10 +231,10 @@ EVENT_STREAM_EXAMPLE = "".join(
 
 
 class EventStream(StreamingResponse):
-    """An event stream that ends its source at once when the client goes away, whether or not it is being read.
+    """An event stream that ends its source at once when the client goes away, even while no event is sent.
 
-    One that nobody reads for `STALLED_S` ends too: its server closes the connection. Overrides: __call__,
-    stream_response.
+    A stream that is not read for `STALLED_S` seconds ends too, and its server closes the connection. Overrides:
+    __call__, stream_response.
     """
 
     media_type = "text/event-stream"
@@ -247,12 +250,12 @@ class EventStream(StreamingResponse):
 
 
 class PatientSend:
-    """Sends, and knows for how long the client has not taken what is sent."""
+    """Sends messages, and measures how long the client has not taken the current one."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._since_s: float | None = None
-        """When the message began that is being sent."""
+        """Start of the message that is being sent, in monotonic seconds. None between messages."""
 
     async def __call__(self, message: Message) -> None:
         self._since_s = time.monotonic()
@@ -260,7 +263,7 @@ class PatientSend:
         self._since_s = None
 
     async def stalled(self) -> None:
-        """Returns when one message has not been taken for `STALLED_S`."""
+        """Return once a message has not been taken for `STALLED_S` seconds."""
         while True:
             waited_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
             if waited_s >= STALLED_S:
@@ -272,7 +275,7 @@ class PatientSend:
 async def server_sent_events(
     name: str, source: AsyncGenerator[Event | SessionRoundEvent, None]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of `source`; `name` is for the log."""
+    """The events of `source` as server-sent events. `name` is for the log."""
     try:
         async with aclosing(source) as events:
             async for event in events:
@@ -289,7 +292,7 @@ async def _sse(event: Event | SessionRoundEvent) -> bytes:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T], *ends: Awaitable[None]) -> T | None:
-    """Await `work`; when the client goes away or one of `ends` comes first, cancel it and return None."""
+    """Await `work`. If the client goes away or one of `ends` is done first, cancel it and return None."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":

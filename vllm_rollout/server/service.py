@@ -1,5 +1,7 @@
-"""Rollouts: prompts in, events out. Invariant: every group that was launched ends with one `group` event, and
-generated + resumed = returned + wasted tokens.
+"""Rollouts: prompts in, events out.
+
+Invariant: every launched group ends with one `group` or `deferred` event, and generated + resumed = returned + wasted
+tokens.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ from vllm_rollout.server.started_group import StartedGroup
 from vllm_rollout.server.watch.viewers import Viewers
 
 EVENT_BUFFER = 256
-"""Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes on:
-what its candidates generate meanwhile is held once, in at most three messages per candidate (`run_candidates`), and
-comes as longer `tokens`. Groups of other rollouts never wait.
+"""Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
+on.
+
+Tokens that are generated meanwhile are held once, in at most three messages per candidate (`run_candidates`), and
+arrive as longer `tokens` events. Groups of other rollouts never wait.
 """
 
 SEE_OUT_S = 10.0
-"""How long groups that nobody reads may take to stop by themselves before their requests are aborted: a step, unless
-generation is paused."""
+"""Seconds that groups without a reader may take to stop before their requests are aborted. They need one step,
+unless generation is paused."""
 SEE_OUT_INTERVAL_S = 0.1
 
 
@@ -71,7 +75,7 @@ class RolloutService:
         kept_limits: KeptLimits | None = None,
     ) -> None:
         self.admin_key = admin_key
-        """None: whoever may call the server may put heads and states."""
+        """None: all clients of the server may replace heads and states."""
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
@@ -83,10 +87,10 @@ class RolloutService:
         self.viewers = Viewers(engine, records=recorder is not None)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
-        """Those on their way, by id."""
+        """Running rollouts by id."""
 
     async def prepare(self, request: RolloutRequest) -> Rollout:
-        """Check everything before anything is launched.
+        """Check a request and prepare its rollout. Nothing is launched.
 
         Raises: RequestError that names the field.
         """
@@ -97,16 +101,17 @@ class RolloutService:
 
     @property
     def moves(self) -> MovesPart:
-        """The engine's part that moves groups between its ranks."""
+        """The part of the engine that moves groups between its ranks."""
         return self._engine.moves
 
     async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        """As the engine does. Raises: RequestError (503) for a dead engine."""
+        """Compute KV of older weights again (`Engine.recompute`). Returns the number of candidates that do. Raises:
+        RequestError (503) for a dead engine."""
         return await self._engine.recompute(request_ids)
 
     @property
     def progress(self) -> Progress:
-        """The progress of all rollouts on their way, together."""
+        """The progress of all running rollouts together."""
         rollouts = self._active.values()
         return Progress(
             sum(each.num_responses for each in rollouts),
@@ -114,7 +119,7 @@ class RolloutService:
         )
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
-        """Run to the end; a RolloutAnswer as JSON, in parts."""
+        """Run a rollout to its end. Returns a RolloutAnswer as JSON, in parts."""
         groups = GroupsInJson()
         async with aclosing(self.events(rollout)) as events:
             async for event in events:
@@ -123,16 +128,17 @@ class RolloutService:
         return groups.answer(envelope, (prompt.id for prompt in rollout.prompts))
 
     async def events(self, rollout: Rollout) -> AsyncGenerator[Event, None]:
-        """Run all groups; yields their events as they happen and `done` last.
+        """Run all groups. Yields their events as they happen, and `done` last.
 
-        Closing it stops what still runs as `deferred`: neither failed nor judged, and what it had become is learned.
+        Closing the generator stops running candidates as `deferred`: they are neither failed nor judged, and their
+        lengths so far are learned.
         """
         started = self._clock()
         events: FanIn[Event | None] = FanIn(EVENT_BUFFER)
         if rollout.grading is not None:
             rollout.grading.promise()
         groups: dict[str, asyncio.Task[None]] = {}
-        """Those that were launched."""
+        """Tasks of launched groups, by group id."""
 
         async def launch() -> AsyncGenerator[None, None]:
             async for position in rollout.course.positions():
@@ -179,7 +185,7 @@ class RolloutService:
         *,
         left: bool,
     ) -> None:
-        """Nothing of it runs any more, and it is recorded. `left`: its client did not wait for the end."""
+        """Stop what still runs of a rollout, and record it. `left`: its client did not wait for the end."""
         await asyncio.gather(launching, return_exceptions=True)
         waves: Collection[str] = ()
         if rollout.grading is not None:
@@ -197,15 +203,15 @@ class RolloutService:
             self._recorder.rollout_over(rollout)
 
     async def refresh_gauges(self) -> None:
-        """Those that are read from the engine, if that was a while ago."""
+        """Refresh the gauges that are read from the engine, unless they are recent."""
         self.grading.refresh_gauges()
         await self._shaping.refresh()
 
     async def _see_out(
         self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
     ) -> None:
-        """Nobody reads any more: stop these groups, and let each of them come to its end. `waves`: what else the engine
-        runs for them."""
+        """Stop groups without a reader, and let each of them come to its end. `waves`: groups that the engine runs
+        for them besides."""
         if not groups:
             return
         dropping = asyncio.create_task(events.drop())
@@ -217,7 +223,7 @@ class RolloutService:
                 await self._engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # reported elsewhere
             pass
         finally:
             dropping.cancel()
@@ -225,7 +231,7 @@ class RolloutService:
             await asyncio.gather(dropping, return_exceptions=True)
 
     async def _places(self, rollout: Rollout, position: int) -> Places | None:
-        """Wait until the group of this prompt may start; None when its course does not want it any more."""
+        """Wait until the group of this prompt may start. None if its course no longer wants it."""
         num_candidates, stopped = rollout.plans[position].group.num_candidates, rollout.course.stopped()
         places = await self._launcher.take_unless(stopped, num_candidates, rollout.priority)
         if rollout.course.starts(position):
@@ -262,7 +268,7 @@ class RolloutService:
     async def _group_in_its_places(
         self, rollout: Rollout, position: int, started: float, places: Places, events: FanIn[Event | None]
     ) -> AsyncGenerator[Event, None]:
-        """Its events; it gives its places back at its end at the latest."""
+        """The events of a group. It gives its places back at its end at the latest."""
         try:
             async with aclosing(self._group_events(rollout, position, started, places)) as group:
                 async for event in group:
@@ -275,7 +281,7 @@ class RolloutService:
     async def _group_events(
         self, rollout: Rollout, position: int, started: float, places: Places
     ) -> AsyncGenerator[Event, None]:
-        """One group: its race, then what has become of it."""
+        """The events of one group: its race, then its result."""
         group = StartedGroup(rollout, position, places, self._metrics)
         order = self._order(rollout, position)
         if rollout.trace is not None:
@@ -298,7 +304,7 @@ class RolloutService:
             await rollout.course.graded(position, group.rewards_of(result.selected))
 
     async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
-        """From the rewards that came while the group was on its way."""
+        """Learn from rewards that came while the group ran."""
         assert rollout.grading is not None
         threshold = rollout.grading.options.threshold
         rewards = [
@@ -329,7 +335,7 @@ class RolloutService:
         return (TeachingGroup if teaches else WholeGroup)(grading, group, candidates)
 
     def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
-        """What launches the group of this prompt, each time that it is called."""
+        """A function that launches the group of this prompt each time it is called."""
         kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
         if kept is None:
             return partial(self._engine.run_group, order)
@@ -361,7 +367,7 @@ class RolloutService:
     async def _account(
         self, rollout: Rollout, group: StartedGroup, result: GroupResult, reason: DeferReason | None, latency_s: float
     ) -> None:
-        """The group is over: it is counted, and what it teaches is told."""
+        """Count a finished group, and learn from its rewards and lengths."""
         ends, plan = group.ends.values(), group.plan
         endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:

@@ -1,6 +1,6 @@
-"""Redundancy "auto": from what is known of lengths to a plan for each prompt.
+"""Redundancy "auto": makes a plan for each prompt from known lengths.
 
-Invariant: every group that is over is observed once, whoever decided its redundancy.
+Invariant: every finished group is observed once, whatever set its redundancy.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from vllm_rollout.server.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What to do with one prompt, and why."""
+    """The plan of one prompt, and the reasons for it."""
 
     group: GroupPlan
     key: str
-    """Names the prompt in the history of lengths."""
+    """The prompt's name in the history of lengths."""
     lengths: LengthMoments | None = None
-    """That are expected: of the prompt, else of the data set. None: nothing is known, or nobody needs it."""
+    """Expected lengths of the prompt, else of the data set. None if unknown or not needed."""
     allocation: PromptAllocation | None = None
-    """None: the request says how many candidates."""
+    """The prompt's share of candidates. None if the request sets their number."""
 
     def audited(self) -> PromptPlan:
-        """This plan for an audit group."""
+        """A copy of this plan for an audit group."""
         return replace(self, group=self.group.audited())
 
     def answer(self) -> Allocation:
@@ -47,19 +47,19 @@ class PromptPlan:
 
 
 class ShapedRollout(NamedTuple):
-    """The prompts of a rollout."""
+    """Plans and start order of a rollout's prompts."""
 
     plans: list[PromptPlan]
-    """One per prompt."""
+    """One plan per prompt."""
     positions: Sequence[int]
     """Prompts in the order in which they start."""
     budget: RedundancyBudget | None = None
-    """With redundancy "auto"."""
+    """The budget of redundancy "auto". None without it."""
     warnings: Sequence[str] = ()
 
 
 class ShapingService:
-    """What rollouts ask of an engine's history of lengths, and tell it."""
+    """Reads an engine's history of lengths for rollouts, and adds to it."""
 
     def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._engine = engine
@@ -70,7 +70,7 @@ class ShapingService:
     async def same(
         self, plan: GroupPlan, keys: Sequence[str], prompts: Sequence[PreparedPrompt], order: LaunchRule, adapter: str
     ) -> ShapedRollout:
-        """One plan for every prompt. Where all run at once on one rank nobody needs to know their lengths."""
+        """Give every prompt the same plan. If all candidates run at once on one rank, lengths are not needed."""
         waits = order == "auto" and plan.num_candidates * len(prompts) > self._num_places
         if self._engine.moves.num_ranks == 1 and not waits:
             return ShapedRollout([PromptPlan(plan, key) for key in keys], range(len(keys)))
@@ -88,9 +88,9 @@ class ShapingService:
         order: LaunchRule,
         adapter: str,
     ) -> ShapedRollout:
-        """Share a budget of candidates among the prompts of a request; also says what could not be done.
+        """Share a budget of candidates among the prompts. Warnings say what could not be done.
 
-        Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for what a prompt with an extreme tail does.
+        Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for prompts with an extreme tail.
         """
         history = await self._engine.shaping.length_history(keys, adapter)
 
@@ -164,9 +164,9 @@ class ShapingService:
         return f"{took}: this server has not seen any lengths yet."
 
     def group_over(self, key: str, endings: Iterable[Ending], adapter: str) -> asyncio.Task[None] | None:
-        """Begin to tell the engine what lengths a group had; None when there are none.
+        """Begin to report a group's lengths to the engine. None if there are no lengths.
 
-        It is told whatever becomes of the rollout.
+        The report goes on even if the rollout is cancelled.
         """
         lengths = observed_lengths(endings)
         if not lengths:
@@ -174,13 +174,13 @@ class ShapingService:
         return spawn(self._tell(key, lengths, adapter), "telling lengths")
 
     async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
-        """Wait until the engine has heard of these groups; refreshes the gauges."""
+        """Wait until these reports have reached the engine, then refresh the gauges."""
         if tellings:
-            await asyncio.wait(tellings)  # unlike gather, it leaves them alone when the one who waits is cancelled
+            await asyncio.wait(tellings)  # unlike gather, it does not cancel them with its caller
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Set the gauges, every `REPORT_INTERVAL_S` at most."""
+        """Set the gauges, at most once in `REPORT_INTERVAL_S` seconds."""
         now = self._clock()
         if self._drift_seen_s is not None and now - self._drift_seen_s < REPORT_INTERVAL_S:
             return
@@ -191,14 +191,14 @@ class ShapingService:
             self._metrics.steps_drifted(await self._engine.shaping.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
             self._metrics.ranks_moved(await self._engine.moves.engine_loads())
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # reported elsewhere
             return
 
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         self._metrics.know(adapter)
         try:
             await self._engine.shaping.observe_lengths(key, lengths, adapter)
-        except EngineStopped:  # it says so elsewhere
+        except EngineStopped:  # reported elsewhere
             return
 
 
@@ -207,7 +207,7 @@ def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
 
 
 def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
-    """A prompt's name over all rollouts: the client's, or one made from its tokens where the client gave none."""
+    """A prompt's name across rollouts: made from the client's id, else from its tokens."""
     if prompt_id is not None:
         return key_of_id(prompt_id)
     return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

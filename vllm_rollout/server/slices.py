@@ -1,6 +1,7 @@
-"""Work in the event loop: long work in slices, and what is given up when something else comes first.
+"""Helpers for work in the event loop: long work in slices, and work that is given up when something else comes
+first.
 
-Invariant: whoever works through a list lets others have a turn.
+Invariant: work on a long list lets other tasks have a turn.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 SLICE_S = 0.005
-"""Work between two turns of the others."""
+"""Seconds of work between two turns of other tasks."""
 
 
 class Slices:
-    """`await slices.turn()` between two items; it costs a look at the clock where no turn is due."""
+    """Await `slices.turn()` between two items. As long as no turn is due, it only reads the clock."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -31,7 +32,7 @@ class Slices:
 
 
 async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made]:
-    """What `make` makes of each of many items."""
+    """The results of `make` for each of many items, with turns for other tasks in between."""
     made, slices = [], Slices()
     for item in items:
         made.append(make(item))
@@ -40,7 +41,7 @@ async def each(items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made
 
 
 async def chained(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """What was asked for already, then the rest."""
+    """An item that was fetched before, then the rest."""
     async with aclosing(rest):
         yield first
         async for item in rest:
@@ -48,7 +49,7 @@ async def chained(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerat
 
 
 async def unless(work: Awaitable[Made], *ends: Awaitable[object]) -> Made | None:
-    """Await `work`; when one of `ends` comes first, cancel it and return None."""
+    """Await `work`. If one of `ends` is done first, cancel it and return None."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in (work, *ends)]
     working: asyncio.Future[Made] = tasks[0]
     try:

@@ -1,6 +1,6 @@
-"""One group of a rollout on its way: what the engine says of its candidates -> what the client is told.
+"""One group of a running rollout: turns the engine's reports on its candidates into events for the client.
 
-Invariant: of the attempt that counts, each candidate is told once, and each grade once.
+Invariant: each candidate and each grade of the attempt that counts is sent once.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class StartedGroup:
         self.prompt = rollout.prompts[position]
         self.plan = rollout.plans[position]
         self.ends: dict[int, CandidateEnd] = {}
-        """By index."""
+        """Ends by candidate index."""
         self.grades: dict[int, Grade] = {}
-        """By index: those that have come."""
+        """Grades that have come, by candidate index."""
         self.void: set[int] = set()
         """Indices of candidates that must not count."""
         self.is_cut = False
-        """Its round goes on without it."""
+        """True if its round goes on without this group."""
         self._rollout = rollout
         self._places = places
         self._metrics = metrics
@@ -56,7 +56,7 @@ class StartedGroup:
         self._lost_why: str | None = None
         self._told: set[int] = set()
         self._off_policy: set[int] = set()
-        """Indices of trajectories that are."""
+        """Indices of trajectories that are off policy."""
         self.seen = SeenGroup(
             rollout.seen,
             position,
@@ -74,7 +74,7 @@ class StartedGroup:
         await self._places.take_again(self.plan.group.num_candidates)
 
     def take(self, happening: Happening | Restarted | Lost | Graded) -> bool:
-        """Keep what it says, before it is told; whether it is of the attempt that counts."""
+        """Record a report, before its events are made. True if it belongs to the attempt that counts."""
         match happening:
             case Restarted():
                 self._rollout.restarted(self.position, len(self.ends))
@@ -96,7 +96,7 @@ class StartedGroup:
         return True
 
     def events_of(self, happening: Happening | Restarted | Lost | Graded) -> Iterator[Event]:
-        """What the client is told of it now."""
+        """The events that the client is sent for this report now."""
         if isinstance(happening, CandidateTokens):
             yield tokens_of(self.prompt.id, happening, self._rollout.included)
         elif isinstance(happening, Restarted):
@@ -114,7 +114,7 @@ class StartedGroup:
             yield self._dropped(end)
 
     def _graded(self, graded: Graded) -> Iterator[Event]:
-        """Nothing where its trajectory comes later, with its grade, or never."""
+        """Events for a grade. None if the trajectory comes later with its grade, or never comes."""
         index = graded.end.ending.index
         if index in self._told:
             yield RewardEvent(**self._names, index=index, **reward_of(graded.grade))
@@ -122,18 +122,18 @@ class StartedGroup:
                 yield self._dropped(graded.end)
 
     def concluded(self) -> GroupResult:
-        """What it returns as its plan says."""
+        """The result of the group by its plan."""
         return conclude(self.plan.group, (end.ending for end in self.ends.values()), self._lost_why, self.void)
 
     async def over(self, result: GroupResult) -> tuple[GroupResult, DeferReason | None]:
-        """What has become of it, and why it is deferred if it is."""
+        """The result of the group, and the reason if it is deferred."""
         lost = any(end.group_lost for end in self.ends.values())
         reason = await self._rollout.course.group_over(self.position, result, lost=lost)
         self.seen.over(result.status if reason is None else "deferred", reason or result.reason, result.selected)
         return (result if reason is None else deferred(result, reason)), reason
 
     def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
-        """The events of candidates of which nothing was told while it ran; those that come back are first."""
+        """Events of candidates that had none while the group ran. Selected candidates come first."""
         yield from (self._trajectory(self.ends[index]) for index in result.selected if index not in self._told)
         for ending in result.endings:
             if ending.index not in self._told:
@@ -176,7 +176,7 @@ class StartedGroup:
         )
 
     def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:
-        """By index; None where there is none, and where the client left before."""
+        """Rewards by candidate index. None if there is none, or if the client left before it came."""
         grades = {index: self.grades.get(index) for index in indices}
         return {index: None if grade is None else grade.reward for index, grade in grades.items()}
 

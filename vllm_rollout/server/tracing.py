@@ -1,7 +1,9 @@
 """OpenTelemetry spans of rollouts, for the tracer provider that vLLM makes with `--otlp-traces-endpoint`.
 
-A rollout is one span, in the trace of the request that asked for it; its phases and groups are spans below, and vLLM's
-`llm_request` of each candidate is below its group. Invariant: without a provider there are none, and nothing is passed.
+A rollout is one span in the trace of its HTTP request. Its phases and groups are child spans. vLLM's `llm_request` span
+of a candidate is a child of its group.
+
+Invariant: without a provider there are no spans, and the engine gets no trace headers.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ tracer = trace.get_tracer("vllm_rollout")
 PROPAGATOR = TraceContextTextMapPropagator()
 OF_ROW = ("model", "state", "run", "round", "kind", "group_size", "num_prompts", "num_candidates")
 OF_USAGE = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens", "num_surplus", "num_pruned")
-"""What the span of a rollout says of it; `state` is why it ended: `over`, or `left` by its client."""
+"""Attributes of a rollout's span. `state` is `over`, or `left` if the client went away."""
 
 
 @contextmanager
 def asked_by(headers: Mapping[str, str]) -> Iterator[None]:
-    """What begins meanwhile belongs to the trace that the client names, unless a span of this process is open."""
+    """Add spans that begin meanwhile to the client's trace (`traceparent`), unless a span of this process is open."""
     if "traceparent" not in headers or trace.get_current_span().get_span_context().is_valid:
         yield
         return
@@ -40,31 +42,31 @@ def asked_by(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def begin() -> RolloutTrace | None:
-    """The trace of the rollout that is being asked for; None when nobody traces."""
+    """The trace of the rollout that is being requested. None if nothing is traced."""
     span, parent = tracer.start_span("rollout"), trace.get_current_span()
     without_provider = (INVALID_SPAN_ID, parent.get_span_context().span_id)
     return None if span.get_span_context().span_id in without_provider else RolloutTrace(span)
 
 
 class RolloutTrace:
-    """The spans of one rollout. Its id and parent are known from the beginning, everything else is told at its end."""
+    """The spans of one rollout. Id and parent are set at the beginning, attributes at the end."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self._context = trace.set_span_in_context(span)
         self._asked = time.time()
         self._groups: dict[int, Span] = {}
-        """By position."""
+        """Group spans by position."""
 
     def begin_group(self, position: int, at: float) -> Mapping[str, str]:
-        """Headers for its candidates. `at`: Unix seconds."""
+        """Begin the span of a group. Returns trace headers for its candidates. `at`: Unix seconds."""
         span = self._groups[position] = tracer.start_span("group", self._context, start_time=_ns(at))
         headers: dict[str, str] = {}
         PROPAGATOR.inject(headers, trace.set_span_in_context(span))
         return headers
 
     def end(self, row: RolloutRow, usage: Usage) -> None:
-        """`row`: of a rollout that is over."""
+        """End all spans. `row`: a finished rollout."""
         if not self._span.is_recording():  # sampled out
             return
         assert row.began is not None
@@ -86,7 +88,8 @@ class RolloutTrace:
 
 
 def _phases(row: RolloutRow, asked_s: float) -> Iterator[tuple[str, float, float]]:
-    """(name, start, end), in seconds after the rollout began; those that took no time are left out."""
+    """(name, start, end) of each phase, in seconds after the rollout began. Phases without duration are left out,
+    except `preparing`."""
     yield "preparing", asked_s, 0.0
     started = [prompt.started_s for prompt in row.prompts if prompt.started_s is not None]
     ended = [at for prompt in row.prompts for at in prompt.ended_s or () if at is not None]

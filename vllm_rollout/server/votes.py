@@ -1,4 +1,4 @@
-"""`POST /v1/votes`: what a group of candidates answered. Invariant: no pattern and no list holds up the server."""
+"""`POST /v1/votes`: the answer of a group of candidates. Invariant: no pattern and no list holds up the server."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from vllm_rollout.server.body import Body
 from vllm_rollout.server.engine import RequestError
 
 MAX_VOTES = 1024
-"""Candidates in one vote."""
+"""Most candidates in one vote."""
 MAX_ANSWER_CHARS = 4096
 MAX_PATTERN_LENGTH = 512
 MAX_REPEATS = 10_000
 COUNTED_REPEAT = regex.compile(r"\{[\s\d,]*\}")
-"""`{m}`, `{m,}`, `{,n}` and `{m,n}`."""
+"""Counted repeats: `{m}`, `{m,}`, `{,n}` and `{m,n}`."""
 SEARCH_LENGTH = 4096
-"""Last characters of a text that are searched: answers stand at the end."""
+"""Characters at the end of a text that are searched, since answers stand at the end."""
 MAX_PATTERN_TIME_S = 5.0
-"""For all texts of a request together. Patterns are users': `(a+)+$` would search for longer than anybody lives."""
+"""Seconds of searching for all texts of a request together. Patterns come from users, and `(a+)+$` could take for
+ever."""
 NUM_THREADS = 2
-"""Searches let go of the interpreter, so each takes a core."""
+"""Searches release the interpreter's lock, so each thread uses a core."""
 MAX_REQUESTS = 32
-"""Votes that are counted or wait: the last waits for 80 s at most."""
+"""Most votes that are counted or wait. The last one waits for 80 s at most."""
 RETRY_AFTER_S = 5
 NUM_DRAWS = 1000
-"""Subsets of size k, at most; fewer where that many candidates would be drawn more than MAX_DRAWN times."""
+"""Most subsets of size k that are drawn. Fewer if more than MAX_DRAWN candidates would be drawn in all."""
 MAX_DRAWN = 256_000
 
 
 class VoteRequest(Body):
-    """One prompt's candidates: their answers, or their texts and where the answer stands in them."""
+    """The candidates of one prompt: their answers, or their texts and a pattern that finds the answers."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -122,20 +123,20 @@ class AccuracyAnswer(BaseModel):
     accuracy: float
     """Share of subsets of k candidates whose vote is right."""
     is_exact: bool
-    """Every subset was counted; otherwise they were drawn."""
+    """True if every subset was counted. False if subsets were drawn."""
 
 
 class VoteAnswer(BaseModel):
     object: Literal["vote"] = "vote"
     method: VotingMethod
     winner: str | None
-    """Null when nobody voted."""
+    """Null if no candidate voted."""
     share: float
-    """The winner's part of all weight."""
+    """The winner's share of all weight."""
     tally: dict[str, float]
-    """Answer -> weight, heaviest first."""
+    """Weight of each answer, heaviest first."""
     answers: list[str | None]
-    """What each candidate answered, normalised; null abstained."""
+    """Normalised answer of each candidate. Null: the candidate abstained."""
     num_votes: int
     num_abstained: int
     num_without_weight: int
@@ -144,7 +145,7 @@ class VoteAnswer(BaseModel):
 
 
 class VoteCounter:
-    """Counts votes on threads of its own, so that slow patterns hold up nothing but votes."""
+    """Counts votes on its own threads, so that slow patterns delay nothing but votes."""
 
     def __init__(self, num_threads: int = NUM_THREADS, max_requests: int = MAX_REQUESTS) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="vllm_rollout-votes")
@@ -152,7 +153,8 @@ class VoteCounter:
         self._max_requests = max_requests
 
     async def count(self, request: VoteRequest) -> VoteAnswer:
-        """Raises: RequestError for a pattern or a weight that cannot be used, and (429) when too many wait."""
+        """Count a vote. Raises: RequestError for a pattern or a weight that cannot be used, and (429) when too many
+        wait."""
         if not self._places.acquire(blocking=False):
             raise RequestError(
                 f"{self._max_requests} votes are being counted or wait for it, as many as there may be at once. Try "
@@ -195,7 +197,8 @@ def _accuracy(request: VoteRequest, answers: list[str | None], correct: str, k: 
 
 
 def _answers(request: VoteRequest) -> list[str | None]:
-    """Raises: RequestError for a pattern that is none, or takes too long."""
+    """Answers of the candidates, found in their texts if these were sent. Raises: RequestError for a pattern that is
+    invalid or too slow."""
     if request.answers is not None:
         return list(request.answers)
     deadline = time.monotonic() + MAX_PATTERN_TIME_S
@@ -220,9 +223,10 @@ def _answers(request: VoteRequest) -> list[str | None]:
 
 
 def last_answer(pattern: regex.Pattern[str], text: str, deadline: float) -> str | None:
-    """The last match that is not blank: its first group that took part, the whole of it without groups.
+    """The last match that is not blank: its first group that took part, or the whole match of a pattern without
+    groups.
 
-    `deadline` on the monotonic clock. Raises: TimeoutError.
+    `deadline`: by the monotonic clock. Raises: TimeoutError.
     """
     answer = None
     remaining_s = deadline - time.monotonic()

@@ -20,7 +20,7 @@ MAX_REQUEST_IDS = 4096
 
 
 class RecomputeRequest(Body):
-    """Whose KV is computed again."""
+    """Groups whose KV is computed again."""
 
     request_ids: list[str] | None = Field(
         default=None,
@@ -36,7 +36,7 @@ ALL = RecomputeRequest()
 class RecomputeAnswer(BaseModel):
     object: Literal["weights.recompute"] = "weights.recompute"
     num_candidates: int
-    """That compute their KV again."""
+    """Candidates that compute their KV again."""
 
 
 @router.post(
@@ -47,8 +47,10 @@ class RecomputeAnswer(BaseModel):
     dependencies=[Depends(require_admin)],
 )
 async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:
-    """Candidates of groups that began under older weights compute their prompt and their tokens again, by the newest
-    weights, before they go on. Other requests go on undisturbed, and the prefix cache is kept.
+    """After a weights update, compute the KV of running groups again with the newest weights.
+
+    This concerns candidates of groups that began under older weights. They compute their prompt and their tokens again
+    before they go on. Other requests go on undisturbed, and the prefix cache is kept.
     """
     service: RolloutService = request.app.state.rollout_service
     return json_response(RecomputeAnswer(num_candidates=await service.recompute(body.request_ids)))

@@ -1,9 +1,8 @@
-"""The protocol of `trl vllm-serve` up to TRL 1.10: its routes ask the OpenAI endpoints of the same app, in process.
+"""The protocol of `trl vllm-serve` up to TRL 1.10, served by the OpenAI endpoints of the same app, in process.
 
-Invariants: what generates is the engine behind those endpoints, with everything that they check (keys, lengths,
-rollout_* fields in `generation_kwargs`); nothing of what was asked is left out silently: a field that cannot be said in
-the other form is an error. Routes that differ by their last slash only (/health/, /reset_prefix_cache/) are left to the
-redirect that every route of the app has.
+Invariants: the engine behind those endpoints generates, and all their checks apply: keys, lengths, rollout_* fields in
+`generation_kwargs`. No field is dropped silently: a field that has no counterpart is an error. Routes that differ only
+by their last slash (/health/, /reset_prefix_cache/) are left to the redirect of the app's routes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Answer = Mapping[str, Any]
 
 
 class Sampling(Body):
-    """What both kinds of generation take, with the defaults of `trl vllm-serve`."""
+    """Fields of both kinds of generation, with the defaults of `trl vllm-serve`."""
 
     n: Annotated[StrictInt, Field(ge=1)] = 1
     repetition_penalty: float = 1.0
@@ -43,7 +42,8 @@ class Sampling(Body):
     generation_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """As fields of an OpenAI body; `generation_kwargs`, which are SamplingParams, go before those of that name."""
+        """The fields of an OpenAI body. `generation_kwargs`, which are SamplingParams, override fields of the same
+        name."""
         names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs")
         fields = {name: getattr(self, name) for name in names} | self.generation_kwargs
         if "extra_args" in fields:
@@ -58,7 +58,8 @@ class GenerateBody(Sampling):
     images: list[Any] | None = None
 
     def completion(self) -> dict[str, Any]:
-        """The body of one /v1/completions. Raises: RequestError for images, which that does not take."""
+        """The body of one request to /v1/completions. Raises: RequestError for images, which that endpoint does not
+        take."""
         if any(image is not None for image in self.images or ()):
             raise RequestError(
                 "images: not supported beside prompts. Send them as messages to /chat/, or use TRL 1.11 or later.",
@@ -74,7 +75,7 @@ class ChatBody(Sampling):
     tools: list[dict[str, Any]] | None = None
 
     def chats(self) -> list[dict[str, Any]]:
-        """A body of /v1/chat/completions per conversation."""
+        """One body for /v1/chat/completions per conversation."""
         fields = self.fields()
         num_logprobs = fields.pop("logprobs")
         fields |= {"logprobs": num_logprobs is not None, "top_logprobs": num_logprobs}
@@ -86,19 +87,19 @@ class ChatBody(Sampling):
 
 
 def completions_answer(answer: Answer, n: int) -> dict[str, Any]:
-    """`/generate/`'s answer: the n choices of a prompt stand before those of the next one."""
+    """The answer of `/generate/`: the n choices of each prompt, in the order of the prompts."""
     choices = answer["choices"]
     return _answer([choice["prompt_token_ids"] for choice in choices[::n]], choices, _of_completion)
 
 
 def chats_answer(answers: Sequence[Answer]) -> dict[str, Any]:
-    """`/chat/`'s answer out of one per conversation."""
+    """The answer of `/chat/`, made from one answer per conversation."""
     choices = [choice for answer in answers for choice in answer["choices"]]
     return _answer([answer["prompt_token_ids"] for answer in answers], choices, _of_chat)
 
 
 Position = dict[int, float]
-"""Log probabilities by token id, the sampled token's among them."""
+"""Log probabilities by token id at one position. The sampled token is among them."""
 
 
 def _answer(
@@ -134,7 +135,7 @@ def _id(token: str) -> int:
 
 
 def _with_urls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Images in a form that OpenAI endpoints take."""
+    """The message with images in the form that OpenAI endpoints take."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -148,7 +149,7 @@ def _with_url(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Refused(Exception):
-    """An OpenAI endpoint has said no; its answer is ours."""
+    """An OpenAI endpoint has refused the request. Its answer is passed on."""
 
     def __init__(self, answer: httpx.Response) -> None:
         super().__init__(answer.text)
@@ -164,7 +165,7 @@ def attach(app: FastAPI) -> None:
 
 @router.post("/generate/")
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """Completions of prompts, `n` of each."""
+    """Complete prompts, `n` times each."""
     completion = body.completion()
 
     async def ask() -> dict[str, Any]:
@@ -176,7 +177,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
 @router.post("/chat/")
 async def chat(body: ChatBody, request: Request) -> Response:
-    """Completions of conversations, `n` of each."""
+    """Complete conversations, `n` times each."""
     chats = body.chats()
 
     async def ask() -> dict[str, Any]:
@@ -192,7 +193,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
 
 
 def _app_of(request: Request) -> httpx.AsyncClient:
-    """A client of this very app, which sends what a server acts on in the trainer's request."""
+    """An HTTP client of this app. It passes on the trainer's headers that the server acts on."""
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     transport = httpx.ASGITransport(app=request.app)
     return httpx.AsyncClient(transport=transport, base_url="http://app", headers=headers, timeout=None)
@@ -207,7 +208,7 @@ async def _post(app: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> d
 
 
 async def _answered(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    """What `work` gives; nothing, and no more work, when the trainer has gone."""
+    """The result of `work` as a response. If the trainer disconnects, cancel `work`."""
     try:
         answer = await unless_disconnected(request.receive, work)
     except _Refused as refused:

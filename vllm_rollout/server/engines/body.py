@@ -14,16 +14,17 @@ DEFAULT_DRAIN_S = 30.0
 MAX_DRAIN_S = 3600.0
 
 EngineState = Literal["active", "draining", "drained", "dead"]
-"""
+"""State of a rank.
+
 active    groups are sent to it
-draining  nothing new is sent to it, and something still runs or waits there
-drained   nothing new is sent to it, and nothing is there
-dead      its process has ended; its numbers are not known any more
+draining  nothing new is sent to it, and requests still run or wait on it
+drained   nothing new is sent to it, and it is empty
+dead      its process has ended, and its numbers are unknown
 """
 
 
 class DrainRequest(Body):
-    """How to empty a rank."""
+    """Empty a rank."""
 
     timeout_s: Annotated[StrictFloat, Field(ge=0, le=MAX_DRAIN_S)] = Field(
         default=DEFAULT_DRAIN_S,
@@ -33,37 +34,37 @@ class DrainRequest(Body):
 
 
 class EngineAnswer(BaseModel):
-    """One data-parallel rank."""
+    """One data-parallel rank and its load."""
 
     rank: int
     state: EngineState
     num_running: int
-    """Requests; the same:"""
+    """Running requests."""
     num_waiting: int
     num_groups: int
     kv_cache_usage: float
-    """From 0 to 1."""
+    """Used share of the KV cache, from 0 to 1."""
     num_preemptions: int
-    """Since the server started, and so are:"""
+    """Preemptions since the server started."""
     num_moved_in: int
-    """Groups that came from other ranks."""
+    """Groups that came from other ranks since the server started."""
     num_moved_out: int
     moving_s: float
-    """Seconds that the rank spent on groups that leave and come, between two steps."""
+    """Seconds between steps that the rank has spent on groups that leave and come, since the server started."""
     num_moved_in_with_kv: int
     """Groups that brought KV blocks along."""
     num_kv_blocks_in: int
-    """Those that were taken over."""
+    """KV blocks taken over from other ranks."""
     num_kv_fallbacks: int
-    """Groups whose KV blocks could not be sent or taken over: they were computed again."""
+    """Groups whose KV blocks could not be sent or taken over, and were computed again."""
     kv_seconds_per_token: float | None
-    """What taking over costs, moving average; null where no KV comes along."""
+    """Seconds of taking over KV, per token, moving average. Null if KV is not moved."""
     num_internal_errors: int
-    """Exceptions in our own code since the rank started: candidates or groups failed of them, others went on."""
+    """Exceptions in our own code since the rank started. Candidates or groups failed of them, others went on."""
     num_weight_changes: int
-    """How often new weights have come since the rank started."""
+    """Weights updates since the rank started."""
     weight_version: str
-    """The name of the newest, or their number where nobody has named them."""
+    """Name of the newest weights. If they have no name, the number of weights updates."""
 
     @classmethod
     def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:
@@ -82,25 +83,25 @@ class EngineAnswer(BaseModel):
 class EnginesAnswer(BaseModel):
     object: Literal["list"] = "list"
     engines: list[EngineAnswer]
-    """By rank."""
+    """All ranks, in order."""
 
 
 class ScaleDownAdvice(BaseModel):
-    """Whether to free half of the ranks now (RollPacker 4.4)."""
+    """Advice on whether to free half of the ranks now (RollPacker 4.4)."""
 
     reason: ScaleReason
     told: str
-    """With its numbers."""
+    """The reason in words, with its numbers."""
     ranks: list[int]
-    """To be drained; empty unless the reason is `free`."""
+    """Ranks to drain. Empty unless `reason` is `free`."""
 
 
 class AdviceAnswer(BaseModel):
     object: Literal["engines.advice"] = "engines.advice"
     num_responses: int
-    """Candidates of the rollouts on their way."""
+    """Candidates of all running rollouts."""
     num_complete: int
-    """How many of those are complete."""
+    """Candidates of them that are complete."""
     scale_down: ScaleDownAdvice
 
 
@@ -108,11 +109,11 @@ class DrainAnswer(BaseModel):
     rank: int
     state: EngineState
     num_moved: int
-    """Groups that go on elsewhere."""
+    """Groups that moved to other ranks."""
     num_left: int
     """Requests that still run or wait on the rank."""
     reasons: dict[str, int]
-    """Why groups stayed: how many for which."""
+    """Reasons why groups stayed -> number of groups."""
     seconds: float
 
 

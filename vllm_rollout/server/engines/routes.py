@@ -39,7 +39,7 @@ def _service(request: Request) -> RolloutService:
 
 
 def _moves(rank: int, request: Request) -> MovesPart:
-    """Raises: RequestError, 404 for a rank that is not there."""
+    """The part of the engine that moves groups. Raises: RequestError (404) if there is no such rank."""
     moves = _service(request).moves
     if rank >= moves.num_ranks:
         allowed = "only rank 0" if moves.num_ranks == 1 else f"ranks 0 to {moves.num_ranks - 1}"
@@ -53,15 +53,17 @@ def _moves(rank: int, request: Request) -> MovesPart:
 
 @router.get("/v1/engines", summary="All ranks and their load", response_model=EnginesAnswer, responses=ERRORS)
 async def get_engines(request: Request) -> Response:
-    """One engine per data-parallel rank: what it has to do, and whether it is kept empty."""
+    """List the data-parallel ranks of the engine: their load, and whether they are kept empty."""
     loads = await _service(request).moves.engine_loads()
     return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
 
 
 @router.get("/v1/engines/advice", summary="Whether ranks could be freed", response_model=AdviceAnswer, responses=ERRORS)
 async def get_advice(request: Request) -> Response:
-    """For a trainer that wants ranks before a rollout is over: half of them, when 20 to 50 % of the candidates have
-    ended and the rest fits on the other half. `drain` frees them; `"scale_down": "auto"` does it by itself.
+    """Ask whether half of the ranks could be freed before a rollout is over.
+
+    That is advised if 20 to 50 % of the candidates have ended and the rest fits on the other ranks. `drain` then frees
+    them. With `"scale_down": "auto"` a rollout does both by itself.
     """
     progress = _service(request).progress
     advice = await _service(request).moves.plan_scale_down(progress)
@@ -81,10 +83,12 @@ async def get_advice(request: Request) -> Response:
     dependencies=[Depends(require_admin)],
 )
 async def drain_engine(rank: Rank, request: Request, body: DrainRequest = DEFAULT_DRAIN) -> Response:
-    """Groups go on elsewhere, without losing a token; nothing new is sent to the rank until it is restored.
+    """Move the groups of a rank to other ranks, without losing a token. Nothing new is sent to the rank until it is
+    restored.
 
-    Answers when the rank is empty, or after `timeout_s`. Safe to repeat. What cannot move runs to its end: requests
-    outside of groups, and groups for one of the `reasons`. 409 for the last rank that takes groups.
+    The answer comes when the rank is empty, or after `timeout_s`. The request is safe to repeat. Some work cannot move
+    and runs to its end: requests outside of groups, and groups for one of the `reasons`. 409 for the last rank that
+    takes groups.
     """
     drained = await unless_disconnected(request.receive, _moves(rank, request).drain(rank, body.timeout_s))
     if drained is None:
@@ -108,7 +112,7 @@ async def drain_engine(rank: Rank, request: Request, body: DrainRequest = DEFAUL
     dependencies=[Depends(require_admin)],
 )
 async def restore_engine(rank: Rank, request: Request) -> Response:
-    """Undoes a drain. Safe to repeat, also for a rank that was not drained."""
+    """Undo a drain. Safe to repeat, also for a rank that was not drained."""
     moves = _moves(rank, request)
     await moves.restore(rank)
     return json_response(EngineAnswer.of(rank, (await moves.engine_loads())[rank]))

@@ -1,6 +1,7 @@
 """Ranks that are freed while a rollout still runs (RollPacker 4.4).
 
-Invariant: a rank that was freed for a rollout is restored when that is over, unless somebody else keeps it empty.
+Invariant: a rank that was freed for a rollout is restored when the rollout is over, unless another owner keeps it
+empty.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from vllm_rollout.server.engine import EngineStopped, MovesPart, RequestError
 logger = logging.getLogger("vllm.vllm_rollout")
 
 DRAIN_TIMEOUT_S = 60.0
-"""What cannot move runs so long on a rank that is freed; after that it is free as far as it ever will be."""
+"""Seconds that a freed rank's remaining work may run. Work that cannot move may still be there afterwards."""
 
 
 class ScaleDownWatch:
-    """Sees the candidates of one rollout end, and frees half of the ranks when that is advised, once."""
+    """Watches the candidates of one rollout end, and frees half of the ranks once that is advised."""
 
     def __init__(self, moves: MovesPart, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
         self._moves = moves
@@ -35,18 +36,18 @@ class ScaleDownWatch:
         self._task: asyncio.Task[None] | None = None
 
     def candidate_ended(self) -> None:
-        """One that was launched later counts too, until as many have ended as it began with."""
+        """Count a candidate that ended. Candidates launched later count too, up to the number at the start."""
         num_complete = min(self._progress.num_complete + 1, self._progress.num_responses)
         self._progress = replace(self._progress, num_complete=num_complete)
         if not_now(self._progress) is None:
             self._news.set()
 
     def begin(self, tell: Callable[[RanksFreeEvent], Awaitable[None]]) -> None:
-        """`tell` is called when ranks are free."""
+        """Start watching. `tell` is called once ranks are free."""
         self._task = spawn(self._run(self._clock(), tell), "scale-down")
 
     async def end(self) -> None:
-        """The rollout is over, and its ranks are taken back. Whoever waits for that does so to its end."""
+        """End a rollout's watch and take its ranks back. Callers must wait for this to its end."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -60,16 +61,16 @@ class ScaleDownWatch:
                 freed = await self._check(started)
                 if freed is not None:
                     await tell(freed)
-        except RequestError as error:  # a rank that was drained meanwhile, or a dead engine, which says so elsewhere
+        except RequestError as error:  # a rank that was drained meanwhile, or a dead engine: reported elsewhere
             logger.warning("no ranks are freed: %s", error)
         finally:
             if not self._progress.is_scaled_down:
                 await self._give_back()
 
     async def _give_back(self) -> None:
-        """What this rollout keeps empty, and nobody else."""
+        """Restore the ranks that this rollout keeps empty."""
         while self._held:
-            with suppress(EngineStopped):  # it says so elsewhere
+            with suppress(EngineStopped):  # reported elsewhere
                 await self._moves.restore(self._held.pop(), self._owner)
 
     async def _check(self, started: float) -> RanksFreeEvent | None:

@@ -1,1 +1,1 @@
-"""Rewards that the server computes itself, while rollouts run. The API process runs it."""
+"""Rewards that the server computes itself, while rollouts run. This code runs in the API process."""

@@ -1,4 +1,4 @@
-"""What a request says of the reward that its trajectories get (docs/guides/rewards.md)."""
+"""Request fields about the reward of trajectories (docs/guides/rewards.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
 class RewardOptions(Body):
-    """Which reward, and how it is used."""
+    """A reward by name, and how it is used."""
 
     name: RewardName = Field(description="Built in (exact, regex, math), or of a --rollout-reward of the server.")
     timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_SECONDS)] | None = Field(
@@ -33,7 +33,7 @@ RewardField = Annotated[
     Annotated[RewardName, Tag("<name>")] | Annotated[RewardOptions, Tag("<object>")],
     Discriminator(lambda value: "<object>" if isinstance(value, dict | BaseModel) else "<name>"),
 ]
-"""A name alone stands for it with the defaults."""
+"""A reward by name or by options. A name alone means the default options."""
 
 
 def options_of(reward: str | RewardOptions) -> RewardOptions:

@@ -1,4 +1,4 @@
-"""The candidates of one group whose grades decide how many there are. Invariant: an index is launched once."""
+"""Candidates of one group whose grades decide how many there are. Invariant: an index is launched once."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from vllm_rollout.server.launch import Places
 
 
 class LaunchedCandidates:
-    """Launches more of them, and stops some."""
+    """Launches further candidates of a group, and stops some."""
 
     def __init__(self, engine: Engine, order: GroupOrder, places: Places, waves: set[str]) -> None:
-        """`order`: of those that the group begins with. `waves`: where the engine's names of later ones are kept."""
+        """`order`: of the candidates that the group begins with. `waves`: the set to which the engine's names of
+        later candidates are added."""
         self._engine = engine
         self._order = order
         self._places = places
         self._waves = waves
         self._numbers = count(1)
         self._wave_of: dict[int, str] = {}
-        """By index: the engine's name of those that came later."""
+        """The engine's name of the wave of each later candidate, by index."""
 
     async def more(self, indices: Sequence[int]) -> AsyncGenerator[Happening, None]:
-        """New candidates of the same prompt, which are a group of their own to the engine: none waits for another."""
+        """Launch new candidates of the same prompt. To the engine they are a group of their own, in which no
+        candidate waits for another."""
         await self._places.take_more(len(indices))
         name = f"{self._order.group_id}+{next(self._numbers)}"
         self._waves.add(name)
         self._wave_of.update(dict.fromkeys(indices, name))
         plan = replace(self._order.plan, group_size=len(indices), redundancy=0, early_stop=False, patience=None)
         beginnings = Beginnings(dict.fromkeys(indices, ()), max(indices) + 1)
-        # A race that counts its groups has counted this one already, or will by those that it began with.
+        # A race that counts its groups counts this one by the candidates that it began with.
         place = self._order.place
         place = place if place is not None and place.num_wanted is None else None
         order = replace(self._order, group_id=name, plan=plan, place=place, beginnings=beginnings)
@@ -44,7 +46,7 @@ class LaunchedCandidates:
 
     @property
     def stream_tokens(self) -> bool:
-        """Their tokens are told while they run."""
+        """True if tokens are streamed while candidates run."""
         return self._order.stream_tokens is not None
 
     @property
@@ -52,7 +54,7 @@ class LaunchedCandidates:
         return self._wave_of.keys()
 
     async def stop(self, indices: Collection[int]) -> None:
-        """Those that run end as `surplus`."""
+        """Stop candidates: those that run end as `surplus`."""
         by_wave: dict[str, list[int]] = defaultdict(list)
         for index in indices:
             by_wave[self._wave_of.get(index, self._order.group_id)].append(index)

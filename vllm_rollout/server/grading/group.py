@@ -1,7 +1,7 @@
-"""One group whose trajectories are graded as they end: who is graded, who is launched because of it, what comes back.
+"""One group whose trajectories are graded as they end. Decides which candidates to grade, to launch and to return.
 
-Invariant: nobody waits for the grade of a candidate that is not returned, and every candidate that was launched ends.
-What happens to one candidate takes no loop over the others.
+Invariant: no group waits for the grade of a candidate that is not returned, and every launched candidate ends. Handling
+an event of one candidate takes no loop over the others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vllm_rollout.server.started_group import StartedGroup
 
 @dataclass(frozen=True, slots=True)
 class _WaveOver:
-    """Candidates that were launched together have all ended."""
+    """All candidates that were launched together have ended."""
 
 
 class GradedGroup(ABC):
-    """Reads what happens to one group, and puts grades among it."""
+    """Adds grades to the events of one group."""
 
     def __init__(self, grading: Grading, group: StartedGroup, candidates: LaunchedCandidates) -> None:
         self._grading = grading
@@ -41,20 +41,20 @@ class GradedGroup(ABC):
         self._candidates = candidates
         self._all: FanIn[Any] = FanIn(1)
         self._tasks: dict[int, asyncio.Task[Grade]] = {}
-        """By index: what is being graded."""
+        """Running gradings, by candidate index."""
         self._urgency = Urgency()
         self._num_launched = plan.num_candidates
         self._next_index = plan.num_candidates
-        """Beyond those that were launched, and those that the engine put in the place of lost ones."""
+        """The next free index. The engine also uses indices, for candidates that replace lost ones."""
         self.decision: Decision | None = None
-        """With `until` "variance", once it is over."""
+        """With `until` "variance", set once the group is over."""
         self._num_waves = 0
-        """That are not over."""
+        """Waves that are not over."""
         self._told_in_vain: Set[int] = frozenset()
-        """Indices of later candidates that run on while the group begins again: readers have dropped their tokens."""
+        """Indices of later candidates that run on while the group begins again. Readers have dropped their tokens."""
 
     async def happenings(self, race: AsyncGenerator[Happening | Restarted | Lost, None]) -> AsyncGenerator[Any, None]:
-        """What happens to the group, and grades among it, until nothing more can come of it."""
+        """The events of a group and the grades of its candidates, until the group is settled."""
         self._add(race)
         try:
             async for happening in self._all:
@@ -82,20 +82,20 @@ class GradedGroup(ABC):
 
     @abstractmethod
     def result(self) -> GroupResult:
-        """What has become of it."""
+        """The result of the group."""
 
     @abstractmethod
     async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
-        """Something has happened: launch, stop, grade or drop what that asks for."""
+        """Launch, stop, grade or drop candidates after an event."""
 
     def _restart(self) -> None:
-        """What is known is void, and will be forgotten."""
+        """Drop all gradings. Everything known about the group is void."""
         self._drop(list(self._tasks))
         self._next_index = self._num_launched
         self._told_in_vain = self._candidates.launched_later - self._group.ends.keys()
 
     def _told_again(self, end: CandidateEnd) -> CandidateTokens | None:
-        """All that it has said, if a reader has dropped the beginning."""
+        """All tokens of a candidate, if a reader has dropped their beginning. Else None."""
         index, state = end.ending.index, end.ending.state
         if state != "finished" or index not in self._told_in_vain or not self._candidates.stream_tokens:
             return None
@@ -112,14 +112,15 @@ class GradedGroup(ABC):
         self._all.add(wave())
 
     def _launch(self, num_candidates: int) -> None:
-        """One that is lost, with its rank, does not run again: as many come in its place as may."""
+        """Launch candidates. A candidate that is lost with its rank does not run again: others take its place, up to
+        the maximum."""
         if num_candidates:
             indices = range(self._next_index, self._next_index + num_candidates)
             self._num_launched = self._next_index = indices.stop
             self._add(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
 
     def _grade(self, indices: Iterable[int]) -> None:
-        """Those that have no grade and are not being graded."""
+        """Start to grade candidates that have no grade and are not being graded."""
         if self._grading.is_left:
             return
         for index in indices:
@@ -141,12 +142,12 @@ async def _graded(end: CandidateEnd, task: asyncio.Task[Grade]) -> AsyncGenerato
 
 
 class WholeGroup(GradedGroup):
-    """Returns what its race selects; a void one leaves its place to a spare that has finished, else to a new one."""
+    """Returns the candidates that its race selects. A finished spare, else a new candidate, replaces a void one."""
 
     _ranking: Ranking
-    """Of candidates that have finished and are not void."""
+    """Ranks candidates that have finished and are not void."""
     _new: list[int]
-    """Those that have finished since all had ended."""
+    """Indices of candidates that have finished since the last wave ended."""
     _num_valid: int
     _num_pruned: int
 
@@ -257,7 +258,7 @@ class TeachingGroup(GradedGroup):
                 self._take(end)
 
     def _take(self, end: CandidateEnd) -> None:
-        """What has become of it so far."""
+        """Pass the state of a candidate on to the rewards."""
         index, grade = end.ending.index, self._group.grades.get(end.ending.index)
         if grade is not None and grade.reward is not None:
             self._rewards.graded(index, grade.reward)
@@ -281,4 +282,4 @@ class TeachingGroup(GradedGroup):
 
 
 async def _nothing() -> None:
-    """Before a retry of what is not tried again."""
+    """Does nothing. It stands for the wait before a retry that never happens."""

@@ -1,6 +1,7 @@
-"""Grades trajectories of rollouts, through whatever grades here.
+"""Grades trajectories of rollouts, by the graders of this process.
 
-Invariant: a trajectory whose rollout asked for a reward gets a `Grade`; none harms another, and none the engine.
+Invariant: every trajectory whose rollout asked for a reward gets a `Grade`. A failure harms neither other trajectories
+nor the engine.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from vllm_rollout.server.grading.body import RewardOptions
 from vllm_rollout.server.metrics import Metrics
 
 MAX_PROMISED = 16_384
-"""Trajectories of all rollouts on their way that one reward may have to grade, beyond those of one rollout."""
+"""Most trajectories that one reward may have to grade for all running rollouts. A single rollout may have more."""
 RETRY_AFTER_S = 5
 
 
 class Graders(Protocol):
-    """What grades here, by name (`vllm_rollout.rewards.Grader`)."""
+    """Graders by name (`vllm_rollout.rewards.Grader`)."""
 
     limits: TimeLimits
 
@@ -45,7 +46,7 @@ class Graders(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a prompt hands to the reward function."""
+    """A prompt and its data, as the reward function gets them."""
 
     prompt: str | list[Message]
     data: Any
@@ -53,26 +54,26 @@ class Question:
 
 @dataclass(slots=True)
 class Grading:
-    """How the trajectories of one rollout are graded."""
+    """Grading of the trajectories of one rollout."""
 
     options: RewardOptions
     questions: Sequence[Question]
-    """By position of the prompt, and so are:"""
+    """Questions by position of the prompt."""
     names: Sequence[str]
-    """Under which it is remembered what rewards say of the prompts."""
+    """Names under which success rates are remembered, by position of the prompt."""
     num_trajectories: int
-    """That are wanted of the rollout."""
+    """Number of trajectories that the rollout wants."""
     service: GradingService
     until: Until = "complete"
     max_candidates: int | None = None
     waves: set[str] = field(default_factory=set)
-    """The engine's names of what runs beside its groups, because of grades."""
+    """The engine's names of waves: candidates launched later because of grades."""
     is_left: bool = False
-    """Nobody waits for its grades any more."""
+    """True if grades are not needed any more."""
     _tasks: set[asyncio.Task[Grade]] = field(default_factory=set)
 
     def prior(self, position: int) -> Prior:
-        """What earlier groups of that prompt say of its success rate."""
+        """The success rate expected of a prompt, from its earlier groups."""
         return prior_of(*self.service.successes(self.options.name).of(self.names[position]))
 
     def group_over(self, position: int, grades: Iterable[Grade]) -> None:
@@ -86,33 +87,33 @@ class Grading:
         self.service.promise(self.options.name, self.num_trajectories)
 
     def leave(self) -> None:
-        """Its rollout is over, or its client has left."""
+        """Stop grading, because the rollout is over or its client has left."""
         self.service.promise(self.options.name, -self.num_trajectories)
         self.is_left = True
         for task in self._tasks:
             task.cancel()
 
     def start(self, position: int, end: CandidateEnd, urgency: Urgency) -> asyncio.Task[Grade]:
-        """Grade an answer to the prompt at that position. It may be cancelled."""
+        """Start to grade an answer to the prompt at `position`. The task may be cancelled."""
         question = self.questions[position]
         trajectory = Trajectory(question.prompt, end.text or "", question.data, end.token_ids)
         return begin(self.service.grade(self.options, trajectory, urgency), self._tasks)
 
 
 class GradingService:
-    """What rollouts ask of the graders of this process."""
+    """Passes gradings of rollouts to the graders of this process."""
 
     def __init__(self, graders: Graders | None, metrics: Metrics, kept: KeptLimits | None = None) -> None:
-        """`graders`: None where nothing grades. `kept`: the file of their time limits."""
+        """`graders`: None if this server grades nothing. `kept`: the file of their time limits."""
         self._kept = kept
         self._graders = graders
         self._metrics = metrics
         self._successes: dict[str, SuccessHistory] = {}
         self._promised: Counter[str] = Counter()
-        """By reward: trajectories that rollouts on their way want, graded or not."""
+        """Trajectories that running rollouts want, graded or not, by reward."""
 
     def successes(self, reward: str) -> SuccessHistory:
-        """How often prompts have succeeded by that reward, as this process has graded them."""
+        """Success counts of prompts by this reward, as graded by this process."""
         return self._successes.setdefault(reward, SuccessHistory())
 
     def refresh_gauges(self) -> None:
@@ -139,7 +140,7 @@ class GradingService:
             )
 
     def promise(self, name: str, num_trajectories: int) -> None:
-        """A rollout begins that wants so many graded; less than none: it is over."""
+        """Add to the number of trajectories to grade. A negative number means that a rollout is over."""
         self._promised[name] += num_trajectories
         self._metrics.rewards_promised(name, self._promised[name])
 

@@ -16,19 +16,19 @@ from vllm_rollout.server.body import MAX_INT, Body
 from vllm_rollout.server.clients import owned_name
 
 MAX_REWARDS = 100_000
-"""Rewards in one request."""
+"""Most rewards in one request."""
 
 HEAD_HEADER = "quality-head"
-"""Header of `GET /v1/quality_head`: a HeadAnswer beside the weights."""
+"""Header of `GET /v1/quality_head`: a HeadAnswer as JSON, since the body has the weights."""
 
 ADMIN_HEADER = "x-rollout-admin-key"
-"""Header of a PUT where the server was started with --rollout-admin-key."""
+"""Header with the admin key, needed if the server has --rollout-admin-key."""
 
 Filter = Literal["zero_variance"]
-"""DAPO's dynamic sampling: a group whose rewards are all the same teaches nothing."""
+"""DAPO's dynamic sampling: leave out groups whose rewards are all the same."""
 
 MAX_NAME_CHARS = 512
-"""The longest id of a request, which may be made of one that the client chose."""
+"""Most characters of a request's id, part of which the client may have chosen."""
 
 FINITE = f"A finite number, from -{MAX_REWARD:g} to {MAX_REWARD:g}."
 
@@ -45,7 +45,7 @@ PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
 class RewardEntry(Body):
-    """The reward of one trajectory."""
+    """The reward of one trajectory of a rollout."""
 
     prompt_id: PromptId = Field(description="As in the rollout's answer.")
     index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(description="Of the trajectory in its group, from 0.")
@@ -56,7 +56,7 @@ class RewardEntry(Body):
 
 
 class RewardsRequest(Body):
-    """What the trajectories of a rollout were worth."""
+    """Rewards for the trajectories of a rollout."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"rewards": [{"prompt_id": "q1", "index": 3, "reward": 1.0}]}]}
@@ -78,7 +78,7 @@ class RewardsRequest(Body):
 
 
 class NamedRewardEntry(Body):
-    """The reward of one candidate, by what its answer showed: exactly one of the two ids."""
+    """The reward of one candidate, named by exactly one of `request_id` and `group_id`, and by its index."""
 
     request_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = Field(
         default=None, description="The `id` of an OpenAI answer; the index is that of the choice in it."
@@ -96,7 +96,8 @@ class NamedRewardEntry(Body):
         return self
 
     def named(self, threshold: float, client: str, namespace: str) -> NamedReward:
-        """`client`: whose requests and groups nobody else names; `namespace`: that they came with."""
+        """`client`: the client's namespace of requests and groups. `namespace`: the rollout_namespace of its
+        requests."""
         reward = Reward("", self.index, self.reward, positive=self.reward > threshold)
         if self.group_id is not None:
             return NamedReward("group", owned_name(client, self.group_id), reward)
@@ -105,7 +106,7 @@ class NamedRewardEntry(Body):
 
 
 class NamedRewardsRequest(Body):
-    """What candidates of any requests and groups were worth."""
+    """Rewards for candidates of any requests and groups."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -156,7 +157,7 @@ class RewardResult(BaseModel):
     stays. `unknown`: no such candidate is remembered. `unfinished`: the candidate runs, or was stopped. `unscored`: it
     ended before `detection_length`."""
     message: str | None = None
-    """Why the reward was not accepted."""
+    """Reason why the reward was not accepted. Null for an accepted one."""
 
     @classmethod
     def of(cls, entry: RewardEntry, status: RewardStatus) -> RewardResult:
@@ -180,7 +181,7 @@ class RewardsAnswer(BaseModel):
     id: str
     object: Literal["rollout.rewards"] = "rollout.rewards"
     results: list[RewardResult]
-    """One per posted reward, in their order."""
+    """One result per posted reward, in their order."""
     counts: RewardCounts
     threshold: float
     num_training: int
@@ -188,7 +189,7 @@ class RewardsAnswer(BaseModel):
     head_version: int
     """Before that training."""
     filtered: list[str] = []
-    """Prompt ids whose groups left the round by these rewards."""
+    """Ids of prompts whose groups left the round because of these rewards."""
 
 
 class NamedRewardResult(BaseModel):
@@ -197,7 +198,7 @@ class NamedRewardResult(BaseModel):
     index: int
     status: RewardStatus
     message: str | None = None
-    """Why the reward was not accepted."""
+    """Reason why the reward was not accepted. Null for an accepted one."""
 
     @classmethod
     def of(cls, entry: NamedRewardEntry, status: RewardStatus) -> NamedRewardResult:
@@ -213,18 +214,18 @@ class NamedRewardResult(BaseModel):
 class NamedRewardsAnswer(BaseModel):
     object: Literal["rewards"] = "rewards"
     results: list[NamedRewardResult]
-    """One per posted reward, in their order."""
+    """One result per posted reward, in their order."""
     counts: RewardCounts
     threshold: float
     num_training: int
     head_versions: dict[int, int]
-    """By detection length of the groups that are known: the head's version before that training."""
+    """Version of the base model's head before this training, by detection length of the known groups."""
     adapter_head_versions: dict[str, dict[int, int]] = {}
-    """The same of LoRA adapters, by name; `head_versions` are the base model's."""
+    """Versions as in `head_versions` for each LoRA adapter, by its name."""
 
 
 class HeadAnswer(BaseModel):
-    """What a quality head is for; also in the header of the GET."""
+    """A quality head's detection length, size, version and training. Also in the header `quality-head` of the GET."""
 
     object: Literal["quality_head"] = "quality_head"
     detection_length: int
@@ -233,7 +234,7 @@ class HeadAnswer(BaseModel):
     num_steps: int
     num_labels: int
     adapter: str = BASE_MODEL
-    """The LoRA adapter's name; empty: the base model."""
+    """Name of the LoRA adapter. Empty for the base model."""
 
     @classmethod
     def of(cls, head: HeadInfo) -> HeadAnswer:

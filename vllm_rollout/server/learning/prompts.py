@@ -20,16 +20,17 @@ DEFAULT_PAGE = 1_000
 
 
 class PromptLengths(BaseModel):
-    """Moving averages over the prompt's groups, in tokens."""
+    """Lengths of a prompt's answers in tokens: moving averages over its groups."""
 
     mean: float
     std: float
-    """Within groups."""
+    """Standard deviation within groups."""
     num_groups: int
 
 
 class PromptRewards(BaseModel):
-    """Decaying sums over the prompt's rewarded candidates, each counting 1 / survival probability."""
+    """Rewards of a prompt: decaying sums over its rewarded candidates, each with the weight 1 / survival
+    probability."""
 
     rate: float
     num_rewarded: float
@@ -38,13 +39,13 @@ class PromptRewards(BaseModel):
 
 class PromptAnswer(BaseModel):
     key: str
-    """The prompt's name in the server; `after` of the next page."""
+    """The server's name for the prompt. Send the last one as `after` for the next page."""
     id: str | None
-    """As the client wrote it; null where it gave none, and for groups behind the OpenAI endpoints."""
+    """The client's id of the prompt. Null if it gave none, and for groups of the OpenAI endpoints."""
     lengths: PromptLengths | None
     success: PromptRewards | None
     prompts_ago: int | None
-    """Other prompts that had a group that was over since its newest one; null where no group's lengths are known."""
+    """Number of other prompts with a finished group since this prompt's newest one. Null if no lengths are known."""
 
     @classmethod
     def of(cls, prompt: KnownPrompt) -> PromptAnswer:
@@ -62,12 +63,12 @@ class PromptsAnswer(BaseModel):
     object: Literal["list"] = "list"
     data: list[PromptAnswer]
     num_prompts: int
-    """That are known, on all pages."""
+    """Number of known prompts, on all pages."""
     has_more: bool
 
 
 def prompts_page(prompts: Sequence[KnownPrompt], limit: int, after: str | None, order: PromptOrder) -> PromptsAnswer:
-    """Raises: RequestError, 404 for an `after` that is not known."""
+    """One page of the known prompts. Raises: RequestError (404) for an unknown `after`."""
     ordered = in_order(prompts, order)
     start = 0
     if after is not None:

@@ -47,7 +47,7 @@ _REPORT = TypeAdapter(LearningReport)
 _LENGTH_TRIAL = TypeAdapter(LengthTrialReport)
 CONFLICTS = ERRORS | errors_of(409)
 PUT_ERRORS = CHANGE_ERRORS | errors_of(507)
-"""With --rollout-state what is put is on disk before it is answered."""
+"""Errors of a PUT. With --rollout-state, the state is on disk before the answer is sent."""
 
 DetectionLength = Annotated[
     int | None,
@@ -127,7 +127,10 @@ async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Res
 async def get_quality_head(
     request: Request, detection_length: DetectionLength = None, model: ServedName = None
 ) -> Response:
-    """404 while none is trained; 409 when there are several and the query does not say which."""
+    """Read the weights of a quality head, as safetensors.
+
+    404 if no head is trained. 409 if there are several and the query does not name one.
+    """
     head, weights = await _learning(request).quality_head(detection_length, model)
     described = json.dumps(HeadAnswer.of(head).model_dump())  # in ASCII, whatever an adapter is called
     return Response(weights, media_type=BYTES, headers={HEAD_HEADER: described})
@@ -154,8 +157,10 @@ async def put_quality_head(request: Request, model: ServedName = None) -> HeadAn
     responses=CONFLICTS,
 )
 async def get_report(request: Request, detection_length: DetectionLength = None, model: ServedName = None) -> Response:
-    """AUC, Brier score, reliability bins and label counts by signal, the loss of each version of the head, and what
-    pruning did (`active`) or would have done (`shadow`) to rewarded candidates.
+    """Read how good calibration and quality head are.
+
+    The report has AUC, Brier score, reliability bins and label counts by signal, and the loss of each version of the
+    head. `active` and `shadow` describe what pruning did, or would have done, to rewarded candidates.
     """
     report = await _learning(request).report(detection_length, model)
     return Response(_REPORT.dump_json(report), media_type="application/json")
@@ -222,7 +227,8 @@ async def get_prompts(
     responses={**ERRORS, 200: {"description": "Opaque bytes, for the PUT.", "content": BYTES_SCHEMA}},
 )
 async def get_state(request: Request) -> Response:
-    """For a trainer's checkpoint: calibration, heads and their optimizers, lengths, runs, as opaque bytes."""
+    """Read everything learned and all runs as opaque bytes, for a trainer's checkpoint: calibration, heads with
+    their optimizers, lengths, runs."""
     return Response(await request.app.state.run_service.state(), media_type=BYTES)
 
 

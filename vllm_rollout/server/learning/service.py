@@ -1,4 +1,5 @@
-"""Learning over HTTP: rewards in, heads and reports out. Invariant: every posted reward gets a status of its own."""
+"""Learning over HTTP: takes rewards, gives heads and reports. Invariant: every posted reward gets a status of its
+own."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("vllm.vllm_rollout")
 
 
 class LearningService:
-    """What the endpoints that learn ask of an engine."""
+    """Serves the endpoints that learn, from an engine."""
 
     def __init__(
         self,
@@ -49,25 +50,26 @@ class LearningService:
         clock: Callable[[], float],
         on_rewards: Callable[[str, list[Reward]], None] = lambda rollout_id, rewards: None,
     ) -> None:
-        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`). `on_rewards`: called
-        with rewards that a trainer has posted, and that were accepted."""
+        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`). `on_rewards`:
+        called with rewards that a trainer has posted and that were accepted."""
         self._learning = learning
         self._adapter_name = adapter_name
         self._on_rewards = on_rewards
         self._metrics = metrics
         self._clock = clock
         self._reported: dict[HeadKey, float] = {}
-        """When the gauges of each were last set."""
+        """Time when the gauges of each head were last set, by the service's clock."""
 
     @property
     def pruning_refusal(self) -> str | None:
-        """Why candidates cannot be scored here."""
+        """Reason why candidates cannot be scored here. None if they can."""
         return self._learning.pruning_refusal
 
     async def post_rewards(
         self, rollout_id: str, request: RewardsRequest, namespace: str = "", *, by_server: bool = False
     ) -> RewardsAnswer:
-        """`namespace`: of the client that has the rollout. Raises: RequestError, 404 when it has no such rollout."""
+        """Post rewards of a rollout. `namespace`: of the client that owns it. Raises: RequestError (404) for an
+        unknown rollout."""
         rewards = await each(request.rewards, lambda entry: entry.judged(request.threshold))
         receipt = await self._learning.post_rewards(owned_name(namespace, rollout_id), rewards)
         if receipt is None:
@@ -93,8 +95,10 @@ class LearningService:
         )
 
     async def teach(self, rollout_id: str, rewards: list[RewardEntry], threshold: float, namespace: str = "") -> int:
-        """Post rewards that the server knows by itself. Returns how many name a candidate that is not known any more:
-        no answer tells it, so that they are logged and counted. Nothing is said for a dead engine."""
+        """Post rewards that the server has computed itself. Returns the number of rewards for unknown candidates.
+
+        No answer reports these, so they are logged and counted. A dead engine is ignored.
+        """
         try:
             request = RewardsRequest(rewards=rewards, threshold=threshold)
             answer = await self.post_rewards(rollout_id, request, namespace, by_server=True)
@@ -109,7 +113,7 @@ class LearningService:
         return num_unknown
 
     async def teach_named(self, rewards: Sequence[NamedReward]) -> None:
-        """The same for candidates behind the OpenAI endpoints."""
+        """Post rewards that the server has computed for candidates behind the OpenAI endpoints."""
         try:
             receipt = await self._learning.post_named_rewards(rewards)
         except EngineStopped:
@@ -118,7 +122,7 @@ class LearningService:
         _warn_of_unknown(receipt.statuses.count("unknown"), "an OpenAI answer")
 
     async def post_named_rewards(self, request: NamedRewardsRequest, client: str) -> NamedRewardsAnswer:
-        """Rewards of candidates that any answers have shown; a client names its own requests only."""
+        """Post rewards for candidates of any requests and groups. Clients can only name their own."""
         namespace = request.namespace or ""
         rewards = await each(request.rewards, lambda entry: entry.named(request.threshold, client, namespace))
         receipt = await self._learning.post_named_rewards(rewards)
@@ -138,30 +142,32 @@ class LearningService:
         )
 
     async def prompts(self, limit: int, after: str | None, order: PromptOrder, model: str | None) -> PromptsAnswer:
-        """A page of what is known of each prompt. Raises: RequestError, 404 for an `after` that is not known."""
+        """A page of the known prompts. Raises: RequestError (404) for an unknown `after`."""
         known = await self._learning.known_prompts(self._adapter_name(model))
         return await asyncio.to_thread(prompts_page, known, limit, after, order)
 
     async def length_trial(self, keep_ratio: float, model: str | None) -> LengthTrialReport:
-        """What candidates that were scored at several lengths say of these."""
+        """A comparison of detection lengths, from candidates that were scored at several."""
         tried = await self._learning.tried_lengths(self._adapter_name(model))
         return await asyncio.to_thread(length_trial_report, tried, keep_ratio)
 
     async def report(self, detection_length: int | None, model: str | None) -> LearningReport:
-        """Raises: RequestError, 404 while nothing has been learned, 409 when the detection length must be named."""
+        """The learning report of a detection length. Raises: RequestError, 404 while nothing has been learned, 409
+        if the detection length must be named."""
         report = await self._learning.learning_report(detection_length, self._adapter_name(model))
         self._metrics.learning_reported(report)
         return report
 
     async def report_if_any(self, head: HeadKey) -> LearningReport | None:
-        """The report for what can do without it: None when there is none, or no engine any more."""
+        """The learning report, or None if there is none or the engine is dead."""
         try:
             return await self._learning.learning_report(*head)
         except RequestError:
             return None
 
     async def quality_head(self, detection_length: int | None, model: str | None) -> tuple[HeadInfo, bytes]:
-        """Raises: RequestError, 404 without a head, 409 when the detection length must be named."""
+        """A quality head and its weights. Raises: RequestError, 404 without a head, 409 if the detection length must
+        be named."""
         return await self._learning.quality_head(detection_length, self._adapter_name(model))
 
     async def set_quality_head(self, weights: bytes, model: str | None) -> HeadInfo:
@@ -194,7 +200,7 @@ def _warn_of_unknown(num_unknown: int, whose: str) -> None:
 
 
 def _versions(receipt: RewardsReceipt, adapter: str) -> dict[int, int]:
-    """By detection length."""
+    """Head versions of an adapter, by detection length."""
     return {
         head.detection_length: version for head, version in receipt.head_versions.items() if head.adapter == adapter
     }

@@ -1,1 +1,1 @@
-"""Tail batching: runs of short and long rounds. Invariant: what a round took is on disk before it runs."""
+"""Tail batching: runs of short and long rounds. Invariant: the prompts of a round are on disk before it runs."""

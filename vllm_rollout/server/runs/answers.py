@@ -13,30 +13,30 @@ from vllm_rollout.group.rounds.rounds import RoundKind
 
 
 class OfAttributes(BaseModel):
-    """An answer that is read off the object it describes."""
+    """An answer whose fields are read from the attributes of an object."""
 
     model_config = ConfigDict(from_attributes=True)
 
 
 class OpenGroupAnswer(BaseModel):
-    """A group of sessions that is to be run."""
+    """A group of sessions that a harness is to run."""
 
     prompt_id: str
     group_id: str
 
 
 class OpenRoundAnswer(BaseModel):
-    """A round that was begun and has no answer yet."""
+    """A round that has begun and has no answer yet."""
 
     round: int
     idempotency_key: str
     kind: RoundKind
     state: Literal["running", "interrupted"]
-    """`interrupted`: repeat its key, or DELETE it to put its prompts back."""
+    """`interrupted`: repeat its key to run it, or DELETE it to put its prompts back."""
     prompt_ids: list[str]
     reserve: list[str]
     groups: list[OpenGroupAnswer] = []
-    """Those that are not over, where a round runs that consists of sessions."""
+    """Groups that are not over, if a round of sessions runs."""
 
 
 class RoundRecordAnswer(OfAttributes):
@@ -56,7 +56,7 @@ class RoundRecordAnswer(OfAttributes):
 
 class RunTotals(OfAttributes):
     num_prompts: int = Field(validation_alias=AliasChoices("num_prompts", "num_handed_in"))
-    """Handed in: returned + filtered + waiting + in the open round."""
+    """Prompts handed in: returned + filtered + waiting + in the open round."""
     num_returned: int
     num_filtered: int
     num_waiting: int
@@ -67,16 +67,17 @@ class RunTotals(OfAttributes):
 
 
 class SavingsAnswer(OfAttributes):
-    """Decode steps of the longest trajectory of each round, against rounds that wait for all."""
+    """Savings of tail batching. Both token counts sum up each round's longest trajectory. `synchronous_tokens` is
+    for rounds that wait for all prompts."""
 
     round_tokens: int
     synchronous_tokens: int
     ratio: float | None
-    """An estimate from below; null while too few prompts are back."""
+    """Estimate of `synchronous_tokens` / `round_tokens`, from below. Null while too few prompts have been returned."""
 
 
 class ForecastAnswer(OfAttributes):
-    """What a round was expected to take."""
+    """Forecast for a round at one tensor-parallel size."""
 
     seconds: float
     num_preemptions: int
@@ -88,18 +89,18 @@ class ParallelismAnswer(BaseModel):
     tensor_parallel_size: int
     allowed_sizes: list[int]
     next_size: int
-    """The size of the next round: the engine is rebuilt before it, when this is another."""
+    """Size for the next round. If it is another one, the engine is rebuilt first."""
     reason: Reason
     preemptions_per_candidate: float | None
-    """How often that was in the newest round of any run; null before the first."""
+    """Preemptions per candidate in the newest round of any run. Null before the first round."""
     level: float
-    """What it was compared with."""
+    """Level that `preemptions_per_candidate` was compared with."""
     is_rebuilding: bool
-    """Rounds and other requests wait for the engine."""
+    """True while rounds and other requests wait for a rebuild of the engine."""
     num_rebuilds: int
     last_rebuild_s: float | None
     forecasts: dict[int, ForecastAnswer] | None = None
-    """Forecasts for the first run's first round by tensor-parallel size, if a profile said where to begin."""
+    """Forecasts for the first run's first round by tensor-parallel size, if a profile chose the first size."""
 
 
 class RunAnswer(BaseModel):
@@ -113,23 +114,23 @@ class RunAnswer(BaseModel):
     prompts_per_round: int
     prompt_speculation: float
     response_speculation: float | None
-    """Null where redundancy says how many candidates a prompt has."""
+    """Null if `redundancy` sets the number of candidates."""
     queue_order: QueueOrder
     resume: bool
     filter: str | None
     sessions: dict[str, Any] | None = None
-    """What its groups of sessions have in common; null where the server generates the answers."""
+    """Options that its groups of sessions share. Null if the server generates the answers."""
     defaults: dict[str, Any]
-    """Rollout fields that its rounds need not say."""
+    """Fields of a rollout that hold for its rounds unless they set their own."""
     is_durable: bool
-    """It is on disk: the server was started with --rollout-state."""
+    """True if the run is on disk, because the server has --rollout-state."""
     next_round: RoundKind
     num_fresh_prompts: int
-    """How many prompts the next round wants."""
+    """Number of fresh prompts that the next round wants."""
     queue: list[str]
-    """Prompt ids that wait for a long round, the oldest first."""
+    """Ids of prompts that wait for a long round, oldest first."""
     unstarted: list[str]
-    """Prompt ids that are the first of the next short round."""
+    """Ids of prompts that come first in the next short round."""
     num_rounds: int
     open_round: OpenRoundAnswer | None
     history: list[RoundRecordAnswer]
@@ -137,7 +138,8 @@ class RunAnswer(BaseModel):
     totals: RunTotals
     savings: SavingsAnswer
     receipt: Receipt | None = None
-    """The sum over rounds that are over. What a long round took is taken off: waiting for all would not need it."""
+    """Sum over finished rounds. The cost of long rounds is subtracted from the savings, since waiting for all
+    candidates would not need long rounds."""
     parallelism: ParallelismAnswer | None = None
     """Null without `--rollout-parallelism auto`."""
 
@@ -147,7 +149,7 @@ class UnreadableRunAnswer(BaseModel):
 
     id: str
     message: str
-    """What is lost, and how to go on."""
+    """The loss, and the way to go on."""
 
 
 class RunsAnswer(BaseModel):

@@ -35,7 +35,7 @@ _IN_ROUNDS = {
 
 
 def _of_rollout(body: type[B]) -> type[B]:
-    """Decorates a body that inherits fields of a rollout: none of them has a default of its own."""
+    """Class decorator for a body that inherits fields of a rollout. None of these fields keeps a default of its own."""
     for name, field in RolloutFields.model_fields.items():
         its = body.model_fields[name]
         annotation: Any = field.annotation  # it may be a union, too
@@ -52,7 +52,7 @@ ALLOW_FEWER = (
 
 
 class SaidFields(RolloutFields):
-    """Fields of a rollout that somebody said. What is None is the run's, or the default of /v1/rollouts."""
+    """Fields of a rollout that a request has set. None means the run's value, else the default of /v1/rollouts."""
 
     def rollout_fields(self) -> dict[str, Any]:
         """Those that were said, as JSON."""
@@ -71,7 +71,7 @@ ONE_REWARD = "needs a group_size of at least 2, got 1: one reward differs from n
 @_of_rollout
 @of_table
 class RunRequest(SaidFields, RunFields):
-    """A run: the rounds of one training."""
+    """Create a run: the rounds of one training."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -119,7 +119,7 @@ class RunRequest(SaidFields, RunFields):
         return self
 
     def _check_sessions(self, sessions: SessionOptions) -> None:
-        """Raises: ValueError for what sessions do not have, or say of themselves."""
+        """Check options for sessions. Raises: ValueError for fields that sessions do not have, or set themselves."""
         for name in self.rollout_fields():
             if name != "redundancy":
                 raise ValueError(
@@ -146,7 +146,7 @@ class RunRequest(SaidFields, RunFields):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a run of the same name has to say, too, as JSON."""
+        """Settings as JSON. Another request for a run of the same id needs the same settings."""
         unsaid = {"sessions"} if self.sessions is None else set()  # as runs that were kept before there were any
         return self.model_dump(mode="json", exclude={"id", "model", *unsaid})
 
@@ -162,7 +162,7 @@ class RunRequest(SaidFields, RunFields):
         )
 
     def num_candidates(self, most: int) -> int:
-        """How many candidates a prompt has in a short round, at most. `most`: what the engine runs at once."""
+        """Most candidates of a prompt in a short round. `most`: candidates that the engine runs at once."""
         if self.redundancy is None:
             return self.terms.num_candidates
         if isinstance(self.redundancy, int):
@@ -171,7 +171,7 @@ class RunRequest(SaidFields, RunFields):
 
 
 class RoundPrompt(Prompt):
-    """A prompt of a run, which is known by its id from round to round."""
+    """A prompt of a run. Its id identifies it from round to round."""
 
     id: Name = Field(description="Your name for the prompt. Needed: it may come back rounds later.")
 
@@ -222,18 +222,20 @@ class RoundRequest(SaidFields, StreamFields):
         return self.idempotency_key is not None and said <= {"idempotency_key", *_HOW_TO_ANSWER}
 
     def memo(self) -> str:
-        """What the round was asked to do, its prompts as a digest: kept with it, for who repeats its key."""
+        """The request as JSON, with a digest of its prompts. It is stored with the round, for repeats of the round's
+        key."""
         prompts = hashlib.sha256(self.model_dump_json(include={"prompts", "reserve"}).encode()).hexdigest()
         said = self.model_dump(mode="json", exclude_unset=True, exclude={*_NOT_IN_MEMO})
         return json.dumps({"digest": prompts, **said}, sort_keys=True)
 
     def as_before(self, memo: str) -> RoundRequest:
-        """This repeat, with what the round was asked to do at first. Raises: ValueError for what is no memo."""
+        """This repeat, completed from the memo of the first request. Raises: ValueError for an invalid memo."""
         return self.from_memo(memo, **self.model_dump(include={"idempotency_key", *_HOW_TO_ANSWER}, exclude_unset=True))
 
     @classmethod
     def from_memo(cls, memo: str, **now: Any) -> RoundRequest:
-        """What a memo says, and what is said now. Raises: ValueError, TypeError, AttributeError for what is no memo."""
+        """A request with the fields of a memo, overridden by `now`. Raises: ValueError, TypeError, AttributeError
+        for an invalid memo."""
         said = {name: value for name, value in json.loads(memo).items() if name != "digest"}
         return cls.model_validate({**with_new_names(said), **now})
 
@@ -243,5 +245,5 @@ _NOT_IN_MEMO = ("prompts", "reserve", "idempotency_key", *_HOW_TO_ANSWER)
 
 
 def digest_of_prompt(prompt: RoundPrompt) -> str:
-    """The digest of what a prompt says, its id apart."""
+    """Digest of a prompt without its id."""
     return hashlib.sha256(prompt.model_dump_json(exclude={"id"}).encode()).hexdigest()[:32]

@@ -1,6 +1,6 @@
-"""A round on its way, between the events of its groups and the rewards of its trainer.
+"""A running round: connects the events of its groups with the rewards of its trainer.
 
-Invariant: what is decided is `RoundProgress`'s; here is who waits for it and who is told.
+Invariant: `RoundProgress` makes all decisions. This module waits for them and passes them on.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from vllm_rollout.server.course import Course
 from vllm_rollout.server.engine import Engine
 
 LOOK_S = 2.0
-"""A round that waits for rewards asks this often whether its engine is alive."""
+"""Seconds between checks that the engine is alive, while a round waits for rewards."""
 
 
 class RoundCourse(Course):
-    """The course of a rollout that is a round of a run: positions are those of the round's entries."""
+    """The course of a rollout that is a round of a run. Positions are those of the round's entries."""
 
     def __init__(
         self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool, rewards_decide: bool = False
     ) -> None:
-        """`rewards_decide`: whether a group is complete, which the engine then cannot count (`until` "variance")."""
+        """`rewards_decide`: True if rewards decide when a group is complete (`until` "variance"). Then the engine
+        cannot count complete groups."""
         self._rewards_decide = rewards_decide
         self.progress = RoundProgress(opened, filters)
         self.race_id = race_id
@@ -39,22 +40,22 @@ class RoundCourse(Course):
         self._changed = asyncio.Event()
         self._cut = asyncio.Event()
         self._ended: dict[int, dict[int, CandidateState]] = defaultdict(dict)
-        """By position and index; of the attempt that counts."""
+        """States of ended candidates by position and index, in the attempt that counts."""
         self._rewards: dict[int, dict[int, float]] = defaultdict(dict)
-        """By position and index; of candidates that finished in it."""
+        """Rewards of finished candidates by position and index, in the attempt that counts."""
         self._selected: dict[int, Sequence[int]] = {}
-        """Indices that need a reward, by position: of groups that are returned."""
+        """Indices that need a reward, by position of a returned group."""
         self._num_before = 0
-        """Groups that were complete before the round was interrupted: the engine does not count them."""
+        """Groups that were complete before the round was interrupted. The engine does not count them."""
         self.filtered_tokens = 0
-        """The tokens of groups that would have been returned."""
+        """Tokens of filtered groups, which would otherwise have been returned."""
         self._num_tokens: dict[int, int] = {}
         self.num_preemptions = 0
         self.lengths: dict[int, list[int]] = {}
-        """By position: tokens of every candidate that ran, of groups that are returned or not."""
+        """Tokens of every candidate that ran, by position, whether its group is returned or not."""
 
     def number_of(self, prompt_id: str) -> int:
-        """The number of its entry."""
+        """The number of the prompt's entry."""
         return self.progress.opened.all_entries[self._position_of[prompt_id]].number
 
     async def positions(self) -> AsyncIterator[int]:
@@ -67,7 +68,7 @@ class RoundCourse(Course):
                 await self._change()
 
     async def _change(self) -> None:
-        """Wait for something to happen. Raises: RequestError when the engine dies while nothing of the round runs."""
+        """Wait for a change. Raises: RequestError if the engine dies while nothing of the round runs."""
         while not self._changed.is_set():
             try:
                 async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 loses a cancellation that comes with it
@@ -86,13 +87,13 @@ class RoundCourse(Course):
 
     def place(self, position: int) -> RacePlace | None:
         opened = self.progress.opened
-        if opened.kind == "long":  # nobody races: it runs to its end
+        if opened.kind == "long":  # no race: it runs to its end
             return None
         return RacePlace(self.race_id, self._num_to_count, position)
 
     @property
     def _num_to_count(self) -> int | None:
-        """How many complete groups the engine counts, and then cuts the race in that step."""
+        """Number of complete groups after which the engine cuts the race in the same step. None if rewards decide."""
         return None if self._rewards_decide else self.progress.num_wanted - self._num_before
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
@@ -117,7 +118,7 @@ class RoundCourse(Course):
         return reason
 
     def ended_before(self, position: int, group: GroupAnswer) -> None:
-        """It was complete before the round was interrupted. Nothing of the round runs yet."""
+        """Take over a group that was complete before the round was interrupted. Nothing of the round runs yet."""
         lengths = [trajectory.num_tokens for trajectory in group.trajectories]
         self.lengths[position] = [*lengths, *(candidate.num_tokens for candidate in group.candidates)]
         self._num_tokens[position] = sum(lengths)
@@ -127,7 +128,8 @@ class RoundCourse(Course):
         self._decide(position, rewards)
 
     async def reward(self, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
-        """(prompt id, index, reward) each; returns what became of each, and the prompts that are filtered by them."""
+        """Record rewards, each a (prompt id, index, reward). Returns the status of each, and the ids of prompts that
+        are filtered out."""
         statuses: list[RewardStatus] = []
         touched: dict[int, str] = {}
         for prompt_id, index, reward in rewards:
@@ -155,14 +157,14 @@ class RoundCourse(Course):
         await self._tell(was_cut, wider=self._decide(position, known.values()))
 
     def _refusal(self, position: int, index: int) -> RewardStatus | None:
-        """Why no reward of this candidate is taken; None: it is."""
+        """Reason to refuse a reward for this candidate. None: it is accepted."""
         state = self._ended[position].get(index)
         if state is None:
             return "unknown" if position in self.progress.fates else "unfinished"
         return None if state == "finished" else "unfinished"
 
     def _look_at(self, position: int) -> bool:
-        """Decide on a group whose trajectories all have rewards; whether it is filtered."""
+        """Decide on a group if all its trajectories have rewards. True if it is filtered."""
         rewards = self._rewards.get(position, {})
         selected = self._selected.get(position)
         if selected is None or not all(index in rewards for index in selected):
@@ -170,7 +172,7 @@ class RoundCourse(Course):
         return self._decide(position, [rewards[index] for index in selected])
 
     def _decide(self, position: int, rewards: Collection[float]) -> bool:
-        """These are the rewards of a group; whether it is filtered."""
+        """Decide on a group by its rewards. True if it is filtered."""
         if not self.progress.rewarded(position, rewards):
             return False
         self.filtered_tokens += self._num_tokens[position]
@@ -178,9 +180,10 @@ class RoundCourse(Course):
         return True
 
     async def _tell(self, was_cut: bool, *, wider: bool) -> None:
-        """Tell the engine, whose ranks do not see each other's groups; then wake who waits, whatever it says.
+        """Notify the engine, since its ranks do not know each other's groups. Then wake waiting tasks, even after an
+        error.
 
-        A race is made wider before another group enters it.
+        A race is widened before another group enters it.
         """
         is_cut = self.progress.is_cut
         try:

@@ -1,6 +1,7 @@
-"""Groups of a round that are complete while others of it run: written as they end, they outlive whoever runs the round.
+"""Groups of a round that are complete while others run. They are written as they end, so they survive the process
+that runs the round.
 
-Invariant: a round that is taken up again returns what it had told of them, as long as the weights are the same.
+Invariant: a round that is taken up again returns these groups as they were sent, as long as the weights are the same.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ logger = logging.getLogger("vllm.vllm_rollout")
 
 Group = TypeVar("Group", bound=BaseModel)
 Write = Callable[[Mapping[int, EndedGroup]], Awaitable[None]]
-"""Groups by the numbers of their entries."""
+"""Writes finished groups, given by the numbers of their entries."""
 
 
 class EndedGroups:
-    """Writes groups of one round, those that end meanwhile together."""
+    """Writes finished groups of one round. Groups that end during a write are written together."""
 
     def __init__(self, write: Write, version: str | None) -> None:
         self._write = write
         self.version = version
-        """The version of the weights with which the round began."""
+        """Version of the weights with which the round began."""
         self._waiting: dict[int, bytes] = {}
         self._writing: asyncio.Task[None] | None = None
 
@@ -41,7 +42,7 @@ class EndedGroups:
             self._writing = spawn(self._write_all(), "groups of a round")
 
     async def written(self) -> None:
-        """What was added so far is on disk, or could not be written."""
+        """Wait until the groups added so far are on disk, or could not be written."""
         if self._writing is not None:
             await self._writing
 
@@ -60,11 +61,11 @@ class EndedGroups:
 
 
 def ended_before(planned: PlannedRound, version: str | None, kind: type[Group]) -> dict[int, Group]:
-    """Groups that need not run again, by position.
+    """Finished groups that need not run again, by position.
 
     Args:
-        version: of the weights now.
-        kind: how groups of such a round are written. What cannot be read runs anew.
+        version: of the current weights.
+        kind: model of such a round's groups. A group that cannot be read runs anew.
     """
     found: dict[int, Group] = {}
     for position, entry in enumerate(planned.opened.all_entries):
@@ -79,7 +80,7 @@ def ended_before(planned: PlannedRound, version: str | None, kind: type[Group]) 
 
 
 def events_of(group: GroupAnswer) -> Iterator[Event]:
-    """The events that a stream has had of it; no `tokens`: they are in the trajectories."""
+    """Events of the group as its stream sent them, without `tokens` events. The trajectories contain all tokens."""
     name = {"prompt_id": group.prompt_id, "group_id": group.group_id}
     for trajectory in group.trajectories:
         yield TrajectoryEvent(**name, trajectory=trajectory)

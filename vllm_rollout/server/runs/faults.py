@@ -1,4 +1,5 @@
-"""SQLite's errors as what a client can do about them. Invariant: what failed has changed nothing."""
+"""SQLite's errors, translated into errors that tell a client what to do. Invariant: a failed operation has changed
+nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ from vllm_rollout.group.rounds.rounds import RoundError
 from vllm_rollout.server.engine import RequestError
 
 PASSING = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.INSUFFICIENT_STORAGE)
-"""Statuses of what may go well when it is tried again: the database was locked, or the disk full."""
+"""Statuses of errors that may pass: the database was locked, or the disk was full."""
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is not what SQLite has written."""
+    """True if the file is damaged or no SQLite database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # errors of Python's own have none
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextmanager
 def translated(path: Path | None) -> Iterator[None]:
-    """Raises: RequestError for what goes wrong in the database at `path`, and for a round that cannot be opened."""
+    """Translate errors of the database at `path`. Raises: RequestError for these, and for a round that cannot be
+    opened."""
     try:
         yield
     except RoundError as error:

@@ -1,4 +1,4 @@
-"""A round that this process runs, and its answer. Invariant: an answer is made once, and never changes."""
+"""A round that this process runs, and its answer. Invariant: an answer is made once and never changes."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from vllm_rollout.server.runs.stored import PlannedRound
 LiveEvent = Event | SessionRoundEvent
 LastEvent = RoundDoneEvent | SessionRoundDoneEvent
 Keep = Callable[[], Awaitable[LastEvent]]
-"""Writes what came of a round that is over; returns its last event. Raises: RequestError."""
+"""Writes the outcome of a finished round, and returns the round's last event. Raises: RequestError."""
 
 
 class Spent(NamedTuple):
-    """What the store is told of a round that is over, beside what became of its prompts."""
+    """Time, tokens and kept output of a finished round, for the store."""
 
     latency_s: float
     generated_tokens: int
     returned_tokens: int
     receipt: Receipt | None = None
     kept: Mapping[int, bytes] = {}
-    """What deferred prompts have generated, by number."""
+    """Kept output of deferred prompts, by number."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LiveRound(ABC):
-    """A round that this process runs, whoever its candidates are."""
+    """A round that this process runs. Its candidates are answers of the engine, or sessions."""
 
     id: str
     """The id of its rollout, or of its sessions together."""
     run_name: str
-    """Among the runs of all clients."""
+    """The run's name among the runs of all clients."""
     progress: RoundProgress
     owner: str = ""
-    """What the store calls this process's hold on it, once it has been taken."""
+    """The store's name for this process's ownership of the round, once the round is taken."""
     is_kept: bool = False
-    """What came of it is on disk."""
+    """True if the outcome is on disk."""
     answer: bytes = b""
     """Its answer as JSON, once it is kept."""
     rebuilt: RebuildAnswer | None = None
-    """What became of the engine before it."""
+    """The rebuild of the engine before this round, if there was one."""
     ended: EndedGroups | None = None
-    """None: what has ended of it before its end is kept nowhere."""
+    """None if finished groups are not written before the round's end."""
     keeping: asyncio.Task[LastEvent] | None = field(default=None)
-    """Writes it, whoever waits for it."""
+    """The task that writes the outcome. All callers wait for this task."""
 
     @property
     def run_id(self) -> str:
-        """As its client calls it."""
+        """The run's id as its client knows it."""
         return id_of(self.run_name)
 
     @property
@@ -68,39 +68,39 @@ class LiveRound(ABC):
 
     @abstractmethod
     def take_up(self, planned: PlannedRound) -> None:
-        """It was interrupted: what `ended` has of it need not run again."""
+        """Take over the finished groups of an interrupted round (`ended`), so that they need not run again."""
 
     @abstractmethod
     def events(self, keep: Keep) -> AsyncGenerator[LiveEvent, None]:
-        """Runs it; all events behind the first. Raises: RequestError."""
+        """Run the round. Yields all events after the first. Raises: RequestError."""
 
     @abstractmethod
     def spent(self) -> Spent:
-        """What a round that is over has spent."""
+        """Time and tokens of the finished round."""
 
     @abstractmethod
     def parts(self, told: RoundSummary) -> list[bytes]:
-        """Its answer as JSON, once."""
+        """The answer as JSON, in parts. It is made once."""
 
     @abstractmethod
     def done(self, told: RoundSummary) -> LastEvent: ...
 
     @property
     def groups_to_run(self) -> list[OpenGroupAnswer]:
-        """Groups that somebody else is to run."""
+        """Groups of sessions that a harness is to run."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A round's events, of which the first has been made: so it ends even if nobody reads it."""
+    """A round and its events. The first event has been made, so that the round ends even without a reader."""
 
     live: LiveRound
     events: AsyncGenerator[LiveEvent, None]
 
 
 def made_answer(live: LiveRound, run: Run) -> bytes:
-    """Once: a second attempt to write it has the same bytes."""
+    """The answer as JSON. It is made once, so that a second attempt to write it has the same bytes."""
     if not live.answer:
         live.answer = b"".join(live.parts(summary(live, run)))
     return live.answer
@@ -122,7 +122,7 @@ def first_event(live: LiveRound) -> RoundEvent:
 
 
 def summary(live: LiveRound, run: Run) -> RoundSummary:
-    """`run`: after the round."""
+    """The outcome of a round. `run`: the run after the round."""
     by_fate: dict[str, list[str]] = {"deferred": [], "filtered": [], "unstarted": []}
     for position, entry in enumerate(live.opened.all_entries):
         by_fate.setdefault(live.progress.fates.get(position, "unstarted"), []).append(entry.prompt_id)

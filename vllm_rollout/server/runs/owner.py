@@ -1,9 +1,9 @@
-"""Which process has a round in its hands. Invariant: a process that is gone owns nothing, however it went, and one that
-runs owns what it has.
+"""Ownership of rounds by processes. Invariant: a process that has ended owns nothing, however it ended. A running
+process keeps its rounds.
 
-Each process has a file of its own, with an exclusive lock that the kernel drops when the process ends. What keeps a
-file from being removed under a process that starts: it is removed only by who has its lock, and who gets a lock looks
-whether it is that of the file that has the name now.
+Each process has a file with an exclusive lock, which the kernel drops when the process ends. A file must not be removed
+under a process that starts. So only the holder of its lock removes a file. A process that gets a lock checks that its
+file still has the name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Owner:
     """This process, among those that share a folder."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` None: nobody shares anything with this process."""
+        """`folder`: None if no other process shares data with this one."""
         self.name = uuid.uuid4().hex
         self._folder = folder
         self._file: int | None = None
@@ -33,8 +33,8 @@ class Owner:
             self._file = _locked(folder / self.name)
 
     def is_alive(self, name: str) -> bool:
-        """Whether the process of that name, or this one, still runs. One that is gone may seem to run for the moment in
-        which another one starts and removes its file."""
+        """True if the process of that name still runs. A process that has ended may seem to run while another one
+        starts and removes its file."""
         if name == self.name:
             return True
         if self._folder is None or not _NAME.fullmatch(name):
@@ -62,7 +62,7 @@ class Owner:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes that are gone have left."""
+    """Remove the files of processes that have ended."""
     for path in folder.iterdir():
         try:
             file = os.open(path, os.O_RDWR)
@@ -79,7 +79,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """A new file, locked. One that starts at the same moment may take it for left over: then it is made again."""
+    """A new locked file. Another process that starts may remove it as a leftover. Then it is made again."""
     while True:
         file = open_private(path, os.O_RDWR)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -89,7 +89,7 @@ def _locked(path: Path) -> int:
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether an open file is the one that has this name."""
+    """True if the open file is the one that has this name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file))
     except FileNotFoundError:

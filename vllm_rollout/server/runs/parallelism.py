@@ -31,39 +31,40 @@ from vllm_rollout.server.runs.body import RunRequest
 from vllm_rollout.server.runs.rollout_round import RolloutRound
 
 HISTORY_ROUNDS = 4096
-"""Rounds that the planner remembers."""
+"""Most rounds that the planner remembers."""
 PATIENCE_S = 60.0
-"""A round that begins waits this long for other rounds to end, and as long again for other requests to leave the
-engine. If they do not, it runs at the size there is, and the engine is rebuilt another time."""
+"""Seconds that a new round waits for other rounds to end, and again for other requests to leave the engine. After
+that it runs at the current size, and the engine is rebuilt another time."""
 PROMPT_TOKENS = 256
-"""Assumed of a prompt; its siblings share them, so that they are little beside the answers."""
+"""Assumed tokens of a prompt. Siblings share them, so they matter little beside the answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """What became of a rebuild."""
+    """Result of a rebuild."""
 
     outcome: Literal["rebuilt", "busy", "failed"]
-    """`busy`: something else ran, or the engine was paused; nothing was done. `failed`: no engine of that size starts;
-    it was rebuilt as it was."""
+    """`busy`: something else ran or the engine was paused, and nothing was done. `failed`: no engine of that size
+    starts, and the engine was rebuilt at the old size."""
     size: int
-    """The size of the engine, now."""
+    """The engine's tensor-parallel size now."""
     seconds: float
-    """From shutting its door to opening it."""
+    """Seconds for which requests had to wait."""
 
 
 class Resizable(Protocol):
-    """What this asks of an engine."""
+    """The part of an engine that can change its tensor-parallel size."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
 
     async def resize(self, size: int, patience_s: float) -> Resized:
-        """Raises: RequestError (503) when the engine does not come back."""
+        """Rebuild the engine at this size. Raises: RequestError (503) if the engine does not come back."""
 
 
 class Parallelism:
-    """Decides after each round, and acts before the next, or before a trainer sends weights, which would be lost."""
+    """Decides on the engine's size after each round. Acts before the next round, or before a trainer sends weights,
+    which a later rebuild would lose."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Parallelism:
         profiled: Mapping[int, EngineSize] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`profiled`: what is known of the sizes; `say`: to whoever runs the server."""
+        """`profiled`: profiles by tensor-parallel size. `say`: prints a line for the server's operator."""
         self._engine = engine
         self._planner = planner
         self._metrics = metrics
@@ -81,7 +82,7 @@ class Parallelism:
         self._say = say
         self._start: StartChoice | None = None
         self._rebuilt: RebuildAnswer | None = None
-        """Since the newest round began."""
+        """The rebuild since the newest round began, if there was one."""
         self._history: deque[RoundPressure] = deque(maxlen=HISTORY_ROUNDS)
         self._decision = planner.next_size(())
         self._turn = asyncio.Lock()
@@ -90,15 +91,16 @@ class Parallelism:
         self._last: Resized | None = None
         metrics.engine_sized(engine.tensor_parallel_size)
         self.has_live_round: Callable[[], bool] = lambda: False
-        """Whether a round of any run is on its way."""
+        """Returns True if a round of any run is running."""
 
     @property
     def wants_start(self) -> bool:
-        """It has not begun, and a profile can say where."""
+        """True if no round has run yet and a profile can choose the first size."""
         return self._start is None and not self._history and bool(self._profiled)
 
     async def begin(self, expected: ExpectedRound, run: str) -> None:
-        """Choose the size of the first round, by what is expected of it: on a thread, for it may take a second."""
+        """Choose the size for the first round from forecasts. They are computed in a thread, since they may take a
+        second."""
         allowed = {size: self._profiled[size] for size in self._planner.allowed_sizes}
         choice = await asyncio.to_thread(choose_start, allowed, expected)
         if not self.wants_start:  # another run came first
@@ -111,12 +113,13 @@ class Parallelism:
         )
 
     def take_rebuilt(self) -> RebuildAnswer | None:
-        """What became of the engine since the round before; it is told once, with the round that begins."""
+        """The rebuild since the round before, if there was one. It is returned once, with the round that begins."""
         rebuilt, self._rebuilt = self._rebuilt, None
         return rebuilt
 
     def round_over(self, live: RolloutRound, num_places: int) -> None:
-        """Decide, unless the round ran at another size than was decided: then that is still to be done.
+        """Decide on the next size. If the round ran at another size than decided, that decision still has to be
+        carried out.
 
         `num_places`: candidates that run at once.
         """
@@ -135,30 +138,30 @@ class Parallelism:
                 )
 
     def round_left(self) -> None:
-        """A round is not on its way any more."""
+        """Note that a round no longer runs."""
         self._round_over.set()
 
     async def before_round(self) -> None:
-        """Bring the engine to the size that was decided, when no other round runs.
+        """Bring the engine to the decided size, once no other round runs.
 
-        Raises: RequestError (503) when the engine does not come back.
+        Raises: RequestError (503) if the engine does not come back.
         """
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while self._is_due and self.has_live_round():
                     self._round_over.clear()
                     await self._round_over.wait()
-        except TimeoutError:  # the other round may wait for whoever began this one
+        except TimeoutError:  # the other round may wait for this one's client
             return
         await self._acted(PATIENCE_S)
 
     async def before_weights(self) -> None:
-        """The same, if that can be done at once. Raises: RequestError (503)."""
+        """Bring the engine to the decided size, if that can be done at once. Raises: RequestError (503)."""
         if self._is_due and not self.has_live_round():
             await self._acted(0.0)
 
     def _seconds_at(self, live: RolloutRound) -> Callable[[int], float] | None:
-        """What a round that is over would have taken at a size."""
+        """Predicted seconds of a finished round, as a function of the size. None without profiles."""
         if not self._profiled:
             return None
         expected = expected_again(live)
@@ -174,7 +177,7 @@ class Parallelism:
         return self._decision.size != self._engine.tensor_parallel_size
 
     async def _acted(self, patience_s: float) -> None:
-        """Act, to the end even if whoever waits goes away: half of a rebuild would be a dead engine."""
+        """Rebuild to the end even if the caller goes away: half a rebuild would leave a dead engine."""
         await to_its_end(self._act(patience_s), "a rebuild of the engine", refusals=(RequestError,))
 
     async def _act(self, patience_s: float) -> None:
@@ -200,7 +203,7 @@ class Parallelism:
                 self._forget(size)
 
     def _forget(self, size: int) -> None:
-        """A size at which no engine starts is not allowed any more, nor are those beyond it."""
+        """Disallow a size at which no engine starts, and all sizes beyond it."""
         now = self._engine.tensor_parallel_size
         kept = (each for each in self._planner.allowed_sizes if each != size and (each < size) is (now < size))
         self._planner = ParallelismPlanner(tuple(kept), now)
@@ -223,11 +226,11 @@ class Parallelism:
 
 
 def expected_of_run(settings: RunRequest, seen: LengthMoments | None, max_model_len: int) -> ExpectedRound:
-    """A short round of a run, before any of them.
+    """The expected first short round of a run.
 
     Args:
-        seen: lengths of the data set; None when there are none yet.
-        max_model_len: what bounds answers when the run does not.
+        seen: lengths of the data set. None if there are none yet.
+        max_model_len: limit of answers if the run sets none.
     """
     terms = settings.terms
     spare = settings.redundancy if isinstance(settings.redundancy, int) else 0
@@ -245,7 +248,7 @@ def expected_of_run(settings: RunRequest, seen: LengthMoments | None, max_model_
 
 
 def expected_again(live: RolloutRound) -> ExpectedRound:
-    """A round that is over, as if it were to come."""
+    """A finished round, described as if it were to come."""
     lengths = [num_tokens for of_prompt in live.course.lengths.values() for num_tokens in of_prompt]
     num_prompts = max(1, len(live.course.lengths))
     prompt_tokens = sum(len(live.rollout.prompts[position].token_ids) for position in live.course.lengths)
@@ -253,7 +256,7 @@ def expected_again(live: RolloutRound) -> ExpectedRound:
 
 
 def pressure_of(live: RolloutRound, size: int, num_places: int) -> RoundPressure | None:
-    """What a round that is over asked of the KV cache; None when nothing of it ran.
+    """The load of a finished round on the KV cache. None if nothing of it ran.
 
     Args:
         size: the tensor-parallel size that it ran at.

@@ -1,7 +1,7 @@
-"""A stream of a round that is over, of its answer.
+"""The stream of a finished round, made from its answer.
 
-Invariant: it says what the first one said of every group and of the round, without `tokens`. Its first event is of what
-came out: what did not start is `reserve`, and as many prompts are wanted as are back.
+Invariant: it repeats the first stream's events of every group and of the round, without `tokens`. Its first event
+describes the outcome. Prompts that did not start are its `reserve`, and `num_wanted` is the number of returned groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ANSWER: TypeAdapter[RoundAnswer | SessionRoundAnswer] = TypeAdapter(
 
 
 async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:
-    """The events that a stream would have sent, of an answer in JSON."""
+    """The events that a stream would have sent, made from an answer in JSON."""
     round = await asyncio.to_thread(_ANSWER.validate_json, answer)
     returned = [group.prompt_id for group in round.groups]
     yield RoundEvent(

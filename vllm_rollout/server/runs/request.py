@@ -1,4 +1,4 @@
-"""What a round asks of the rollout service, and whether it may. Invariant: nothing is taken here."""
+"""The rollout request of a round, and checks of it. Invariant: no prompts are taken here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def round_request(
 
 
 def bodies_of(planned: PlannedRound, fresh: Mapping[str, str]) -> list[str]:
-    """The bodies of a round's prompts, in order. `fresh`: those that come with its request, by id.
+    """Bodies of a round's prompts, in order. `fresh`: bodies that come with the round's request, by id.
 
-    Raises: RequestError for one that waits and cannot be read.
+    Raises: RequestError for a waiting prompt that cannot be read.
     """
     bodies = []
     for entry in planned.opened.all_entries:
@@ -57,7 +57,7 @@ def _unreadable_prompt(run_id: str, prompt_id: str, error: ValueError) -> Reques
 
 
 def without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
-    """The request of a long round: every candidate counts."""
+    """The fields of a long round, in which every candidate counts."""
     kept = {name: value for name, value in fields.items() if name not in ("redundancy", "early_stop", "selection")}
     if kept.get("pruning") is not None:
         kept["pruning"] = {**kept["pruning"], "mode": "shadow"}
@@ -66,9 +66,9 @@ def without_speculation(fields: dict[str, Any]) -> dict[str, Any]:
 
 class Resumed(NamedTuple):
     candidates: dict[int, Sequence[KeptCandidate]]
-    """By position; a prompt of which nothing is kept starts anew."""
+    """Kept candidates by position. A prompt without any starts anew."""
     warnings: list[str]
-    """What is said of things that are kept and cannot be read."""
+    """Warnings about kept candidates that cannot be read."""
 
 
 def resumed(planned: PlannedRound) -> Resumed:
@@ -87,7 +87,7 @@ def resumed(planned: PlannedRound) -> Resumed:
 
 
 def check_resumable(rollout: Rollout) -> None:
-    """Raises: RequestError."""
+    """Check that candidates can go on in a later round. Raises: RequestError."""
     if rollout.rewards_decide:
         raise RequestError(
             'until: "variance" counts candidates in the order of launch, and a run that resumes keeps those that had '
@@ -100,7 +100,7 @@ def check_resumable(rollout: Rollout) -> None:
 
 
 def check_unchanged(request: RoundRequest, defaults: RunRequest) -> None:
-    """What is kept was sampled as the run says, and is returned so."""
+    """Check that a round does not change fields that kept candidates depend on. Raises: RequestError."""
     for name, said, of_run in (
         ("sampling_params", request.sampling_params, defaults.sampling_params or {}),
         ("include", request.include, DEFAULT_INCLUDE if defaults.include is None else defaults.include),
@@ -124,7 +124,7 @@ def check_same(key: str, request: RoundRequest, memo: str | None) -> None:
 
 
 def check_not_used(looked: Looked, key: str) -> None:
-    """Raises: RequestError (410) for the key of a round that is over, however long ago."""
+    """Check that the key is not that of an earlier round, however old. Raises: RequestError (410)."""
     run, used = looked.stored.run, looked.used
     if used is None or (run.open is not None and run.open.key == key):
         return
@@ -140,14 +140,14 @@ def check_not_used(looked: Looked, key: str) -> None:
 
 
 def reopened(id: str, key: str, run: Run) -> OpenRound:
-    """The open round of that key. Raises: RequestError (409) when it was over meanwhile."""
+    """The open round with this key. Raises: RequestError (409) if the round has ended meanwhile."""
     if run.open is None or run.open.key != key:
         raise over_just_now(id, key)
     return run.open
 
 
 def as_before(id: str, opened: OpenRound, request: RoundRequest, memo: str) -> RoundRequest:
-    """A repeat, with what the round was asked to do at first. Raises: RequestError for a memo that nobody wrote."""
+    """A repeat, completed from the memo of the first request. Raises: RequestError for an invalid memo."""
     try:
         return request.as_before(memo)
     except (ValueError, TypeError, AttributeError) as error:
@@ -167,7 +167,7 @@ def over_just_now(id: str, key: str) -> RequestError:
 
 
 def not_written(over: OpenRound, key: str) -> RequestError:
-    """What another key hears while the outcome of a round cannot be written."""
+    """The error for another key while the outcome of a round cannot be written."""
     return RequestError(
         f"round {over.number} of this run is over and not written yet, got key {key!r}. "
         f"Repeat its key, {over.key!r}, for its answer.",

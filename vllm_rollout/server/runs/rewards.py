@@ -1,4 +1,4 @@
-"""Rewards as they come: a round that filters looks at those of its groups before they are learned.
+"""Posted rewards. A round that filters gets the rewards of its groups before they are learned.
 
 Invariant: every posted reward gets a status of its own.
 """
@@ -27,17 +27,17 @@ from vllm_rollout.server.runs.rollout_round import RolloutRound
 
 
 class RunRewards:
-    """Takes the rewards of rounds and of everything else."""
+    """Takes posted rewards, of rounds and of everything else."""
 
     def __init__(self, live: Mapping[str, LiveRound], learning: LearningService) -> None:
-        """live: rounds on their way, by the id of their rollout."""
+        """`live`: running rounds, by the id of their rollout."""
         self._live = live
         self._learning = learning
 
     async def post(self, rollout_id: str, request: RewardsRequest, namespace: str) -> RewardsAnswer:
-        """Rewards of any rollout of one client.
+        """Post rewards for any rollout of one client.
 
-        Raises: RequestError, 404 when the rollout is not known, 409 for a filter that it does not have.
+        Raises: RequestError, 404 for an unknown rollout, 409 for a filter that the rollout does not have.
         """
         live = self._filtering(rollout_id, namespace)
         if live is None:
@@ -65,7 +65,7 @@ class RunRewards:
         )
 
     async def post_named(self, request: NamedRewardsRequest, namespace: str) -> NamedRewardsAnswer:
-        """Rewards by the names of groups and requests."""
+        """Post rewards by the names of groups and requests."""
         told = await self._tell_rounds(request.rewards, namespace)
         answer = await self._learning.post_named_rewards(request, namespace)
         if not told:
@@ -78,14 +78,16 @@ class RunRewards:
         return answer.model_copy(update={"results": results, "counts": counts})
 
     def _filtering(self, rollout_id: str, namespace: str) -> RolloutRound | None:
-        """This client's round on its way that has this rollout, and filters. Sessions are rewarded as they finish."""
+        """The client's running round with this rollout, if the round filters. Else None. Sessions are rewarded as
+        they finish."""
         live = self._live.get(rollout_id)
         if not isinstance(live, RolloutRound) or live.rollout.namespace != namespace:
             return None
         return live if live.progress.filters else None
 
     async def _tell_rounds(self, entries: Sequence[NamedRewardEntry], namespace: str) -> dict[int, RewardStatus]:
-        """Rewards of groups of rounds that filter; the statuses, by position, of those that nothing else learns of."""
+        """Pass rewards on to rounds that filter. Returns the statuses, by position, of rewards that only a round
+        takes."""
         by_rollout: dict[str, dict[int, tuple[str, int, float]]] = defaultdict(dict)
         for position, entry in enumerate(entries):
             group_id = entry.group_id or ""
@@ -106,7 +108,7 @@ class RunRewards:
 
 
 async def _told(live: RolloutRound, rewards: Sequence[tuple[str, int, float]]) -> tuple[list[RewardStatus], list[str]]:
-    """As of the round's course; what is accepted is seen."""
+    """Pass rewards on to the round's course, and record accepted ones for viewers."""
     statuses, filtered = await live.course.reward(rewards)
     live.rollout.seen.rewarded(reward for reward, status in zip(rewards, statuses, strict=True) if status == "accepted")
     return statuses, filtered

@@ -1,4 +1,4 @@
-"""A round whose candidates are answers of the engine. Invariant: as of `live.py`."""
+"""A round whose candidates are answers of the engine. Invariant: that of `live.py`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RolloutRound(LiveRound):
     """Runs the rollout."""
     groups: GroupsInJson = field(default_factory=GroupsInJson)
     before: Mapping[int, GroupAnswer] = field(default_factory=dict)
-    """By position: groups that were complete when it was interrupted. Those without variance come first, since a filter
-    has others in their place."""
+    """Groups that were complete when the round was interrupted, by position. Groups without variance come first,
+    since a filter has others in their place."""
 
     def take_up(self, planned: PlannedRound) -> None:
         assert self.ended is not None
@@ -49,7 +49,7 @@ class RolloutRound(LiveRound):
         rollout, course = self.rollout, self.course
         filtered: list[str] = []
         over: set[str] = set()
-        """Prompts whose `group` event was sent: that of a group comes before its `filtered`."""
+        """Ids of prompts whose `group` event was sent. Their `filtered` event comes after it."""
 
         def filter_out(prompt_id: str) -> None:
             filtered.append(prompt_id)

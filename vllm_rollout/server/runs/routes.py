@@ -46,11 +46,11 @@ def _runs(request: Request) -> RunService:
     },
 )
 async def create_run(body: RunRequest, request: Request) -> Response:
-    """A run keeps prompts that took too long in a queue, from round to round, on disk (`--rollout-state`).
+    """Create a run. A run keeps prompts that took too long in a queue, from round to round.
 
-    A short round runs `prompt_speculation` x `prompts_per_round` prompts and returns those that complete first; the
-    others wait. When as many wait as a round returns, a long round runs them to their end. `next_round` and
-    `num_fresh_prompts` say what comes next.
+    With `--rollout-state` the queue is on disk. A short round runs `prompt_speculation` x `prompts_per_round` prompts
+    and returns the first that complete. The others wait. When as many prompts wait as a round returns, a long round
+    runs them to their end. `next_round` and `num_fresh_prompts` say what comes next.
     """
     answer, is_new = await _runs(request).create(body)
     return json_response(answer, HTTPStatus.CREATED if is_new else HTTPStatus.OK)
@@ -63,7 +63,7 @@ async def list_runs(request: Request) -> RunsAnswer:
 
 @router.get("/v1/runs/{run_id}", summary="A run as it is now", response_model=RunAnswer, responses=ERRORS)
 async def get_run(run_id: str, request: Request) -> RunAnswer:
-    """What the next round is and wants, who waits, what the rounds so far were and saved."""
+    """Read a run: its next round and the prompts that this round wants, waiting prompts, past rounds and savings."""
     return await _runs(request).read(run_id)
 
 
@@ -75,7 +75,7 @@ async def get_run(run_id: str, request: Request) -> RunAnswer:
     responses=RUN_ERRORS,
 )
 async def delete_run(run_id: str, request: Request) -> Response:
-    """409 while a round of it runs."""
+    """Delete a run and the prompts that wait in it. 409 while a round of it runs."""
     await _runs(request).delete(run_id)
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
@@ -97,13 +97,15 @@ async def delete_run(run_id: str, request: Request) -> Response:
 async def create_round(run_id: str, body: RoundRequest, request: Request) -> Response:
     """Run one round and answer as `/v1/rollouts` does, with the groups that the round returns.
 
-    The prompts are on disk before anything runs, and the outcome before it is sent. The same `idempotency_key` gives
-    the same answer, or the round anew if it was interrupted: no prompt is returned twice, none is lost. With `stream`
-    the events are those of a rollout, `round` first, and `deferred` for a prompt that waits for a long round: what was
-    sent of its group counts for nothing.
+    The prompts are on disk before anything runs, and the outcome is on disk before it is sent. The same
+    `idempotency_key` gives the same answer, or runs the round anew if it was interrupted. So no prompt is returned
+    twice, and none is lost.
 
-    Of a run whose rounds consist of sessions, `declared` names those that are to be run, and the round is over when a
-    harness has run enough of them.
+    With `stream` the events are those of a rollout, with `round` first. A `deferred` event means that a prompt waits
+    for a long round. Earlier events of its group are then void.
+
+    In a run of sessions, `declared` events name the sessions to run. The round is over when a harness has run enough of
+    them.
     """
     service = _runs(request)
     begun = await service.begin(run_id, body)
@@ -124,5 +126,6 @@ async def create_round(run_id: str, body: RoundRequest, request: Request) -> Res
     responses=RUN_ERRORS,
 )
 async def give_up_round(run_id: str, number: int, request: Request) -> RunAnswer:
-    """Its prompts wait again, as if it had never begun, and its key is used up. 409 while it runs."""
+    """Give up an interrupted round. Its prompts wait again, as if it had never begun, and its key is used up. 409
+    while it runs."""
     return await _runs(request).give_up(run_id, number)

@@ -1,9 +1,9 @@
-"""Runs in front of what was learned, for a trainer's checkpoint.
+"""A saved state for a trainer's checkpoint: all runs, then everything learned.
 
-    {"format": 3, "runs": num_bytes}     one line, then so many bytes of JSON, the runs, and the end of their line
-    ...                                  what was learned, as the engine says it
+    {"format": 3, "runs": num_bytes}     one line, then so many bytes of JSON, the runs, and a line end
+    ...                                  everything learned, in the engine's format
 
-Invariant: what is read was written so, or it is a ValueError that says what is wrong.
+Invariant: only bytes of this format are read. Anything else is a ValueError that says what is wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_runs(runs: Sequence[Mapping[str, Any]], learned: bytes) -> bytes:
 
 
 def parse_saved(state: bytes) -> Saved:
-    """Raises: ValueError."""
+    """Split a saved state. Raises: ValueError for anything that is not one."""
     end = state.find(b"\n", 0, MAX_HEADER_BYTES)
     try:
         header = json.loads(state[: max(end, 0)])
@@ -65,7 +65,7 @@ def parse_saved(state: bytes) -> Saved:
 
 
 def _checked(saved: Any) -> Mapping[str, Any]:
-    """A run that the database takes and that goes on. Raises: ValueError."""
+    """A saved run, checked to be complete and usable. Raises: ValueError."""
     saved = fields_of(saved, RUN_FIELDS, "a run of a state")
     id = text(saved["id"], "id of a run", MAX_MODEL_CHARS)
     text(saved["model"], "model of a run", MAX_MODEL_CHARS)
@@ -91,14 +91,14 @@ def _checked(saved: Any) -> Mapping[str, Any]:
 
 
 def _written(value: Any, where: str) -> str:
-    """Raises: ValueError unless it is a string that the database takes."""
+    """A string that the database takes. Raises: ValueError for any other value."""
     if not isinstance(value, str) or not is_writable(value):
         raise ValueError(f"{where} must be a string of characters of Unicode, got {shown(value)}")
     return value
 
 
 def _check_keys(run: Run, keys: Any) -> None:
-    """Raises: ValueError unless every round that is known has its key, once."""
+    """Check the keys of a run. Raises: ValueError unless every known round has its key, and no key comes twice."""
     used: set[str] = set()
     for row in listed(keys, "keys of a run"):
         key, number, given_up = listed(row, "a key of a run", length=3)
@@ -113,7 +113,7 @@ def _check_keys(run: Run, keys: Any) -> None:
 
 
 def _check_prompts(run: Run, prompts: Any) -> None:
-    """Raises: ValueError unless every prompt that waits has its body."""
+    """Check the prompts of a run. Raises: ValueError unless every waiting prompt has its body."""
     waiting = {e.number: e.prompt_id for e in (*run.queue, *run.carried, *(run.open.all_entries if run.open else ()))}
     for row in listed(prompts, "prompts of a run"):
         number, body, kept = listed(row, "a prompt of a run", length=3)

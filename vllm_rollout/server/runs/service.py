@@ -1,6 +1,5 @@
-"""Runs of rounds. Invariant: what a round takes is on disk before anything of it runs, and what came of it before its
-answer is sent.
-"""
+"""Runs of rounds. Invariant: the prompts of a round are on disk before anything of it runs, and its outcome is on
+disk before its answer is sent."""
 
 from __future__ import annotations
 
@@ -56,13 +55,13 @@ from vllm_rollout.server.slices import chained
 T = TypeVar("T")
 
 RELEASE_AGAIN_S = 1.0
-"""A round that could not be let go on disk is let go again after this long, so that other processes see it."""
+"""Seconds after which a failed release of a round is repeated, so that other processes see it."""
 CHECK = {"id": "check", "prompt_token_ids": [0]}
-"""Stands for the prompts of a run when its fields are checked."""
+"""Stands for a run's prompts when the run's fields are checked."""
 
 
 class RunService:
-    """What the endpoints of runs ask for."""
+    """Serves the endpoints of runs."""
 
     def __init__(
         self,
@@ -73,25 +72,26 @@ class RunService:
         parallelism: Parallelism | None = None,
         sessions: SessionService | None = None,
     ) -> None:
-        """`sessions`: None where there are none."""
+        """`sessions`: None if this server has no sessions."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._engine = engine
         self._store = store
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
-        """One: transactions come one after the other."""
+        """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
-        """By the id of the round's rollout, or of its sessions."""
+        """Running rounds, by the id of their rollout or of their sessions."""
         self.rewards = RunRewards(self._live, rollouts.learning)
         self._parallelism = parallelism
         if parallelism is not None:
             parallelism.has_live_round = lambda: bool(self._live)
         self._unkept: dict[str, LiveRound] = {}
-        """By run: its last round is over, and is not written yet."""
+        """Last round of a run, by run, if it is over but not written yet."""
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
-        """The run, and whether it is new. Raises: RequestError, 409 when one of that name has other terms."""
+        """Create a run. Returns it, and True if it is new. Raises: RequestError, 409 if a run of that id has other
+        terms."""
         name = _name(request.id or f"run-{uuid.uuid4().hex[:12]}")
         terms = request.terms
         try:
@@ -104,7 +104,7 @@ class RunService:
         return self._answer_of(stored), is_new
 
     async def _checked(self, request: RunRequest) -> Rollout:
-        """A rollout of a prompt as a short round has them, which checks its fields. Raises: RequestError."""
+        """Check a run's fields by preparing a rollout of one prompt, as a short round has it. Raises: RequestError."""
         size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
         if request.sessions is not None:
             if self._sessions is None:
@@ -118,11 +118,11 @@ class RunService:
         return checked
 
     async def read(self, id: str) -> RunAnswer:
-        """Raises: RequestError (404)."""
+        """A run as it is now. Raises: RequestError (404)."""
         return self._answer_of(await self._stored(self._store.read, _name(id)))
 
     async def list(self) -> RunsAnswer:
-        """All runs of this client, those that cannot be read beside the others."""
+        """All runs of this client. Unreadable ones are listed separately."""
         answer = RunsAnswer(data=[])
         for found in await self._stored(self._store.list, client_namespace()):
             if isinstance(found, UnreadableRun):
@@ -132,15 +132,16 @@ class RunService:
         return answer
 
     async def delete(self, id: str) -> None:
-        """Raises: RequestError (404; 409 while a round of it runs)."""
+        """Delete a run. Raises: RequestError (404, or 409 while a round of it runs)."""
         await self._stored(self._store.delete, _name(id))
 
     async def give_up(self, id: str, number: int) -> RunAnswer:
-        """Put the prompts of an interrupted round back. Raises: RequestError (404; 409 while it runs)."""
+        """Put the prompts of an interrupted round back. Raises: RequestError (404, or 409 while it runs)."""
         return self._answer_of(await self._stored(self._store.give_up, _name(id), number))
 
     async def begin(self, id: str, request: RoundRequest) -> Begun | bytes:
-        """A round on its way, or the answer that it had. Raises: RequestError; nothing was taken then."""
+        """Begin a round. Returns its answer instead if the key already has one. Raises: RequestError, and then no
+        prompt was taken."""
         key = request.idempotency_key or f"round-{uuid.uuid4().hex}"
         name = _name(id)
         looked = await self._looked(name, key)
@@ -163,9 +164,9 @@ class RunService:
         return Begun(live, chained(first, events))
 
     async def _looked(self, name: str, key: str) -> Looked:
-        """The run, and what became of the key: what is on its way to the disk is waited for.
+        """The run and the state of the key, after pending writes.
 
-        Raises: RequestError, 409 while another round of the run cannot be written, 410 for a key of long ago.
+        Raises: RequestError, 409 while another round of the run cannot be written, 410 for the key of an earlier round.
         """
         while True:
             over = self._unkept.get(name)
@@ -184,21 +185,21 @@ class RunService:
         return looked
 
     async def _choose_start(self, stored: StoredRun) -> None:
-        """Before the first round of all, if a profile says how large an engine it wants."""
+        """Choose the engine's size before the very first round, if a profile allows it."""
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
         seen = (await self._engine.shaping.length_history([])).dataset
         await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
-        """Run to the end; a RoundAnswer as JSON."""
+        """Run a round to its end. Returns its answer as JSON."""
         async with aclosing(begun.events) as events:
             async for _ in events:
                 pass
         return begun.live.answer
 
     async def state(self) -> bytes:
-        """All that was learned, and all runs of this client."""
+        """Everything learned, and all runs of this client, as bytes."""
         learned = await self._engine.learning.learning_state()
         runs = await self._stored(self._store.dump, client_namespace())
         return await asyncio.to_thread(with_runs, runs, learned)
@@ -219,19 +220,19 @@ class RunService:
         await self._engine.learning.set_learning_state(saved.learned, keep)
 
     async def _take_again(self, name: str, request: RoundRequest, key: str) -> LiveRound:
-        """A round that was interrupted."""
+        """Take up a round that was interrupted."""
         planned = await self._stored(self._store.planned, name, partial(reopened, id_of(name), key))
         check_same(key, request, planned.stored.memo)
         assert planned.stored.memo is not None  # a round is open
         live = await self._prepare(planned, as_before(id_of(name), planned.opened, request, planned.stored.memo), {})
         if live.ended is not None:
             await asyncio.to_thread(live.take_up, planned)
-        # Last: nobody else would give it up.
+        # Last, because a step that failed after it would leave the round without release.
         live.owner = await self._owned(name, self._store.claim, name, planned.opened)
         return live
 
     async def _take(self, stored: StoredRun, request: RoundRequest, key: str) -> LiveRound:
-        """A new round: checked, then taken."""
+        """Check a new round, then take its prompts."""
         fresh = [_fresh(prompt, request.epoch) for prompt in request.prompts]
         reserve = [_fresh(prompt, request.epoch) for prompt in request.reserve]
         predicted = await self._predicted(stored)
@@ -244,7 +245,7 @@ class RunService:
         return live
 
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
-        """Mean length of waiting prompts, as far as they are known."""
+        """Mean lengths of waiting prompts by id, as far as they are known."""
         run = stored.run
         if run.terms.queue_order == "first_in" or not run.queue:
             return {}
@@ -254,7 +255,7 @@ class RunService:
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: PlannedRound, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
-        """Check everything before anything is taken. `fresh`: bodies of its prompts, by id. Raises: RequestError."""
+        """Check everything before prompts are taken. `fresh`: bodies of fresh prompts, by id. Raises: RequestError."""
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
         if defaults.sessions is not None:
@@ -321,7 +322,7 @@ class RunService:
         return live
 
     def _keep_groups_of(self, live: LiveRound, version: str | None) -> None:
-        """Groups that end before the round does are put on disk. version: of the weights now."""
+        """Write groups to disk that end before the round does. `version`: of the current weights."""
 
         async def write(groups: Mapping[int, EndedGroup]) -> None:
             await self._stored(self._store.keep_ended, live.run_name, live.owner, groups)
@@ -335,7 +336,7 @@ class RunService:
                 async for event in events:
                     yield event
         finally:
-            # Nothing is awaited here: whoever cancels this must not leave the round in the hands of nobody.
+            # Nothing is awaited here: a cancellation at an await would leave the round unreleased.
             del self._live[live.id]
             if self._parallelism is not None:
                 self._parallelism.round_left()
@@ -345,9 +346,9 @@ class RunService:
                 self._forget(live.course.race_id)
 
     async def _keep(self, live: LiveRound) -> LastEvent:
-        """Write what came of a round, once, however many wait for it and whoever of them leaves.
+        """Write the outcome of a round once, however many callers wait for it or leave.
 
-        Raises: RequestError; then the round can be asked for again.
+        Raises: RequestError. The round can then be requested again.
         """
         if live.keeping is None:
             self._unkept[live.run_name] = live
@@ -384,7 +385,7 @@ class RunService:
 
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
-            with suppress(EngineStopped):  # it says so elsewhere
+            with suppress(EngineStopped):  # reported elsewhere
                 await self._engine.forget_race(race_id)
 
         spawn(forget(), "forgetting a race")
@@ -401,7 +402,8 @@ class RunService:
         )
 
     async def _owned(self, name: str, call: Callable[..., str], *args: Any) -> str:
-        """A transaction that returns the new owner of a round; who is cancelled meanwhile owns nothing."""
+        """Run a transaction that returns the new owner of a round. If the caller is cancelled meanwhile, the round
+        is released."""
         work = self._submitted(call, *args)
         try:
             return await asyncio.shield(work)
@@ -414,7 +416,7 @@ class RunService:
             self._release(name, work.result())
 
     def _release(self, name: str, owner: str) -> None:
-        """Let a round go that does not run any more. Until that is on disk other processes take it for running."""
+        """Release a round that no longer runs. Until that is on disk, other processes take it for running."""
 
         def again(work: asyncio.Future[None]) -> None:
             error = work.exception()
@@ -424,7 +426,7 @@ class RunService:
         self._submitted(self._store.release, name, owner).add_done_callback(again)
 
     async def _stored(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """A transaction, which is carried out even if nobody waits for it any more."""
+        """Run a transaction, to its end even if the caller goes away."""
         return await heard(self._submitted(call, *args, **kwargs), "a run on disk", refusals=(RequestError,))
 
     def _submitted(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> asyncio.Future[T]:
@@ -432,7 +434,7 @@ class RunService:
 
 
 def _name(id: str) -> str:
-    """Of a run, as the client calls it whose request is being answered."""
+    """Name of a run, from the id that the current client has for it."""
     return owned_name(client_namespace(), id)
 
 

@@ -12,31 +12,31 @@ from vllm_rollout.server.sessions.body import SessionAnswer, SessionEvent, Traje
 
 
 class SessionRoundGroup(BaseModel):
-    """What a round returns of a prompt."""
+    """A group that a round returns, with its prompt and its sessions."""
 
     prompt_id: str
     group_id: str
     prompt: dict[str, Any] = {}
-    """As it was handed in."""
+    """The prompt as it was handed in."""
     status: GroupStatus
     reason: str | None
-    """Why it is not complete."""
+    """Reason why the group is not complete. Null if it is."""
     trajectories: list[TrajectoryAnswer]
     sessions: list[SessionAnswer]
-    """The others that had begun."""
+    """Sessions that had begun and are not among the trajectories."""
     generated_tokens: int
     returned_tokens: int
     seconds: float
 
 
 class SessionRoundSummary(RoundSummary):
-    """What is said of a round that is over, beside its groups."""
+    """A finished round of sessions, without its groups."""
 
     id: str
     created: int
     model: str
     generated_tokens: int
-    """In all sessions, also those of prompts that are not returned."""
+    """Tokens of all sessions, including sessions of prompts that are not returned."""
     returned_tokens: int
     seconds: float
 
@@ -53,9 +53,9 @@ class DeclaredEvent(BaseModel):
     prompt_id: str
     group_id: str
     to_begin: list[str]
-    """Ids of its sessions."""
+    """Ids of the prompt's sessions."""
     prompt: dict[str, Any]
-    """As it was handed in, in this round or an earlier one."""
+    """The prompt as it was handed in, in this round or an earlier one."""
 
 
 class ReturnedEvent(SessionRoundGroup):
@@ -65,8 +65,8 @@ class ReturnedEvent(SessionRoundGroup):
 
 
 class UnstartedEvent(BaseModel):
-    """Enough others are complete, and no session of this prompt had begun: it is among the first of the next short
-    round."""
+    """Enough other groups are complete, and no session of this prompt had begun. The prompt is among the first of
+    the next short round."""
 
     type: Literal["unstarted"] = "unstarted"
     prompt_id: str
@@ -74,7 +74,7 @@ class UnstartedEvent(BaseModel):
 
 
 class SessionRoundDoneEvent(SessionRoundSummary):
-    """The round is over, and what it made of its prompts is kept."""
+    """The round is over, and its outcome is saved."""
 
     type: Literal["done"] = "done"
 

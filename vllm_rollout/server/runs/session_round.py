@@ -1,7 +1,7 @@
-"""A round whose candidates are sessions: a group for each of its prompts, which a harness runs.
+"""A round whose candidates are sessions. Each prompt has a group of sessions, which a harness runs.
 
-Invariant: what becomes of a prompt is `RoundProgress`'s, told by groups in the call in which they end: when enough are
-complete, the others have stopped before anything else happens to them.
+Invariant: `RoundProgress` decides on prompts, from reports that groups make in the call in which they end. When enough
+groups are complete, the others have stopped before anything else happens to them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from vllm_rollout.server.sessions.groups import Event, OpenGroup
 from vllm_rollout.server.sessions.service import TICK_S, SessionService
 
 SEE_OUT_S = 10.0
-"""How long turns of sessions that have lost may take to stop before the round is over without their tokens."""
+"""Seconds that turns of lost sessions may take to stop. After that the round ends without their tokens."""
 
 
 class SessionTerms(NamedTuple):
-    """What all groups of a round have in common."""
+    """Terms that all groups of a round share."""
 
     options: SessionOptions
     group_size: int
@@ -54,7 +54,7 @@ class SessionTerms(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """A group, and the position of its prompt."""
+    """A declared group, and the position of its prompt."""
 
     position: int
     group: OpenGroup
@@ -62,30 +62,31 @@ class Declared(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionRound(LiveRound):
-    """Declares its groups, and watches them."""
+    """Declares a group for each of its prompts, and watches the groups."""
 
     created: int
     model: str
     namespace: str
-    """The client's, whose sessions these are."""
+    """Namespace of the client that owns the sessions."""
     terms: SessionTerms
     prompts: Sequence[dict[str, Any]]
-    """By position."""
+    """Prompts by position."""
     sessions: SessionService
     before: Mapping[int, SessionRoundGroup] = field(default_factory=dict)
-    """By position: groups that were complete when it was interrupted, with rewards that differ if it filters."""
+    """Groups that were complete when the round was interrupted, by position. If the round filters, their rewards
+    differ."""
     _declared: list[Declared] = field(default_factory=list)
     _running: dict[str, Declared] = field(default_factory=dict)
-    """By group."""
+    """Running groups by id."""
     _awaited: dict[str, Declared] = field(default_factory=dict)
-    """Returned ones, of whose sessions the harness has not said everything."""
+    """Returned groups by id, as long as the harness has not finished all their returned sessions."""
     _told: deque[SessionRoundEvent | Declared] = field(default_factory=deque)
-    """What is to be told; of a group that is returned, all of it."""
+    """Events to send. A `Declared` stands for the event of a returned group."""
     _answers: dict[int, bytes] = field(default_factory=dict)
     """JSON of returned groups, by position."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _heard: tuple[float, float] | None = None
-    """When somebody asked last when the harness was heard of, and what the answer was."""
+    """Time of the last call of `heard_s`, and the time that it returned."""
     _seconds: float = 0.0
 
     @property
@@ -126,10 +127,11 @@ class SessionRound(LiveRound):
         finally:
             self._leave()
 
-    # What its groups tell.
+    # Events of its groups.
 
     def heard_s(self, now_s: float) -> float:
-        """A harness that runs a few groups at a time lets the others wait."""
+        """Time of the harness's last activity in any group. A harness that runs a few groups at a time lets the
+        others wait."""
         if self._heard is None or self._heard[0] != now_s:
             races = [group.race for _, group in self._declared]
             heard_s = now_s if any(race.has_open for race in races) else max(race.active_s for race in races)
@@ -163,10 +165,11 @@ class SessionRound(LiveRound):
     def counted(self) -> None:
         self._changed.set()
 
-    # What follows.
+    # Consequences.
 
     def _declare(self) -> None:
-        """What is to start now. Raises: RequestError (503) where too many sessions are open."""
+        """Declare the groups of prompts that are to start now. Raises: RequestError (503) if too many sessions are
+        open."""
         while (position := self.progress.start()) is not None:
             prompt = self.prompts[position]
             request = self.terms.request(f"{self.id}-{len(self._declared)}", prompt.get("data"))
@@ -180,7 +183,7 @@ class SessionRound(LiveRound):
             )
 
     def _settle(self, group: OpenGroup) -> None:
-        """Its rewards are those that it has now."""
+        """Settle a returned group by the rewards that it has now."""
         declared = self._awaited.pop(group.id)
         said = [group.race.sessions[id].reward for id in group.selected]
         if self.progress.rewarded(declared.position, [reward for reward in said if reward is not None]):
@@ -189,7 +192,7 @@ class SessionRound(LiveRound):
             self._tell(declared)
 
     def _cut(self) -> None:
-        """When enough are complete, nobody wants the others now."""
+        """Stop the other groups once enough are complete."""
         if self.progress.is_cut:
             for declared in list(self._running.values()):
                 self._stop(declared)
@@ -208,7 +211,7 @@ class SessionRound(LiveRound):
             self._tell(UnstartedEvent(prompt_id=self._prompt_id(position), group_id=group.id))
 
     def _stop_awaiting(self) -> None:
-        """A harness that says nothing more of a session for as long as one may be silent has no reward for it."""
+        """Stop waiting for rewards from a harness that was silent for longer than a session may be."""
         for _, group in list(self._awaited.values()):
             limit_s = group.race.active_s + self.terms.options.idle_timeout_s
             if self.sessions.now_s() > limit_s and not group.race.has_open:
@@ -217,11 +220,11 @@ class SessionRound(LiveRound):
 
     @property
     def _is_counted(self) -> bool:
-        """All turns have ended."""
+        """True if all turns have ended."""
         return all(group.is_counted for _, group in self._declared)
 
     def _check_served(self) -> None:
-        """Raises: RequestError (504); the round is interrupted then."""
+        """Check that a harness has run sessions. Raises: RequestError (504), and then the round is interrupted."""
         groups = [group for _, group in self._declared]
         is_served = self.before or any(group.status == "complete" for group in groups)
         if is_served or not all(group.race.is_abandoned for group in groups):
@@ -236,7 +239,7 @@ class SessionRound(LiveRound):
         )
 
     def _leave(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop all groups of a round that has no reader any more."""
         self._running.clear()
         for _, group in self._declared:
             self.sessions.defer(group)
@@ -253,7 +256,7 @@ class SessionRound(LiveRound):
     def _prompt_id(self, position: int) -> str:
         return self.opened.all_entries[position].prompt_id
 
-    # What it answers.
+    # Answers.
 
     async def _returned(self, declared: Declared) -> ReturnedEvent:
         position, group = declared

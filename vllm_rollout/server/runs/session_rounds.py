@@ -1,4 +1,4 @@
-"""What a round of sessions asks of the service of sessions, and whether it may. Invariant: nothing is taken here."""
+"""Preparation and checks of rounds of sessions. Invariant: no prompts are taken here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_rollout.server.sessions.service import SessionService
 
 
 def check(sessions: SessionService, request: RunRequest) -> None:
-    """Raises: RequestError for a run of which no short round could run."""
+    """Check a run of sessions. Raises: RequestError if no short round of it could run."""
     terms = _terms(request, is_long=False)
     most = request.terms.num_prompts * sessions.check(terms.request("check"))
     if most > MAX_OPEN_SESSIONS:
@@ -33,7 +33,7 @@ def check(sessions: SessionService, request: RunRequest) -> None:
 def prepared(
     sessions: SessionService, planned: PlannedRound, request: RoundRequest, prompts: list[str], *, filters: bool
 ) -> SessionRound:
-    """prompts: bodies as JSON, by position. Raises: RequestError."""
+    """A round of sessions that is ready to run. `prompts`: bodies as JSON, by position. Raises: RequestError."""
     stored, opened = planned.stored, planned.opened
     said = [*request.rollout_fields(), *(["stream_tokens"] if request.stream_tokens is not None else [])]
     if said:
@@ -59,7 +59,7 @@ def prepared(
 
 
 def _terms(request: RunRequest, *, is_long: bool) -> SessionTerms:
-    """A long round has nobody to spare."""
+    """Terms of a round's groups. A long round has no spare sessions."""
     assert request.sessions is not None
     size = request.group_size
     return SessionTerms(request.sessions, size, 0 if is_long else request.num_candidates(size) - size)

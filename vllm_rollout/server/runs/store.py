@@ -1,6 +1,7 @@
-"""Runs on disk, in SQLite. Invariant: each method is one transaction; what it was asked is there whole, or not at all.
+"""Runs on disk, in SQLite. Invariant: each method is one transaction, which is done completely or not at all.
 
-Calls block; `RunService` makes them on a thread. Without a folder the database is in memory and ends with the server.
+Calls block, so `RunService` makes them on a thread. Without a folder the database is in memory and ends with the
+server.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ from vllm_rollout.server.runs.stored import (
 logger = logging.getLogger("vllm.vllm_rollout")
 
 RUNS, LEARNED = "runs.sqlite", "learned.state"
-"""Files in the folder of --rollout-state: runs; calibration, quality heads and lengths, as the engine says them."""
+"""Files in the folder of --rollout-state. The first has runs. The second has calibration, quality heads and lengths,
+in the engine's format."""
 FORMAT = 2
 MAX_RUNS = 4096
 MAX_WAITING_BYTES = 512 * 1024 * 1024
-"""Prompts that wait in runs, with what is kept of them: a state has all of them."""
+"""Most bytes of prompts that wait in runs, with their kept output. A saved state contains all of them."""
 NUM_ANSWERS = 2
-"""Newest answers that are kept of a run: a client that asks for a new round has read the one before."""
+"""Number of newest answers that are kept of a run. A client that asks for a new round has read the one before."""
 BUSY_TIMEOUT_S = 5.0
-"""How long another process may hold the database."""
+"""Seconds that another process may hold the database."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -73,22 +75,23 @@ CREATE TABLE IF NOT EXISTS answers (
 """
 TABLES = ("runs", "prompts", "keys", "answers", "ended")
 _IS_OF = "(typeof({0}) <> 'text' OR substr({0}, 1, instr({0}, '/')) = ?)"
-"""Whether a run is of the namespace that begins its name."""
+"""SQL condition for runs of one namespace, with which their names begin."""
 # runs.id, and `run` of the others, are as of `owned_name`.
-# runs.owner and runs.memo belong to the open round: who runs it, and what its request asked for
-# (`RoundRequest.memo`). An owner is a process and a number, "NAME.7": whoever takes the round up again, the same
-# process too, is another owner, so that what is late of an earlier one finds that the round is not its own any more.
-# keys are all that rounds were ever begun under: a key that comes again after years is no new round.
-# staged has the file of what was learned that belongs to the runs that were put last.
+# runs.owner and runs.memo belong to the open round: the process that runs it, and its request (`RoundRequest.memo`).
+# An owner is a process and a number, "NAME.7". Taking a round up again makes a new owner, even in the same process. So
+# a late write of an earlier owner finds that the round is not its own any more.
+# keys has every key under which a round ever began: a key that comes again after years begins no new round.
+# staged names the file of everything learned that belongs to the runs that were restored last.
 
 
 def _column(table: str) -> str:
-    """Where it has a run's name."""
+    """The column that has a run's name."""
     return "id" if table == "runs" else "run"
 
 
 def _make_private(path: Path) -> None:
-    """Before SQLite opens it, which gives its other files the mode of the first. Raises: OSError."""
+    """Create the database's file with private mode before SQLite opens it. SQLite gives its other files the same
+    mode. Raises: OSError."""
     os.close(open_private(path, os.O_RDWR))
     for beside in (f"{path.name}-wal", f"{path.name}-shm"):
         with suppress(FileNotFoundError):
@@ -96,7 +99,7 @@ def _make_private(path: Path) -> None:
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:
-    """SQLite itself does not wait for other processes that change a new database's mode."""
+    """Set WAL mode. SQLite itself does not wait for other processes that change a new database's mode."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -112,16 +115,17 @@ class RunStore:
     """All runs of one server."""
 
     def __init__(self, path: Path | None = None, *, keyless: str = "") -> None:
-        """`keyless`: the namespace of those that get runs which were made without a key; empty: nobody else does.
+        """`keyless`: the namespace that gets runs which were made without a key. Empty: these runs stay without one.
 
-        Raises: ValueError for a database of another version; RequestError for what is none, or is locked, or cannot
-        be written; OSError."""
+        Raises: ValueError for a database of another version, RequestError for a file that is no database, is locked or
+        cannot be written, OSError.
+        """
         self.path = path
         self.owner = Owner(None if path is None else path.with_name(f"{path.name}.owners"))
         self._turns = count()
-        """Numbers of the rounds that this process has begun or taken up."""
+        """Numbers for the rounds that this process begins or takes up."""
         self._let_go: set[str] = set()
-        """Owners that do not run their round any more, which could not be written yet."""
+        """Owners whose round no longer runs, if that could not be written yet."""
         with translated(path):
             if path is not None:
                 _make_private(path)
@@ -131,7 +135,7 @@ class RunStore:
                 isolation_level=None,
                 check_same_thread=False,
             )
-            # What is no UTF-8 any more is seen where it is read as JSON, and fails no query over other rows.
+            # Text that is not UTF-8 fails where it is read as JSON, and not in queries over other rows.
             self._db.text_factory = lambda text: text.decode(errors="surrogateescape")
             _write_ahead(self._db)
             self._db.execute("PRAGMA synchronous = FULL")
@@ -149,7 +153,7 @@ class RunStore:
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
 
     def _give(self, namespace: str) -> None:
-        """Runs that were made without a key are of that namespace from now on, unless it has one of the same id."""
+        """Move runs that were made without a key into this namespace, except those whose id it already has."""
         for table in reversed(TABLES):  # `runs` last: by it the others tell which ones they are
             column = _column(table)
             self._db.execute(
@@ -160,13 +164,13 @@ class RunStore:
 
     @property
     def is_durable(self) -> bool:
-        """Runs survive the server."""
+        """True if runs survive the server."""
         return self.path is not None
 
     def create(self, id: str, model: str, settings: Mapping[str, Any], terms: RunTerms) -> tuple[StoredRun, bool]:
-        """A run of that name, and whether it is new: one on the same terms may have been there.
+        """Create a run. Returns it and True, or an existing run on the same terms and False.
 
-        Raises: RequestError (409) when there is one on other terms.
+        Raises: RequestError (409) for other terms, or too many runs.
         """
         with self._transaction():
             found = self._find(id)
@@ -187,7 +191,7 @@ class RunStore:
             return found, False
 
     def read(self, id: str) -> StoredRun:
-        """Raises: RequestError (404), UnreadableRun."""
+        """A run. Raises: RequestError (404), UnreadableRun."""
         with self._transaction("DEFERRED"):
             found = self._known(id)
         if isinstance(found, UnreadableRun):
@@ -195,20 +199,20 @@ class RunStore:
         return found
 
     def list(self, namespace: str = "") -> list[StoredRun | UnreadableRun]:
-        """Those of one namespace, the oldest first. One whose name cannot be read is everybody's."""
+        """Runs of one namespace, oldest first. A run whose name cannot be read is listed in every namespace."""
         with self._transaction("DEFERRED"):
             wanted = f"SELECT id FROM runs WHERE {_IS_OF.format('id')} ORDER BY created, id"
             return [self._listed(id) for (id,) in self._db.execute(wanted, (owned_name(namespace, ""),)).fetchall()]
 
     def delete(self, id: str) -> None:
-        """Also one that cannot be read. Raises: RequestError (404; 409 while a round of it runs)."""
+        """Delete a run, even one that cannot be read. Raises: RequestError (404, or 409 while a round of it runs)."""
         with self._transaction():
             self._check_idle(self._known(id))
             for table in TABLES:
                 self._db.execute(f"DELETE FROM {table} WHERE {_column(table)} = ?", (id,))
 
     def look(self, id: str, key: str) -> Looked:
-        """A run, and whether a round of that key is known. Raises: RequestError (404), UnreadableRun."""
+        """A run, and the state of a key. Raises: RequestError (404), UnreadableRun."""
         with self._transaction("DEFERRED"):
             stored = self.read(id)
             answers = self._db.execute("SELECT key, memo, body FROM answers WHERE run = ? ORDER BY round", (id,))
@@ -220,7 +224,7 @@ class RunStore:
             return Looked(stored, answer, self._used(id, key), answered)
 
     def planned(self, id: str, plan: Callable[[Run], OpenRound]) -> PlannedRound:
-        """What a round would be; nothing changes. Raises: RequestError, as `begin` does."""
+        """Plan a round. Nothing changes. Raises: RequestError, as `begin` does."""
         with self._transaction("DEFERRED"):
             stored = self.read(id)
             self._check_idle(stored)
@@ -234,14 +238,14 @@ class RunStore:
     def begin(
         self, id: str, memo: str, plan: Callable[[Run], OpenRound], prompts: Mapping[str, str], planned: OpenRound
     ) -> str:
-        """Take the prompts of a round, before anything of it runs; returns its owner.
+        """Take the prompts of a round before anything of it runs. Returns the owner of the round.
 
         Args:
-            plan: what the round is, of the run as it is now. Raises: RoundError.
-            prompts: bodies of fresh ones, by id.
-            planned: what it was when it was checked.
+            plan: makes the round from the run as it is now. Raises: RoundError.
+            prompts: bodies of fresh prompts, by id.
+            planned: the round as it was checked.
 
-        Raises: RequestError (409) when the run has changed since, or the key has been used.
+        Raises: RequestError (409) if the run has changed since, or the key has been used.
         """
         with self._transaction():
             stored = self.read(id)
@@ -270,7 +274,7 @@ class RunStore:
             return owner
 
     def _check_room(self, bodies: Collection[str]) -> None:
-        """Raises: RequestError (507) when these prompts are too much beside all that wait."""
+        """Check that there is space for more prompts. Raises: RequestError (507) if there is not."""
         if not bodies:
             return
         sizes = "LENGTH(CAST(body AS BLOB)) + IFNULL(LENGTH(kept), 0)"
@@ -285,7 +289,8 @@ class RunStore:
             )
 
     def claim(self, id: str, opened: OpenRound) -> str:
-        """Run the open round anew; returns its owner. Raises: RequestError (409) while it runs, here or elsewhere."""
+        """Take the open round, to run it anew. Returns its owner. Raises: RequestError (409) while it runs, here or
+        elsewhere."""
         with self._transaction():
             stored = self.read(id)
             if stored.run.open != opened:
@@ -296,7 +301,7 @@ class RunStore:
             return owner
 
     def keep_ended(self, id: str, owner: str, groups: Mapping[int, EndedGroup]) -> None:
-        """Groups of the open round that are over, by number; nothing when the round is not that owner's any more."""
+        """Write finished groups of the open round, by number. Does nothing if the round has another owner now."""
         with self._transaction():
             (now,) = self._db.execute("SELECT owner FROM runs WHERE id = ?", (id,)).fetchone() or (None,)
             if now == owner:
@@ -313,15 +318,15 @@ class RunStore:
         kept: Mapping[int, bytes],
         **told: Any,
     ) -> Run:
-        """The open round is over; returns the run after it.
+        """Close the open round. Returns the run after it.
 
         Args:
-            owner: as `begin` or `claim` have said.
+            owner: as `begin` or `claim` returned it.
             outcomes, told: as of `Run.close`.
-            answer: of the round, from the run after it.
-            kept: what deferred prompts have generated, by number.
+            answer: makes the round's answer from the run after it.
+            kept: output of deferred prompts, by number.
 
-        Raises: RequestError (409) when the round is not that owner's any more.
+        Raises: RequestError (409) if the round has another owner now.
         """
         with self._transaction():
             stored = self.read(id)
@@ -350,9 +355,9 @@ class RunStore:
             return run
 
     def release(self, id: str, owner: str) -> None:
-        """The round of that owner does not run any more, if it is not over: it waits to be repeated or given up.
+        """Release a round that no longer runs, unless it is over. It then waits to be repeated or given up.
 
-        Raises: RequestError; in this process it is let go of all the same.
+        Raises: RequestError. In this process the round is released all the same.
         """
         self._let_go.add(owner)
         with self._transaction():
@@ -360,7 +365,7 @@ class RunStore:
         self._let_go.discard(owner)
 
     def give_up(self, id: str, number: int) -> StoredRun:
-        """Put the prompts of the open round back. Raises: RequestError (404, 409 while it runs)."""
+        """Put the prompts of the open round back. Raises: RequestError (404, or 409 while it runs)."""
         with self._transaction():
             stored = self.read(id)
             opened = stored.run.open
@@ -379,7 +384,7 @@ class RunStore:
             return self.read(id)
 
     def dump(self, namespace: str = "") -> Sequence[dict[str, Any]]:
-        """All runs of one namespace that can be read as JSON, without their answers: an open round was interrupted."""
+        """All readable runs of one namespace as JSON, without their answers. An open round is saved as interrupted."""
         with self._transaction("DEFERRED"):
             runs = []
             for stored in self.list(namespace):
@@ -404,15 +409,16 @@ class RunStore:
 
     @property
     def staged(self) -> str:
-        """The file that came with the runs that were put last; empty: none did."""
+        """Name of the file that came with the runs that were restored last. Empty if there was none."""
         with translated(self.path):
             row = self._db.execute("SELECT name FROM staged").fetchone()
         return "" if row is None else row[0]
 
     def replace(self, runs: Sequence[Mapping[str, Any]], staged: str = "", namespace: str = "") -> None:
-        """Put dumped runs, which were checked, in place of all that a namespace has; with them comes a file.
+        """Replace all runs of a namespace by dumped and checked ones. `staged`: name of the file that comes with
+        them.
 
-        Raises: RequestError (409).
+        Raises: RequestError (409) while a round runs.
         """
         with self._transaction():
             self._db.execute("DELETE FROM staged")
@@ -444,18 +450,18 @@ class RunStore:
                 )
 
     def check_all_idle(self, namespace: str = "") -> None:
-        """Raises: RequestError (409) while a round of any run of that namespace is running."""
+        """Check that no round of any run of a namespace is running. Raises: RequestError (409)."""
         for found in self.list(namespace):
             self._check_idle(found)
 
     def is_live(self, found: StoredRun | UnreadableRun) -> bool:
-        """Whether a process runs its open round."""
+        """True if a process runs the open round."""
         if found.owner is None or found.owner in self._let_go:
             return False
         return self.owner.is_alive(found.owner.partition(".")[0])
 
     def _check_idle(self, found: StoredRun | UnreadableRun) -> None:
-        """Raises: RequestError (409) while a round of the run is running."""
+        """Check that no round of the run is running. Raises: RequestError (409)."""
         if not self.is_live(found):
             return
         opened = found.run.open if isinstance(found, StoredRun) else None
@@ -476,10 +482,10 @@ class RunStore:
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            return UnreadableRun(id, error)  # its pages are damaged; those of others may be whole
+            return UnreadableRun(id, error)  # its pages are damaged, and pages of other runs may be whole
 
     def _known(self, id: str) -> StoredRun | UnreadableRun:
-        """Raises: RequestError (404)."""
+        """A run, readable or not. Raises: RequestError (404)."""
         found = self._find(id)
         if found is None:
             raise RequestError(
@@ -507,8 +513,11 @@ class RunStore:
 
     @contextmanager
     def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[None]:
-        """All or nothing, of the database at one moment; within another one it is part of that. One that only reads is
-        DEFERRED: it waits for nobody."""
+        """Do all of a block or nothing, on the database at one moment. Within another transaction it is part of
+        that.
+
+        A transaction that only reads is DEFERRED, and waits for nothing.
+        """
         if self._db.in_transaction:
             yield
             return
@@ -524,7 +533,7 @@ class RunStore:
 
 
 def _read_answer(memo: str, body: bytes) -> StoredAnswer | None:
-    """None for what cannot be read: as if it were not kept any more."""
+    """A stored answer. None if it cannot be read, as if it were no longer kept."""
     try:
         return StoredAnswer(memo, zlib.decompress(body))
     except (zlib.error, TypeError):

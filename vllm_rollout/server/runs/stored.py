@@ -1,6 +1,6 @@
-"""A run as its row on disk says it, and as a client hears of it.
+"""Rows of runs on disk, and answers about runs for clients.
 
-Invariant: a row that no server has written so concerns its own run only.
+Invariant: a row that no server has written harms only its own run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_MODEL_CHARS = 4096
 
 
 class UnreadableRun(RequestError):
-    """What stands where a run was. The list and the state go on without it, and it can be deleted."""
+    """Stands for a run that cannot be read. Lists and saved states go on without it, and it can be deleted."""
 
     def __init__(self, name: Any, error: Exception, owner: str | None = None) -> None:
         id = id_of(name) if isinstance(name, str) else name
@@ -52,22 +52,22 @@ class StoredRun:
     """A run that can be read."""
 
     name: str
-    """As of `owned_name`."""
+    """The run's name with its client's namespace (`owned_name`)."""
     created: int
     model: str
     settings: Mapping[str, Any]
-    """Its request, as JSON."""
+    """The run's request as JSON."""
     request: RunRequest
-    """The same."""
+    """`settings` as a model."""
     run: Run
     owner: str | None
-    """Who runs the open round: a process, and which of its rounds."""
+    """Owner of the open round: a process, and a number for its round."""
     memo: str | None
     """The memo of the open round's request."""
 
     @property
     def id(self) -> str:
-        """As its client calls it."""
+        """The run's id as its client knows it."""
         return id_of(self.name)
 
 
@@ -85,37 +85,37 @@ class UsedKey(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """A run at one moment, and what is known of a key."""
+    """A run and the state of a key, at one moment."""
 
     stored: StoredRun
     answer: StoredAnswer | None
-    """The answer to the key, if it is still kept."""
+    """The answer of the key's round, if it is still kept."""
     used: UsedKey | None
-    """None: the key is new."""
+    """None if the key is new."""
     answered: Sequence[str]
-    """Keys whose answers are still kept, the oldest first."""
+    """Keys whose answers are still kept, oldest first."""
 
 
 class EndedGroup(NamedTuple):
     version: str | None
-    """The version of the weights with which its round began."""
+    """Version of the weights with which the round began."""
     body: bytes
-    """A GroupAnswer as JSON, compressed."""
+    """A GroupAnswer, or a SessionRoundGroup in a round of sessions, as compressed JSON."""
 
 
 class PlannedRound(NamedTuple):
-    """What a round would be at one moment."""
+    """A planned round and what the run has of its prompts, at one moment."""
 
     stored: StoredRun
     opened: OpenRound
     waiting: Mapping[int, tuple[str, bytes | None]]
-    """Body of each prompt that waits in the run, and what is kept of it, by number."""
+    """Body and kept output of each waiting prompt, by number."""
     ended: Mapping[int, EndedGroup]
-    """Groups of the open round that are over, by number."""
+    """Finished groups of the open round, by number."""
 
 
 def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
-    """A row of `runs`, all of its columns."""
+    """A run, from all columns of its row in `runs`."""
     name, created, model, settings, state, owner, memo = row
     owner = owner if isinstance(owner, str) else None
     try:
@@ -129,7 +129,7 @@ def read_run(row: Sequence[Any]) -> StoredRun | UnreadableRun:
         integer(created, "created of a run")
     except (ValueError, TypeError, RecursionError) as error:
         return UnreadableRun(name, error, owner)
-    # An earlier version wrote none of the fields that came since: of those a run has the defaults.
+    # Rows of an earlier version lack newer fields. The run has their defaults.
     return StoredRun(name, created, model, request.settings, request, run, owner, memo)
 
 
@@ -141,7 +141,7 @@ def run_answer(
     parallelism: ParallelismAnswer | None,
     groups: Sequence[OpenGroupAnswer] = (),
 ) -> RunAnswer:
-    """What a client hears of a run; nothing is decided here."""
+    """A run as clients read it."""
     run, request = stored.run, stored.request
     opened = run.open
     terms = asdict(run.terms) | ({} if request.redundancy is None else {"response_speculation": None})

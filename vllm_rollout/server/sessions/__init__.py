@@ -1,1 +1,1 @@
-"""Sessions: candidates that are whole conversations, one OpenAI request a turn (docs/guides/agents.md)."""
+"""Sessions: candidates that are whole conversations, with one OpenAI request per turn (docs/guides/agents.md)."""

@@ -1,6 +1,6 @@
-"""What requests say of a group of sessions: declared as a whole, or with the first turn of a session.
+"""The terms of a group of sessions, from its declaration or from the first turn of a session.
 
-Invariant: nothing is opened here.
+Invariant: this module opens no group.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vllm_rollout.server.sessions.groups import OpenGroup, Terms, limits_of
 
 
 def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit_ratio: float) -> Terms:
-    """The terms of a group that is declared.
+    """The terms of a declared group.
 
     Args:
-        pruning_refusal: why nothing can be scored here; None when it can.
-        audit_ratio: share of audit groups among those that are pruned, unless the request says one.
+        pruning_refusal: reason why this server cannot score. None if it can.
+        audit_ratio: share of audit groups among pruned ones, unless the request sets one.
 
     Raises: RequestError.
     """
@@ -43,7 +43,7 @@ def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit
 def _pruned(
     request: SessionGroupRequest, refusal: str | None, audit_ratio: float
 ) -> tuple[PruningPlan | None, int, bool]:
-    """The plan, the turn, and whether it is an audit group. Raises: RequestError."""
+    """The pruning plan, the turn to score, and True for an audit group. Raises: RequestError."""
     if request.pruning is None:
         return None, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
     if refusal is not None:
@@ -62,7 +62,7 @@ def _pruned(
 
 
 def said_terms(said: TurnSaid) -> tuple[Terms, str]:
-    """What a first turn says of its group, and the group's name."""
+    """The terms of a group and its name, from the first turn of a session."""
     of_group = said.group
     for needed in ("group_id", "group_size"):
         if needed not in of_group:
@@ -89,7 +89,7 @@ def said_terms(said: TurnSaid) -> tuple[Terms, str]:
 
 
 def check_same(group: OpenGroup, said: TurnSaid) -> None:
-    """Raises: PlanError for a turn that says something else of its group than the group's first."""
+    """Check a turn against its group. Raises: PlanError if the turn contradicts the group's first turn."""
     known: dict[str, Any] = {
         "group_id": group.id,
         "group_size": group.terms.group_size,
@@ -109,7 +109,8 @@ def check_same(group: OpenGroup, said: TurnSaid) -> None:
 
 
 def until_of(terms: Terms) -> tuple[UntilTerms | None, int]:
-    """How its rewards end it, if they do, and how many sessions it may ever have. Raises: RequestError."""
+    """The terms by which rewards end the group, if they do, and the most sessions that it may ever have. Raises:
+    RequestError."""
     until, most = None, terms.max_sessions or 2 * terms.num_candidates
     if most < terms.num_candidates:
         raise RequestError(

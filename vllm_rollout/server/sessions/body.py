@@ -18,14 +18,14 @@ from vllm_rollout.server.sessions.trajectory import History
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 DeclaredName = Annotated[StrictStr, Field(max_length=MAX_NAME_CHARS - 6, pattern=r"^[!-~]([ -~]*[!-~])?$")]
-"""Sessions are called so, with a number behind it, in a header: ASCII, no space at its ends."""
+"""A group id: ASCII without a space at its ends, since sessions are named by it and a number in a header."""
 Size = Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)]
 SessionSelection = Literal["first", "shortest"]
 
 
 @of_table
 class SessionOptions(Body, SessionFields):
-    """What a group of sessions says of itself, and a run of all its groups."""
+    """Options of a group of sessions. A run sets them for all its groups."""
 
     early_stop: StrictBool = Field(
         default=True, description="Stop a group's other sessions when group_size of them have finished."
@@ -52,7 +52,7 @@ class SessionOptions(Body, SessionFields):
 
 @of_table
 class SessionGroupRequest(SessionOptions):
-    """A group that is declared before its sessions begin."""
+    """Declare a group of sessions before they begin."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"id": "step7-q1", "group_size": 8, "redundancy": 8, "max_turns": 10}]}
@@ -78,7 +78,7 @@ class SessionGroupRequest(SessionOptions):
 
 
 class FinishRequest(Body):
-    """A session is over."""
+    """Finish a session, with its reward or as void."""
 
     reward: RewardValue | None = Field(
         default=None, description="Of the whole session. Default: the group's reward function grades it, if it has one."
@@ -97,29 +97,30 @@ class SessionAnswer(BaseModel):
     ended_by: EndedBy | None
     num_turns: int
     num_tokens: int
-    """That the policy generated."""
+    """Tokens that the policy generated in all turns."""
     reward: float | None
 
 
 class SessionGroupAnswer(BaseModel):
-    """A group as it is now."""
+    """A group of sessions as it is now."""
 
     object: Literal["session.group"] = "session.group"
     id: str
     status: GroupStatus | Literal["running"]
     reason: str | None
-    """Why it is not complete."""
+    """Reason why the group is not complete. Null for a running or complete group."""
     group_size: int
     sessions: list[SessionAnswer]
     to_begin: list[str]
-    """Ids of sessions that have not begun. Empty where the group was not declared: its client names them."""
+    """Ids of sessions that have not begun. Empty if the group was not declared, because then the client names its
+    sessions."""
     num_to_begin: int
     selected: list[str]
-    """The sessions that the group returns."""
+    """Ids of the sessions that the group returns."""
     generated_tokens: int
     returned_tokens: int
     seconds: float
-    """Since the group began."""
+    """Seconds since the group began. After its end, the seconds that it took."""
 
 
 class FinishAnswer(SessionAnswer):
@@ -127,20 +128,21 @@ class FinishAnswer(SessionAnswer):
     group_id: str
     group_status: GroupStatus | Literal["running"]
     wanted: list[str]
-    """Sessions that are to begin now, in the place of void ones or until rewards differ."""
+    """Ids of sessions to begin now, to replace void ones or to go on until rewards differ."""
     num_wanted: int
     reward_status: str | None = None
-    """What became of a reward that the server gave."""
+    """Status of the server's own grade. Null if the server did not grade the session."""
 
 
 class SegmentAnswer(BaseModel):
-    """Tokens of which each was seen after those before it."""
+    """A stretch of a session's history. Each token was generated or read right after the tokens before it."""
 
     token_ids: list[int]
     mask: list[int]
-    """1: the policy generated this token."""
+    """1 if the policy generated the token, else 0."""
     logprobs: list[float] | None
-    """Each token's, 0 for those it did not generate; null where a turn did not ask for log probabilities."""
+    """Log probability of each token, 0 for tokens that the policy did not generate. Null if a turn did not ask for
+    log probabilities."""
 
 
 class TurnAnswer(BaseModel):
@@ -150,26 +152,26 @@ class TurnAnswer(BaseModel):
     num_tokens: int
     finish_reason: str | None
     waited_s: float
-    """Before the turn, for tools or other work of the harness."""
+    """Seconds before the turn, for tools or other work of the harness."""
     seconds: float
     weight_versions: list[dict[str, Any]] = []
-    """Which version of the weights sampled which of its tokens: spans `{"version", "start", "end"}`."""
+    """Weight versions that sampled the turn's tokens: spans `{"version", "start", "end"}`."""
 
 
 class TrajectoryAnswer(SessionAnswer):
-    """A session with all that it has become."""
+    """A session with the tokens of all its turns."""
 
     object: Literal["session.trajectory"] = "session.trajectory"
     group_id: str
     turns: list[TurnAnswer]
     off_policy: bool = False
-    """Its tokens are of several versions of the weights."""
+    """True if its tokens were sampled by several versions of the weights."""
     segments: list[SegmentAnswer] | None
-    """null: the server holds these tokens no more."""
+    """Null if the server no longer holds the tokens."""
 
 
 class SessionEvent(BaseModel):
-    """A session has ended, or one is wanted."""
+    """A session has ended, or is wanted (state `wanted`)."""
 
     type: Literal["session"] = "session"
     group_id: str

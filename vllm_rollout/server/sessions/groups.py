@@ -1,6 +1,6 @@
-"""A group of sessions as its clients know it: its race, its trajectories, and who reads what becomes of it.
+"""A group of sessions as its clients know it: its race, its trajectories and the readers of its events.
 
-Invariant: each end of a session is told once, before that of its group.
+Invariant: the end of each session is reported once, before the end of its group.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from vllm_rollout.server.sessions.body import (
 from vllm_rollout.server.sessions.trajectory import Comparison, Continuation, Conversation
 
 MAX_EVENTS = 1024
-"""How many may wait for a reader of a group's events, who is left when there are more."""
+"""Most events that may wait for a reader of a group's events. With more, the reader's stream ends."""
 MAX_READERS = 64
-"""How many may read the events of one group."""
+"""Most readers of one group's events."""
 
 Key = tuple[str, str]
-"""Namespace of a client, and a name that it chose."""
+"""A client's namespace, and a name that the client chose."""
 Event = SessionEvent | GroupOverEvent
 Status = GroupStatus | Literal["running"]
 
 
 class Watcher(Protocol):
-    """Who declares groups and waits for them, such as a round of a run. Nobody else may cancel them."""
+    """Declares groups and waits for their ends, such as a round of a run. Clients cannot cancel these groups while
+    they run."""
 
     def heard_s(self, now_s: float) -> float:
-        """When their harness was last heard of, in any of its groups."""
+        """The time at which their harness was last active in any of these groups, by the service's clock."""
 
     def told(self, event: Event) -> None:
-        """Takes an event of this group."""
+        """Take an event of this group."""
 
     def over(self, group: OpenGroup) -> None: ...
 
     def finished(self, group: OpenGroup) -> None:
-        """Its harness has said of a session that it is over."""
+        """The harness has finished a session of this group."""
 
     def counted(self) -> None:
-        """The last turn of a group that was over has ended, so that its tokens can be counted."""
+        """The last turn of a finished group has ended, so that its tokens can be counted."""
 
 
 class Terms(NamedTuple):
-    """What a group was made with."""
+    """Settings with which a group was made."""
 
     group_size: int
     num_candidates: int
@@ -70,12 +71,12 @@ class Terms(NamedTuple):
     early_stop: bool = True
     selection: SelectionRule = "first"
     is_rewritable: bool = False
-    """Its turns may tell another history than the turns before."""
+    """True if a turn may contradict the history of earlier turns."""
     until: Until = "complete"
     max_sessions: int | None = None
     pruning: PruningPlan | None = None
     pruning_turn: int = 1
-    """The turn whose tokens are scored."""
+    """Number of the turn whose tokens are scored, from 1."""
     is_audit: bool = False
 
     @property
@@ -87,77 +88,77 @@ class Terms(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class OpenTurn:
-    """A turn on its way."""
+    """A running turn."""
 
     group: OpenGroup
     session: Session
     max_tokens: int | None
-    """That it may generate."""
+    """Most tokens that it may generate."""
     continuation: Continuation | Comparison
-    """A comparison is still to be made (`SessionService.compare`)."""
+    """If a `Comparison`, it is still to be made (`SessionService.compare`)."""
     is_last: bool
     waited_s: float
     began_s: float
     is_scored: bool
     number: int
-    """Among the turns of its session, from 1."""
+    """Number of the turn in its session, from 1."""
     index: int = -1
-    """By which the engine knows it, among the turns of the group; from its beginning on."""
+    """Number of the turn in its group, by which the engine knows it. Set when the turn begins."""
 
     @property
     def engine_id(self) -> str:
-        """The id of the group in which the engine judges it: those that are scored have one of their own."""
+        """Id of the engine's group for the turn. Scored turns have a group of their own."""
         return f"{self.group.engine_id}-scored" if self.is_scored else self.group.engine_id
 
 
 @dataclass(eq=False, slots=True)
 class OpenGroup:
-    """One that the service has not forgotten."""
+    """A group that the service still knows."""
 
     key: Key
     terms: Terms
     race: SessionRace
     began_s: float
     max_sessions: int
-    """That it may ever have."""
+    """Most sessions that the group may ever have."""
     began: float = field(default_factory=time.time)
-    """Unix seconds."""
+    """Start in Unix seconds."""
     rank: int | None = None
-    """Where its last turn ran."""
+    """Rank of its last turn."""
     model: str | None = None
-    """That its first turn asked for."""
+    """Model that its first turn asked for."""
     declared: list[str] | None = None
-    """Ids of its sessions; None: its client names them."""
+    """Ids of its sessions. None if its client names them."""
     num_answered: int = 0
-    """How many of the declared ids an answer has named."""
+    """Number of declared ids that were sent in an answer."""
     reward: RewardOptions | None = None
     data: Any = None
-    """For its reward function."""
+    """Data for the reward function."""
     num_data_tokens: int = 0
-    """As many as its data counts for, where tokens are bounded."""
+    """Size of `data`, counted in tokens for the limit on held tokens."""
     engine_id: str = field(default_factory=lambda: f"sessions-{uuid.uuid4().hex}")
-    """By which the engine knows it."""
+    """Name by which the engine knows the group."""
     conversations: dict[str, Conversation] = field(default_factory=dict)
-    """By session; empty where the service holds these tokens no more."""
+    """Conversations by session id. Empty if the service no longer holds their tokens."""
     running: dict[str, OpenTurn] = field(default_factory=dict)
-    """Turns on their way, by session."""
+    """Running turns by session id."""
     num_launched: int = 0
     scored: dict[str, int] = field(default_factory=dict)
-    """Index of the turn that was scored, by session."""
+    """Index of the scored turn, by session id."""
     seed: int = field(default_factory=lambda: secrets.randbits(62))
-    """Chance decides by it in pruning."""
+    """Seed of pruning's random choices."""
     seconds: float | None = None
-    """That it took; None while it runs."""
+    """Seconds that the group took. None while it runs."""
     watcher: Watcher | None = None
     is_counted: bool = False
-    """It is over, and nothing of it runs any more."""
+    """True if the group is over and no turn of it runs any more."""
     ended_s: dict[str, float] = field(default_factory=dict)
-    """When the end of each session was told, in seconds since it began."""
+    """Seconds from the start to the reported end of each session, by session id."""
     status: Status = "running"
     selected: list[str] = field(default_factory=list)
-    """Sessions that it returns, when it is over."""
+    """Ids of the sessions that it returns, once it is over."""
     _to_finish: list[str] = field(default_factory=list)
-    """Those of them that its harness may not have finished."""
+    """Ids of returned sessions that the harness may not have finished yet."""
     _readers: list[asyncio.Queue[Event | None]] = field(default_factory=list)
 
     @property
@@ -166,12 +167,12 @@ class OpenGroup:
 
     @property
     def to_begin(self) -> list[str]:
-        """Declared sessions that have not begun."""
+        """Ids of declared sessions that have not begun."""
         return [] if self.race.is_over else [id for id in self.declared or () if id not in self.race.sessions]
 
     @property
     def awaits_finish(self) -> bool:
-        """Its harness is still to say of a session that it returns that it is over, with its reward."""
+        """True if the harness still has to finish a session that the group returns, with its reward."""
         while self._to_finish and self.race.sessions[self._to_finish[-1]].is_told:
             self._to_finish.pop()
         return bool(self._to_finish)
@@ -181,7 +182,7 @@ class OpenGroup:
         return sum(each.num_held_tokens for each in self.conversations.values()) + self.num_data_tokens
 
     def declare(self, num: int) -> list[str]:
-        """Ids of so many sessions more."""
+        """Declare `num` more sessions. Returns their ids."""
         assert self.declared is not None
         before = len(self.declared)
         ids = [f"{self.id}.{number}" for number in range(before, before + num)]
@@ -189,23 +190,23 @@ class OpenGroup:
         return ids
 
     def wanted_now(self) -> list[str]:
-        """Declared sessions that are to begin and that no answer has named."""
+        """Ids of declared sessions that are to begin and were in no answer yet."""
         if self.declared is None:
             return []
         new, self.num_answered = self.declared[self.num_answered :], len(self.declared)
         return [] if self.race.is_over else [id for id in new if id not in self.race.sessions]
 
     def let_go(self) -> None:
-        """Hold its trajectories, and what graded them, no more."""
+        """Drop trajectories, and the data for the reward function."""
         self.conversations.clear()
         self.data, self.num_data_tokens = None, 0
 
     def since(self, now_s: float) -> float:
-        """It began, to the millisecond."""
+        """Seconds from the group's start to `now_s`, rounded to milliseconds."""
         return round(now_s - self.began_s, 3)
 
     def tell_ends(self, now_s: float) -> None:
-        """Tells of the sessions that have ended since the last time."""
+        """Report sessions that have ended since the last call."""
         for session in self.race.take_ended():
             self.ended_s[session.id] = self.since(now_s)
             self._tell(self._end_of(session))
@@ -226,9 +227,9 @@ class OpenGroup:
             _put(queue, None)
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """What has become of its sessions and which are to begin, then what becomes of them, until it is over.
+        """Events so far (ended sessions, sessions to begin), then events as they happen, until the group is over.
 
-        Raises: RequestError (429), before anything is sent, with too many readers.
+        Raises: RequestError (429) with too many readers, before anything is sent.
         """
         if len(self._readers) >= MAX_READERS:
             raise RequestError(
@@ -323,7 +324,7 @@ class OpenGroup:
 
 
 def _put(queue: asyncio.Queue[Event | None], event: Event | None) -> None:
-    """A reader who is too far behind is left: its stream ends."""
+    """Add an event. A reader that is too far behind loses an event, and its stream ends."""
     if queue.full():
         queue.get_nowait()
         event = None
@@ -331,6 +332,6 @@ def _put(queue: asyncio.Queue[Event | None], event: Event | None) -> None:
 
 
 def limits_of(said: Mapping[str, Any]) -> SessionLimits:
-    """The limits of fields that were said; the others have their defaults."""
+    """Session limits from a request's fields. Fields that are not set have their defaults."""
     fields = {name: said[name] for name in ("max_turns", "max_tokens", "idle_timeout_s") if said.get(name) is not None}
     return SessionLimits(**fields, cut_turn_ends=said.get("cut_turn") != "goes_on")

@@ -28,7 +28,7 @@ from vllm_rollout.server.sessions.service import SessionService
 
 
 class NameConvertor(StringConvertor):
-    """A name of a client's in a path: any text, with slashes and line breaks."""
+    """A client's name in a path: any text, also with slashes and line breaks."""
 
     regex = r"[\s\S]+"
 
@@ -52,8 +52,11 @@ def _sessions(request: Request) -> SessionService:
     responses=ROLLOUT_ERRORS,
 )
 async def create_group(body: SessionGroupRequest, request: Request) -> Response:
-    """The answer has the ids of its sessions. A request whose header X-Session-ID is one of them is a turn of it,
-    whatever client sends it; the first `group_size` sessions that finish make the group, and the others stop."""
+    """Declare a group of sessions. The answer has the ids of its sessions.
+
+    A request whose header X-Session-ID is one of these ids is a turn of that session, whichever client sends it. The
+    first `group_size` sessions that finish make the group, and the others stop.
+    """
     return json_response(_sessions(request).create(body), HTTPStatus.CREATED)
 
 
@@ -72,7 +75,7 @@ async def get_group(group_id: Id, request: Request) -> Response:
     responses=SESSION_ERRORS,
 )
 async def delete_group(group_id: Id, request: Request) -> Response:
-    """409 for one of a round that runs, which ends it."""
+    """Stop the sessions of a group and forget it. 409 for a group of a running round, which the round ends itself."""
     _sessions(request).cancel(group_id)
     return Response(status_code=HTTPStatus.NO_CONTENT)
 
@@ -93,7 +96,8 @@ async def delete_group(group_id: Id, request: Request) -> Response:
 async def session_events(
     request: Request, group: Annotated[str, Query(max_length=MAX_NAME_CHARS, description="The group's id.")]
 ) -> Response:
-    """Tells a harness whose session has lost, so that it can stop its tools; and which ones are wanted."""
+    """Stream the events of a group's sessions: ended sessions, so that the harness can stop their tools, and wanted
+    ones."""
     service = _sessions(request)
     service.read_group(group)
     return EventStream(_sent(service.events(group)), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -106,7 +110,8 @@ async def session_events(
     responses=ERRORS,
 )
 async def get_session(session_id: Id, request: Request) -> Response:
-    """Token ids of every turn as the engine saw them, with a mask of those that the policy generated."""
+    """Read a session: the token ids of every turn as the engine processed them, and a mask of those that the policy
+    generated."""
     return json_response(_sessions(request).read(session_id))
 
 
@@ -117,7 +122,8 @@ async def get_session(session_id: Id, request: Request) -> Response:
     responses=SESSION_ERRORS,
 )
 async def finish_session(session_id: Id, body: FinishRequest, request: Request) -> Response:
-    """With its reward, void, or with neither: then the group's reward function grades it, if it has one."""
+    """Finish a session with a reward, as void, or with neither. With neither, the group's reward function grades it,
+    if it has one."""
     return json_response(await _sessions(request).finish(session_id, body))
 
 

@@ -1,7 +1,6 @@
-"""What viewers and files are told of groups of sessions: turns over time, and how each session ended.
+"""Observations of groups of sessions, for viewers and files: turns over time, and the end of each session.
 
-Invariants: what is held for viewers is bounded, whatever harnesses do; groups that run are the last ones to be
-forgotten.
+Invariants: memory for viewers is bounded, whatever harnesses do. Running groups are forgotten last.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from vllm_rollout.server.sessions.trajectory import Turn
 from vllm_rollout.trace.session_rows import SessionGroupRow, TurnRow
 
 MAX_SEEN_GROUPS, MAX_SEEN_SESSIONS = 64, 2048
-"""That are told, with the sessions that their groups might have in all."""
+"""Most groups that viewers can read, and most sessions that these groups might have in all."""
 MAX_SEEN_TURNS = 32
-"""The last ones of each session."""
+"""Most turns that are kept of each session: the last ones."""
 
 
 def recorded(group: OpenGroup) -> SessionGroupRow:
@@ -29,7 +28,7 @@ def recorded(group: OpenGroup) -> SessionGroupRow:
 
 
 def _row(group: OpenGroup, turns: Mapping[str, Sequence[TurnRow]]) -> dict[str, Any]:
-    """The fields of a SessionGroupRow. `turns`: that have ended, by session."""
+    """The fields of a SessionGroupRow. `turns`: ended turns by session id."""
     terms, limits = group.terms, group.terms.limits
     result = group.race.result if group.race.is_over else None
     return {
@@ -78,28 +77,28 @@ def _turn(group: OpenGroup, turn: Turn) -> TurnRow:
 
 @dataclass(slots=True)
 class SeenGroup:
-    """One of which viewers are told."""
+    """A group that viewers can read."""
 
     group: OpenGroup
     turns: dict[str, deque[TurnRow]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=MAX_SEEN_TURNS)))
-    """By session: those that have ended."""
+    """Ended turns by session id."""
 
     def row(self) -> dict[str, Any]:
         return _row(self.group, self.turns)
 
 
 class SeenSessions:
-    """The groups that began last."""
+    """The most recent groups, for viewers."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, SeenGroup] = OrderedDict()
-        """By the engine's name of the group: clients may give two the same id."""
+        """Groups by the engine's names. Clients may give two groups the same id."""
         self._num_sessions = 0
-        """The most that they may have."""
+        """Most sessions that these groups may have."""
         self._changed: set[str] = set()
-        """Those of which nobody was told since."""
+        """Names of groups with changes that were not sent to viewers yet."""
         self._gone: list[str] = []
-        """Likewise, forgotten."""
+        """Names of forgotten groups that were not sent to viewers yet."""
 
     def begun(self, group: OpenGroup) -> None:
         self._seen[group.engine_id] = SeenGroup(group)
@@ -110,7 +109,7 @@ class SeenSessions:
             self._forget(next(over, next(iter(self._seen))))
 
     def changed(self, group: OpenGroup) -> None:
-        """Something of it has: a turn begins, or is left; sessions have ended."""
+        """Note a change of a group: a turn begins or is left, or sessions have ended."""
         if group.engine_id in self._seen:
             self._changed.add(group.engine_id)
 
@@ -120,11 +119,11 @@ class SeenSessions:
             self.changed(group)
 
     def rows(self) -> list[dict[str, Any]]:
-        """All groups that are known, as fields of a SessionGroupRow."""
+        """All known groups, as fields of a SessionGroupRow."""
         return [seen.row() for seen in self._seen.values()]
 
     def news(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Rows of what has changed since the last time, and names of those that were forgotten."""
+        """Rows of groups that have changed since the last call, and names of forgotten groups."""
         rows = [seen.row() for name, seen in self._seen.items() if name in self._changed]
         gone, self._gone = self._gone, []
         self._changed.clear()

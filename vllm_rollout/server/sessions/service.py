@@ -1,7 +1,7 @@
-"""Groups of sessions: what their harnesses ask, and what follows for turns that run.
+"""Groups of sessions: requests of their harnesses, and their consequences for running turns.
 
-Invariant: what is open and what is held is bounded, and a session that has ended runs no turn, also where its harness
-knows nothing of it.
+Invariant: open and held state is bounded. A session that has ended runs no turn, even if its harness does not know of
+the end.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ from vllm_rollout.server.sessions.trajectory import Continuation, Conversation, 
 logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
-"""So many bytes of a group's data count as one token, since they are held as tokens are."""
+"""Bytes of a group's data that count as one token for the limit on held tokens."""
 SCORED = "scored"
-"""What stands for the prompt of a group's scored turns, where rewards name it."""
+"""Stands in for the prompt's id in rewards of a group's scored turns."""
 STOP_AGAIN_S = 0.1
-"""A stop that overtook its turn on the way to the engine is sent again after so long."""
+"""Seconds after which a stop is sent again. It may have overtaken its turn on the way to the engine."""
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-turns")
-"""For texts of turns: one, since a tokenizer takes the interpreter's lock from the event loop by turns."""
+"""Compares texts of turns. It is a single thread, since a tokenizer takes the interpreter's lock from the event loop
+in turns."""
 TICK_S = 1.0
-"""How often silent sessions are looked for, while any group is open."""
+"""Seconds between checks for silent sessions, while any group is open."""
 
 
 class SessionService:
-    """Groups of sessions of one server."""
+    """All groups of sessions of one server."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class SessionService:
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stop_turns: awaited with indices of turns by group, as the engine knows them. begin: called before the first
-        group."""
+        """`stop_turns`: awaited with indices of turns by group, as the engine knows them. `begin`: called before the
+        first group."""
         self._stop_turns = stop_turns
         self._grading = grading
         self._learning = learning
@@ -91,36 +92,36 @@ class SessionService:
         self._groups: dict[Key, OpenGroup] = {}
         self._of_session: dict[Key, OpenGroup] = {}
         self._forgotten: OrderedDict[Key, None] = OrderedDict()
-        """Sessions of groups that are forgotten: who goes on with one is told that it has ended."""
+        """Sessions of forgotten groups. A turn of such a session gets the answer that the session has ended."""
         self._ended: OrderedDict[Key, OpenGroup] = OrderedDict()
-        """Groups that are over, the one first that ended first; in `_groups` as well."""
+        """Finished groups, the oldest end first. They are in `_groups` as well."""
         self._holding: OrderedDict[Key, OpenGroup] = OrderedDict()
-        """Those whose trajectories are held."""
+        """Finished groups whose trajectories are held."""
         self._num_ended_sessions = 0
-        """The most that they might have had."""
+        """Most sessions that the groups in `_ended` might have had."""
         self._num_open_sessions = 0
-        """The most that groups which are not over may have."""
+        """Most sessions that running groups may have."""
         self._num_held_tokens = 0
-        """All trajectories together have so many."""
+        """Number of tokens held in all trajectories."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._stopping: list[OpenTurn] = []
-        """Turns of sessions that have ended, which the engine is told to stop."""
+        """Turns of ended sessions, which the engine has to stop."""
         self._more_to_stop = asyncio.Event()
         self._stopper: asyncio.Task[None] | None = None
 
     def now_s(self) -> float:
-        """By its clock."""
+        """The time by the service's clock, in seconds."""
         return self._clock()
 
-    # What requests say.
+    # Requests.
 
     def create(self, request: SessionGroupRequest) -> SessionGroupAnswer:
-        """A group is declared; its sessions get ids. Raises: RequestError."""
+        """Declare a group. Its sessions get ids. Raises: RequestError."""
         return self.declare(request, client_namespace()).answer(self._clock())
 
     def declare(self, request: SessionGroupRequest, namespace: str, watcher: Watcher | None = None) -> OpenGroup:
-        """The same, of that client, for somebody who waits for it. Raises: RequestError."""
+        """Declare a group for a client. `watcher` is notified of its events. Raises: RequestError."""
         key = (namespace, request.id or f"group-{uuid.uuid4().hex}")
         self._check_held()
         if key in self._groups:
@@ -147,19 +148,19 @@ class SessionService:
         return group
 
     def check(self, request: SessionGroupRequest) -> int:
-        """The most sessions that such a group may have. Raises: RequestError for what no group can be."""
+        """The most sessions that such a group may have. Raises: RequestError for terms that no group can have."""
         terms, _ = self._asked(request)
         _, most = until_of(terms)
         return most
 
     def check_room(self, num_sessions: int) -> None:
-        """Raises: RequestError (503) where groups that may have so many sessions are too much."""
+        """Check that `num_sessions` more sessions may be open. Raises: RequestError (503) if there are too many."""
         if (num_open := self._num_open_sessions) + num_sessions > MAX_OPEN_SESSIONS:
             most = f"at most {MAX_OPEN_SESSIONS} with {num_sessions} more"
             raise _too_much(f"open groups may have {num_open} sessions, {most}")
 
     def names_session(self, xargs: Mapping[str, object]) -> bool:
-        """Whether a request with these fields is a turn of a session."""
+        """True if a request with these fields is a turn of a session."""
         if NAMES["session"] in xargs:
             return True
         named = client_session()
@@ -169,9 +170,10 @@ class SessionService:
         return NAMES["group_id"] in xargs or key in self._of_session or key in self._forgotten
 
     def turn(self, said: TurnSaid, model: str | None, prompt: Sequence[int] | None) -> OpenTurn | None:
-        """A turn may begin; then `compare` and `begin` it. None: its session has ended, and nothing is to be generated.
+        """Check a turn that wants to begin. `compare` and `begin` follow. None: its session has ended, and nothing
+        is generated.
 
-        Raises: RequestError (400: what it says; 409: what its session is doing), PlanError.
+        Raises: RequestError (400 for its content, 409 for the state of its session), PlanError.
         """
         key = (client_namespace(), said.session)
         group = self._of_session.get(key)
@@ -202,9 +204,9 @@ class SessionService:
         return OpenTurn(group, session, most, continuation, said.last, waited_s, now_s, is_scored, number)
 
     async def compare(self, turn: OpenTurn) -> Continuation:
-        """How its prompt goes on from the turns before; texts are compared beside the event loop.
+        """Decide how the turn's prompt continues the turns before. Texts are compared beside the event loop.
 
-        Raises: RequestError for another history than its session has.
+        Raises: RequestError for a history that contradicts the session's.
         """
         if isinstance(turn.continuation, Continuation):
             return turn.continuation
@@ -221,9 +223,9 @@ class SessionService:
         return found
 
     def begin(self, turn: OpenTurn) -> bool:
-        """The turn, which was compared, is sent to the engine. False: its session has ended meanwhile.
+        """Register a compared turn that is sent to the engine. False if its session has ended meanwhile.
 
-        Raises: RequestError where another turn was faster.
+        Raises: RequestError if another turn was faster.
         """
         if not turn.session.is_open:
             return False
@@ -258,9 +260,10 @@ class SessionService:
         weight_versions: Sequence[dict[str, Any]] = (),
         pruned: bool = False,
     ) -> None:
-        """All that it generated. num_cached_tokens: of its prompt, whose KV was there; pruned: its score stopped it.
+        """Record a turn's output. `num_cached_tokens`: tokens of its prompt whose KV was cached. `pruned`: its score
+        stopped it.
 
-        One that the engine gave up, while its session goes on, has not happened.
+        A turn that the engine gave up while its session goes on counts as not run.
         """
         group, session, now_s = turn.group, turn.session, self._clock()
         if session.is_open and not pruned and finish_reason in ("abort", "error"):
@@ -294,16 +297,17 @@ class SessionService:
         self._account(group)
 
     def leave(self, turn: OpenTurn) -> None:
-        """It has no end: its client left, or it failed. A turn that has ended is left as it is."""
+        """Drop a turn without an end: its client left, or it failed. A turn that has ended stays as it is."""
         if turn.group.running.pop(turn.session.id, None) is not None:
             turn.group.race.leave_turn(turn.session, self._clock())
             self.seen.changed(turn.group)
             self._account(turn.group)
 
     async def finish(self, session_id: str, request: FinishRequest) -> FinishAnswer:
-        """Raises: RequestError (404 for a session that this client does not know, 409 for one that was finished).
+        """Finish a session. Raises: RequestError (404 for a session that this client does not know, 409 for one that
+        was finished).
 
-        A declared session may be void before it has begun: its sandbox did not start.
+        A declared session may be void before it has begun, if its sandbox did not start.
         """
         reward, void, status = request.reward, request.void, None
         if reward is not None and void:
@@ -339,7 +343,7 @@ class SessionService:
         return self._group(group_id).answer(self._clock())
 
     def cancel(self, group_id: str) -> None:
-        """Stops its sessions and forgets it. Raises: RequestError (409) for one of a round that runs."""
+        """Stop a group's sessions and forget it. Raises: RequestError (409) for a group of a running round."""
         group = self._group(group_id)
         if group.watcher is not None and not group.race.is_over:
             raise _conflict(f"group {group_id!r} belongs to a round of a run, which ends it: leave that.")
@@ -347,7 +351,7 @@ class SessionService:
         self._forget(group)
 
     def defer(self, group: OpenGroup) -> None:
-        """Nobody wants the rest of it: its sessions stop, and are remembered as those of a group that is over."""
+        """Stop a group's sessions. They are remembered as sessions of a finished group."""
         if group.race.is_over:
             return
         settled = group.race.cancel()
@@ -361,13 +365,14 @@ class SessionService:
         return group.trajectory(session)
 
     def events(self, group_id: str) -> AsyncGenerator[Event, None]:
-        """Raises: RequestError, 404 for a group that this client does not know; as of the group."""
+        """Events of a group. Raises: RequestError, 404 for a group that this client does not know, 429 with too many
+        readers."""
         return self._group(group_id).events()
 
-    # What follows.
+    # Consequences.
 
     def _settle(self, group: OpenGroup) -> int:
-        """Decide, tell, stop. Returns how many sessions are wanted."""
+        """Decide the group's race, report its events and stop lost sessions. Returns the number of wanted sessions."""
         settled = group.race.settle()
         group.tell_ends(self._clock())
         self._stop_turns_of(group, settled.lost)
@@ -387,12 +392,12 @@ class SessionService:
                 self._stopper = spawn(self._stop(), "stopping turns", self._tasks)
 
     async def _stop(self) -> None:
-        """Those of all groups at once, since the engine answers a call in its next step; and again and again: a stop
-        may overtake a turn that is on its way to the engine."""
+        """Stop turns of all groups at once, since the engine answers a call in its next step. This is repeated,
+        because a stop may overtake a turn that is on its way to the engine."""
         while turns := [turn for turn in self._stopping if turn.group.running.get(turn.session.id) is turn]:
             self._stopping = turns
             self._more_to_stop.clear()
-            with survived("stopping turns"), suppress(EngineStopped):  # it says so elsewhere
+            with survived("stopping turns"), suppress(EngineStopped):  # reported elsewhere
                 indices: dict[str, list[int]] = defaultdict(list)
                 for turn in turns:
                     indices[turn.engine_id].append(turn.index)
@@ -410,7 +415,7 @@ class SessionService:
             group.watcher.over(group)
 
     def _account(self, group: OpenGroup) -> None:
-        """Once, when it is over and the last of its turns has stopped."""
+        """Count and record a group once, when it is over and the last of its turns has stopped."""
         if group.seconds is None or group.running or group.is_counted:
             return
         group.is_counted = True
@@ -443,19 +448,20 @@ class SessionService:
             self._forgotten.popitem(last=False)
 
     def _hold(self, num_tokens: int) -> None:
-        """So many tokens more; trajectories of groups that are over give way, the oldest first."""
+        """Count `num_tokens` more held tokens. If there are too many, drop trajectories of finished groups, oldest
+        first."""
         self._num_held_tokens += num_tokens
         while self._num_held_tokens > MAX_SESSION_HISTORY and self._holding:
             self._let_go(next(iter(self._holding.values())))
 
     def _let_go(self, group: OpenGroup) -> None:
-        """Hold its trajectories no more."""
+        """Drop a group's trajectories."""
         self._holding.pop(group.key, None)
         self._num_held_tokens -= group.num_held_tokens
         group.let_go()
 
     async def _tick(self) -> None:
-        """While a group is open: sessions of which nobody hears end."""
+        """End silent sessions, while any group is open."""
         while open_groups := [group for group in self._groups.values() if not group.race.is_over]:
             await asyncio.sleep(TICK_S)
             now_s = self._clock()
@@ -466,7 +472,7 @@ class SessionService:
         self._ticker = None
 
     async def _learn(self, group: OpenGroup, session: Session) -> None:
-        """The turn that was scored teaches what its session was worth."""
+        """Learn from a session's reward, by its scored turn."""
         index, reward = group.scored.get(session.id), session.reward
         if index is None or reward is None or group.race.state(session) not in ("finished", "truncated"):
             return
@@ -475,7 +481,7 @@ class SessionService:
         await self._learning.teach(group.engine_id, rewards, threshold)
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
-        """Raises: RequestError."""
+        """The terms and the reward of a declared group. Raises: RequestError."""
         refusal = None if request.pruning is None else self._learning.pruning_refusal
         terms = asked_terms(request, refusal, self._audit_ratio)
         reward = None if request.reward is None else options_of(request.reward)
@@ -484,7 +490,7 @@ class SessionService:
         return terms, reward
 
     async def _grade(self, group: OpenGroup, session: Session) -> tuple[bool, float | None, str]:
-        """Whether it is void, its reward, and what became of the grading."""
+        """Grade a session. Returns whether it is void, its reward, and the status of the grade."""
         assert group.reward is not None
         conversation = group.conversations.get(session.id)
         if conversation is None or not conversation.segments:
@@ -500,10 +506,10 @@ class SessionService:
             self._grading.promise(group.reward.name, -1)
         return grade.status == "void", grade.reward, grade.status
 
-    # Who is meant.
+    # Look-ups.
 
     def _joined(self, key: Key, said: TurnSaid) -> OpenGroup:
-        """The group that the first turn of a session names, which the first session makes."""
+        """The group that a session's first turn names. The group's first session makes it."""
         terms, name = said_terms(said)
         group = self._groups.get((key[0], name))
         if group is None:
@@ -516,7 +522,7 @@ class SessionService:
         return group
 
     def _open(self, key: Key, terms: Terms) -> OpenGroup:
-        """Raises: RequestError where too many are open, and for what cannot be."""
+        """Open a group. Raises: RequestError if too many sessions are open, or for terms that no group can have."""
         until, most = until_of(terms)
         self.check_room(most)
         now_s = self._clock()
@@ -532,7 +538,7 @@ class SessionService:
         return group
 
     def _enter(self, group: OpenGroup, session_id: str, now_s: float) -> Session:
-        """A session begins. Raises: RequestError where all places are taken."""
+        """Begin a session. Raises: RequestError if all places of the group are taken."""
         try:
             session = group.race.enter(session_id, now_s)
         except SessionRefused as refusal:
@@ -551,7 +557,7 @@ class SessionService:
         return ids
 
     def _check_held(self) -> None:
-        """Raises: RequestError (503) where more is held than may be."""
+        """Check the limit on held tokens. Raises: RequestError (503) if too many are held."""
         self._hold(0)
         if (num_held := self._num_held_tokens) > MAX_SESSION_HISTORY:
             raise _too_much(f"open sessions have {num_held} tokens, at most {MAX_SESSION_HISTORY} are held")

@@ -1,7 +1,7 @@
-"""What a session has become: tokens as the engine saw them, with a mask of those that the policy generated.
+"""The trajectory of a session: tokens as the engine processed them, with a mask of those that the policy generated.
 
-Invariant: the tokens of a segment are the prompt of its last turn and what that generated, so that each was seen after
-exactly those before it.
+Invariant: a segment's tokens are the prompt of its last turn and the output of that turn. So each token follows exactly
+those before it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 History = Literal["first", "extended", "mended", "reformatted", "rewritten"]
-"""How a turn's prompt goes on from the turn before.
+"""Relation of a turn's prompt to the turns before.
 
-extended     it begins with the tokens that were there
-mended       its text does, in other tokens: these were replaced by those that were there
-reformatted  its text does, but for white space or a stop string: a new segment begins
-rewritten    it tells another history: a new segment begins, where the group allows it
+extended     it begins with the earlier tokens
+mended       its text does, in other tokens, which were replaced by the earlier ones
+reformatted  its text does, apart from white space or a stop string: a new segment begins
+rewritten    its history differs: a new segment begins, if the group allows it
 """
 MAX_SHOWN_CHARS = 40
 PIECE_TOKENS = 256
-"""Tokens decoded at once: a tokenizer may keep the interpreter's lock while it decodes."""
+"""Tokens decoded at once. A tokenizer may keep the interpreter's lock while it decodes."""
 OVERLAP_TOKENS = 8
 """Tokens decoded again with the next piece: more than one character takes."""
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What bytes that are no whole character are decoded to."""
+"""The decoded form of bytes that are not a whole character."""
 Decode = Callable[[Sequence[int]], str]
 
 
 class Continuation(NamedTuple):
-    """How a prompt goes on."""
+    """A prompt's continuation of the turns before."""
 
     history: History
     token_ids: Sequence[int]
-    """The prompt's, mended."""
+    """Tokens of the prompt, mended."""
     where: str | None = None
-    """What a rewritten one says differently; None: nothing."""
+    """The difference of a rewritten history, in words. None without one."""
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ class Segment:
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     mask: bytearray = field(default_factory=bytearray)
-    """1: the policy generated this token."""
+    """1 if the policy generated the token, else 0."""
     logprobs: array[float] | None = None
-    """Each token's; 0 for those that were given. None where a turn asked for none."""
+    """Log probability of each token, 0 for given tokens. None if a turn asked for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One that has ended."""
+    """A turn that has ended."""
 
     history: History
     segment: int
@@ -62,26 +62,26 @@ class Turn:
     num_tokens: int
     finish_reason: str | None
     waited_s: float
-    """Between the end of the turn before and this one: tools, mostly."""
+    """Seconds between the end of the turn before and this one, mostly spent on tools."""
     seconds: float
     began_s: float
-    """By the clock of its service."""
+    """Start by the clock of its service, in seconds."""
     num_cached_tokens: int | None = None
-    """How many tokens of its prompt had their KV there already; None: nobody knows."""
+    """Tokens of its prompt whose KV was cached. None if unknown."""
     weight_versions: Sequence[dict[str, Any]] = ()
     """Spans `{"version", "start", "end"}` over the tokens that it generated."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns of a session."""
+    """The turns of a session, and the tokens of its segments."""
 
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     _sent: str = ""
-    """The text of the last answer, as its client got it."""
+    """Text of the last answer, as its client got it."""
     _num_before: int = 0
-    """Tokens of the last prompt."""
+    """Number of tokens of the last prompt."""
 
     @property
     def num_held_tokens(self) -> int:
@@ -89,9 +89,9 @@ class Conversation:
 
     @property
     def halves(self) -> tuple[Sequence[int], Sequence[int]]:
-        """What the policy was asked at first, and all that follows in what its last turn saw.
+        """The first prompt, and everything after it as the last turn's prompt and output have it.
 
-        Where the history was rewritten from its beginning on, that of the last turn alone.
+        If the history was rewritten from its beginning on, both are of the last segment alone.
         """
         first, last = self.segments[0], self.segments[-1]
         began = _num_given(first)
@@ -100,7 +100,7 @@ class Conversation:
         return first.token_ids[:began], last.token_ids[began:]
 
     def follow(self, prompt: Sequence[int]) -> Continuation | Comparison:
-        """How the next turn's prompt goes on; a comparison where only its text can say."""
+        """The continuation by the next turn's prompt. A `Comparison` if only the prompt's text can decide."""
         if not self.segments:
             return Continuation("first", prompt)
         known = self.segments[-1].token_ids
@@ -112,7 +112,7 @@ class Conversation:
     def add(
         self, turn: Turn, prompt: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] | None, text: str
     ) -> None:
-        """A turn has ended, whose prompt went on as `turn.history` says."""
+        """Record a finished turn, whose prompt continued the turns before as `turn.history` says."""
         if turn.history in ("first", "reformatted", "rewritten"):
             self.segments.append(Segment())
         segment = self.segments[-1]
@@ -133,20 +133,21 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prompt in other tokens than the turns before, whose text says how it goes on. It shares nothing with them."""
+    """A prompt whose tokens differ from those of the turns before, so that its text has to be compared. It holds
+    copies."""
 
     known: array[int]
     """Tokens of the turns before."""
     prompt: Sequence[int]
     at: int
-    """The first token that differs."""
+    """Position of the first token that differs."""
     num_before: int
-    """Tokens of the last prompt."""
+    """Number of tokens of the last prompt."""
     sent: str
-    """The text of the last answer, as its client got it."""
+    """Text of the last answer, as its client got it."""
 
     def continuation(self, decode: Decode) -> Continuation:
-        """Reads both texts from the token before the first that differs, as far as they are the same."""
+        """Compare both texts, from the token before the first difference as far as they are the same."""
         start = max(0, self.at - 1)
         known, asked = _Text(self.known, start, decode), _Text(self.prompt, start, decode)
         rest, more = _differ(known, asked)
@@ -159,7 +160,7 @@ class Comparison:
         return Continuation("rewritten", self.prompt, self._shown_difference(decode))
 
     def _texts(self, decode: Decode) -> tuple[Iterator[str], Iterator[str]]:
-        """What the client was told, and what it has sent, from a token on before which they are the same."""
+        """The known text and the client's text, from a token on before which they are the same."""
         start = max(0, min(self.at - 1, self.num_before))
         told = _Text(self.known[: self.num_before], start, decode)
         return chain(told, filter(None, [self.sent])), _Text(self.prompt, start, decode)
@@ -172,13 +173,13 @@ class Comparison:
 
 
 def _num_given(segment: Segment) -> int:
-    """Tokens before the first one that the policy generated."""
+    """Number of tokens before the first one that the policy generated."""
     at = segment.mask.find(b"\1")
     return len(segment.mask) if at < 0 else at
 
 
 def _first_difference(known: array[int], prompt: Sequence[int]) -> int:
-    """How many tokens are the same from the beginning."""
+    """Number of tokens that are the same from the beginning."""
     num = min(len(known), len(prompt))
     for begin in range(0, num, PIECE_TOKENS):
         ours, theirs = known[begin : min(num, begin + PIECE_TOKENS)].tolist(), prompt[begin : begin + PIECE_TOKENS]
@@ -188,10 +189,10 @@ def _first_difference(known: array[int], prompt: Sequence[int]) -> int:
 
 
 class _Text(Iterator[str]):
-    """The text of tokens from `start` on, piece by piece: each is decoded when it is asked for.
+    """The text of tokens from `start` on, in pieces that are decoded on demand.
 
     A piece is decoded with some tokens before it, since a tokenizer may leave out a space where a text begins. It ends
-    where the tokens after it change nothing of it, so not within a character of several tokens.
+    where later tokens do not change it, so never inside a character of several tokens.
     """
 
     def __init__(self, tokens: Sequence[int], start: int, decode: Decode) -> None:
@@ -200,9 +201,9 @@ class _Text(Iterator[str]):
         self._before = self._after = ""
         """Texts of the overlaps before the newest piece and at its end."""
         self.piece = ""
-        """The newest one."""
+        """The newest piece."""
         self.is_whole = True
-        """Each character so far is one."""
+        """True if the text so far has whole characters only."""
 
     def __next__(self) -> str:
         self.piece = ""
@@ -216,20 +217,21 @@ class _Text(Iterator[str]):
         return self.piece
 
     def num_tokens(self, text: str) -> int | None:
-        """The fewest tokens after `start` with which the newest piece's beginning is `text`; None where none are."""
+        """Fewest tokens after `start` with which the newest piece's beginning is `text`. None if no number of tokens
+        gives it."""
         ends = range(self._begin, self._end + 1)
         end = ends[bisect_left(ends[:-1], len(text), key=lambda end: len(self._up_to(end)))]
         return end - self._start if self._up_to(end) == text else None
 
     def _up_to(self, end: int) -> str:
-        """The newest piece's text, as far as these tokens."""
+        """Text of the newest piece, up to token `end`."""
         return self._decode(self._tokens[self._overlap(self._begin) : end])[len(self._before) :]
 
     def _overlap(self, at: int) -> int:
         return max(self._start, at - OVERLAP_TOKENS)
 
     def _cut(self, first: int) -> tuple[int, str]:
-        """The first place from there on where a piece may end, and the text of the overlap before it."""
+        """The first position from `first` on where a piece may end, and the text of the overlap before it."""
         text = ""
         for end in range(first, first + OVERLAP_TOKENS):
             if end >= len(self._tokens):
@@ -243,8 +245,10 @@ class _Text(Iterator[str]):
 
 
 def _differ(said: Iterator[str], asked: Iterator[str]) -> tuple[str, str]:
-    """Read two texts until one has ended or they differ. Returns what was read of each from there on; an empty text has
-    ended, or nothing more of it was read."""
+    """Read two texts until one has ended or they differ. Returns the rest of each that was read.
+
+    An empty rest means that this text has ended, or that nothing more of it was read.
+    """
     ours = theirs = ""
     while ours := ours or next(said, ""):
         if not (theirs := theirs or next(asked, "")):

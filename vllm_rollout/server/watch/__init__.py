@@ -1,1 +1,1 @@
-"""What is seen of rollouts while they run: a live feed for a page, and rows for a file (the API process)."""
+"""Live observation of rollouts: a feed for the page, and rows for a trace file. It runs in the API process."""

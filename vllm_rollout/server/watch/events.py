@@ -1,4 +1,4 @@
-"""The events of the feed, live and of a file, and what else a viewer may read."""
+"""Events of the feed, live and from a file, and the texts of a group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_rollout.trace.rows import End
 
 NAMES = ("server", "rollout", "group", "rewards", "ranks", "round", "sessions", "gone")
 COMMENT = b": \n\n"
-"""Says nothing but that the connection is there."""
+"""Keeps the connection open and carries no data."""
 SCHEMA: dict[str, Any] = {
     "itemSchema": {
         "type": "object",
@@ -25,25 +25,25 @@ _ENCODER = msgspec.json.Encoder(enc_hook=vars)
 
 
 class CandidateText(BaseModel):
-    """A candidate, and what it said; of one that still runs the last part of it."""
+    """A candidate and its text. If the candidate still runs, the text is its last part."""
 
     index: int
     text: str
     num_tokens: int
-    """What it has; of one that runs, with the last token of the text."""
+    """Output tokens so far. If the candidate still runs, the count ends with the last token of the text."""
     offset: int = 0
-    """Tokens before the text."""
+    """Output tokens before the text."""
     end: End | Literal["running"]
     score: float | None = None
     success_probability: float | None = None
     reward: float | None = None
     reward_status: str | None = None
     selected: bool
-    """It is among the trajectories."""
+    """True if the candidate is among the trajectories."""
 
 
 class GroupTexts(BaseModel):
-    """A group's candidates side by side."""
+    """The prompt of a group and the texts of its candidates."""
 
     prompt_id: str
     prompt: str
@@ -51,6 +51,6 @@ class GroupTexts(BaseModel):
 
 
 def event_of(name: str, data: Any) -> bytes:
-    """A server-sent event; models of pydantic may be in `data`."""
+    """A server-sent event. `data` may contain pydantic models."""
     assert name in NAMES
     return b"event: %s\ndata: %s\n\n" % (name.encode(), _ENCODER.encode(data))

@@ -1,4 +1,4 @@
-"""The page at /rollouts: files that hold no data, which need no key. What they show comes from the feed."""
+"""The page at /rollouts: files that hold no data and need no key. All data on the page comes from the feed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADERS = {
 
 
 def _below(folder: Traversable, above: str = "") -> dict[str, Traversable]:
-    """All files of a folder and its folders, by path."""
+    """All files of a folder and its subfolders, by path."""
     found: dict[str, Traversable] = {}
     for entry in folder.iterdir():
         found |= _below(entry, f"{above}{entry.name}/") if entry.is_dir() else {above + entry.name: entry}
@@ -29,7 +29,7 @@ def _below(folder: Traversable, above: str = "") -> dict[str, Traversable]:
 
 
 _FILES = _below(resources.files("vllm_rollout.server.watch") / "assets")
-"""What is asked for is looked up here, and never in the file system."""
+"""Files by path. Requests are looked up here, never in the file system."""
 
 
 def require_on(request: Request) -> None:
@@ -39,7 +39,7 @@ def require_on(request: Request) -> None:
 
 
 def page_router() -> APIRouter:
-    """The page of a server, or of a file's replay."""
+    """Routes of the page, for a server or for the replay of a file."""
     router = APIRouter(include_in_schema=False, dependencies=[Depends(require_on)])
 
     @router.get("/rollouts")
@@ -54,7 +54,7 @@ def page_router() -> APIRouter:
 
 
 def _file(path: str) -> Response:
-    """Raises: HTTPException (404)."""
+    """The response with a file of the page. Raises: HTTPException (404)."""
     file = _FILES.get(path)
     if file is None:
         raise HTTPException(404)

@@ -1,4 +1,4 @@
-"""The feed of what runs, and the texts of a group. Read only."""
+"""Read-only endpoints: the feed of running rollouts, and the texts of a group."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ def _viewers(request: Request) -> Viewers:
     },
 )
 async def watch(request: Request) -> Response:
-    """Server-sent events for the page at /rollouts and `vllm-rollout top`: rollouts, groups that have changed, ranks,
-    rounds (docs/guides/watching.md). It has no end; a reader that is too slow is told everything anew."""
+    """Stream everything that runs, as server-sent events: rollouts, changed groups, ranks, rounds and sessions.
+
+    The page at /rollouts and `vllm-rollout top` read this stream (docs/guides/watching.md). It does not end. A reader
+    that is too slow misses updates and is then sent everything anew.
+    """
     feed = _viewers(request).feed()
     first = await anext(feed)
     return EventStream(chained(first, feed), headers={"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -53,6 +56,9 @@ async def read_texts(
     rollout_id: Annotated[str, Path(max_length=256)],
     position: Annotated[int, Path(ge=0, le=MAX_POSITION)],
 ) -> Response:
-    """What each of its candidates said, and why it ended; of those that run the last 512 tokens.
-    404 for a rollout of another API key."""
+    """Read the text of each candidate of a group, and the reason why it ended. If a candidate still runs, only its last
+    512 tokens are returned.
+
+    404 for a rollout of another API key, and for a rollout whose tokens are no longer kept.
+    """
     return json_response(await _viewers(request).texts(rollout_id, position, client_namespace()))

@@ -1,6 +1,6 @@
-"""What is seen of a rollout on its way: what has become of each candidate, and when. It knows of no viewer.
+"""Observations of a running rollout: the state of each candidate over time. This module knows no viewers.
 
-Invariant: a row can be made at any time; that of a group that is over stays as it is, but for rewards that come.
+Invariant: a row can be made at any time. The row of a finished group changes only when rewards come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_rollout.server.engine import CandidateEnd
 from vllm_rollout.trace.rows import End, GroupFate, RolloutPrompt, RolloutState, end_of
 
 MAX_MOVES = 16
-"""How many moves of a group are told, with where it began: later ones change its rank only."""
+"""Most moves of a group that are recorded, besides its first rank. Later moves only change its rank."""
 
 
 @dataclass(slots=True)
@@ -31,26 +31,26 @@ class SeenCandidate:
 
 @dataclass(slots=True)
 class SeenGroup:
-    """The group of one prompt. Seconds are those since its rollout began."""
+    """Observations of the group of one prompt. All times are seconds since its rollout began."""
 
     rollout: SeenRollout
     position: int
     prompt_id: str
     prompt_tokens: int
     key: str
-    """The prompt's name over all rollouts; empty: its id."""
+    """The prompt's name across rollouts. Empty if that is its id."""
     num_candidates: int
-    """That it begins with."""
+    """Number of candidates at the start."""
     audit: bool
     started_s: float
     ends: Mapping[int, CandidateEnd]
-    """By index: those that have ended, with what they generated."""
+    """Ends of candidates by index, with their output."""
     candidates: dict[int, SeenCandidate] = field(default_factory=dict)
     rank: int | None = None
     moves: list[tuple[float, int]] = field(default_factory=list)
     fate: GroupFate = "running"
     reason: str | None = None
-    """Why it is not complete."""
+    """Reason why the group is not complete."""
     over_s: float | None = None
     selected: Sequence[int] = ()
 
@@ -58,7 +58,7 @@ class SeenGroup:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """At first, and when its rank died."""
+        """Set all candidates to running, at the start and after the group's rank died."""
         self.candidates = {index: SeenCandidate() for index in range(self.num_candidates)}
         self._changed()
 
@@ -74,7 +74,7 @@ class SeenGroup:
         self._changed()
 
     def runs(self, rank: int, num_tokens: Sequence[int]) -> None:
-        """So many tokens have those that run, in the order of their indices."""
+        """Record the rank of the group, and the tokens of its running candidates in the order of their indices."""
         if rank != self.rank:
             if self.rank is not None and len(self.moves) < MAX_MOVES:
                 first = [] if self.moves else [(self.started_s, self.rank)]
@@ -115,7 +115,7 @@ class SeenGroup:
         )
 
     def rewarded(self, index: int, reward: float) -> None:
-        """A trainer has posted it."""
+        """Record a reward that a trainer has posted."""
         if index in self.candidates:
             self.candidates[index].reward = reward
             self._changed()
@@ -126,15 +126,15 @@ class SeenGroup:
 
 @dataclass(slots=True)
 class SeenRollout:
-    """A rollout and its groups that have begun."""
+    """Observations of a rollout and its started groups."""
 
     began: float = field(default_factory=time.time)
-    """Unix seconds."""
+    """Start of the rollout in Unix seconds."""
     began_s: float = field(default_factory=time.monotonic)
     groups: dict[int, SeenGroup] = field(default_factory=dict)
-    """By position."""
+    """Groups by position."""
     changed: set[int] = field(default_factory=set)
-    """Positions of groups of which nobody was told since."""
+    """Positions of groups with changes that were not sent to viewers yet."""
     run: str | None = None
     round: int | None = None
     kind: Literal["short", "long"] | None = None
@@ -142,30 +142,30 @@ class SeenRollout:
     seconds: float | None = None
 
     def now(self) -> float:
-        """Seconds since it began, to the millisecond."""
+        """Seconds since the rollout began, rounded to milliseconds."""
         return round(time.monotonic() - self.began_s, 3)
 
     def begin(self) -> None:
-        """It was prepared before."""
+        """Start the rollout's clock, which began at its preparation, anew."""
         self.began, self.began_s = time.time(), time.monotonic()
 
     def over(self, *, left: bool) -> None:
         self.state, self.seconds = "left" if left else "over", self.now()
 
     def rewarded(self, rewards: Iterable[tuple[str, int, float]]) -> None:
-        """(prompt id, index, reward) each, of candidates that have ended, before the rollout is over."""
+        """Record rewards of ended candidates before the rollout is over. Each is (prompt id, index, reward)."""
         by_id = {group.prompt_id: group for group in self.groups.values()}
         for prompt_id, index, reward in rewards:
             if prompt_id in by_id:
                 by_id[prompt_id].rewarded(index, reward)
 
     def filtered(self, prompt_id: str) -> None:
-        """Its round returns another group in its place."""
+        """Record that the round filtered this prompt's group out."""
         for group in self.groups.values():
             if group.prompt_id == prompt_id:
                 group.over("filtered", None, ())
 
     def rows(self, *, running: bool = True) -> list[RolloutPrompt]:
-        """In the order of the prompts; those of groups that still run only if `running`."""
+        """Rows of the groups, in the order of the prompts. `running`: include groups that still run."""
         groups = [self.groups[position] for position in sorted(self.groups)]
         return [group.row() for group in groups if running or group.over_s is not None]

@@ -1,8 +1,8 @@
-"""Who looks at the server, and what they are told: rollouts on their way, and the last ones that are over.
+"""Viewers of the server, and the events for them: running rollouts and the last finished ones.
 
-Invariants: without a viewer or a record the engine is asked nothing; with any number of them it is asked once per tick,
-and what has changed is encoded once. Who reads the texts of a group that runs asks it besides, for all who read them in
-the same tick. A viewer who is slow misses ticks, and is then told everything anew.
+Invariants: without a viewer or a record the engine is not asked at all. With any number of them it is asked once per
+tick, and each change is encoded once. Texts of a running group are an extra request to the engine, shared by all
+readers of the same tick. A slow viewer misses ticks and is then sent everything anew.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ logger = logging.getLogger("vllm.vllm_rollout")
 
 TICK_S = 0.5
 LOOK_S = 2.0
-"""How long the ranks may take to say what runs: one that is busy is not waited for."""
+"""Seconds that the ranks may take to report their load. A busy rank is not waited for."""
 QUIET_S = 15.0
-"""After so long a silence a viewer's connection is told that it is still there."""
+"""Seconds of silence after which a viewer is sent a comment, to keep the connection open."""
 MAX_VIEWERS = 64
 MAX_BEHIND = 8
-"""Ticks that wait for a slow viewer."""
+"""Most ticks that wait for a slow viewer."""
 MAX_OVER, MAX_OVER_BYTES = 64, 32 << 20
-"""Rollouts that are over, and their rows."""
+"""Most finished rollouts that are kept for viewers, and most bytes of their rows."""
 MAX_RUNS = 64
-"""Whose last round is told; the first ones that were seen are forgotten."""
+"""Most runs whose last round is kept for viewers. The oldest rounds are dropped first."""
 MAX_QUEUE = 32
-"""Prompts of a run's queue that are told by name."""
+"""Most prompts of a run's queue that are listed by id."""
 MAX_WITH_TEXT, MAX_TOKENS_WITH_TEXT = 4, 2_000_000
-"""Rollouts that are over and whose tokens are still there, if somebody looked at their end; 80 MB at most."""
+"""Most finished rollouts, and most tokens of them, whose texts can still be read: 80 MB at most. A rollout is kept only
+if a viewer was connected at its end."""
 
 
 class Viewer:
@@ -54,7 +55,7 @@ class Viewer:
     def __init__(self) -> None:
         self._ticks: asyncio.Queue[bytes] = asyncio.Queue(MAX_BEHIND)
         self.is_behind = True
-        """It has to be told everything."""
+        """True if the viewer has to be sent everything."""
 
     def tell(self, tick: bytes) -> None:
         self.is_behind |= self._ticks.full()
@@ -66,7 +67,7 @@ class Viewer:
         self.is_behind = False
 
     async def next(self) -> bytes:
-        """A tick, or after a while a comment."""
+        """The next tick, or a comment after `QUIET_S` seconds of silence."""
         try:
             async with asyncio.timeout(QUIET_S):
                 return await self._ticks.get()
@@ -75,28 +76,28 @@ class Viewer:
 
 
 class Viewers:
-    """All readers of the feed, and what they may ask for."""
+    """All readers of the feed, and the data that they may read."""
 
     def __init__(self, engine: Engine, *, records: bool = False) -> None:
-        """`records`: a file shall say, too, on which ranks groups were."""
+        """`records`: True if a trace file also needs the ranks of groups."""
         self._engine = engine
         self._records = records
         self._viewers: set[Viewer] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._running: dict[str, Rollout] = {}
         self._over: OrderedDict[str, bytes] = OrderedDict()
-        """Events of those that are over."""
+        """Events of finished rollouts, by rollout id."""
         self._with_text: OrderedDict[str, Rollout] = OrderedDict()
         self._rounds: dict[str, bytes] = {}
-        """By run: the event of its last round."""
+        """The event of the last round, by run."""
         self._unsent: list[bytes] = []
-        """Since the last tick; without what groups did."""
+        """Events since the last tick, without changes of groups."""
         self._ranks = b""
-        """The last event about them."""
+        """The last event about ranks."""
         self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
-        """Texts of groups that run, for a tick: by rollout and position."""
+        """Texts of running groups, by rollout id and position. Each is kept for one tick."""
         self.sessions: SeenSessions | None = None
-        """Groups of sessions; None: this server has none."""
+        """Groups of sessions. None if this server has no sessions."""
 
     def begun(self, rollout: Rollout) -> None:
         rollout.seen.begin()
@@ -119,7 +120,8 @@ class Viewers:
             self._keep_text(rollout)
 
     def rewards_posted(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
-        """By a trainer, of a rollout that is over. All others are among what is seen of a group."""
+        """Send rewards that a trainer has posted for a finished rollout. All other rewards are part of a group's
+        observations."""
         each = [{"prompt_id": its.prompt_id, "index": its.index, "reward": its.reward} for its in rewards]
         told = event_of("rewards", {"rollout_id": rollout_id, "rewards": each})
         if rollout_id in self._over:
@@ -127,7 +129,7 @@ class Viewers:
         self._tell(told)
 
     def round_over(self, summary: RoundSummary, queue: Sequence[str]) -> None:
-        """`queue`: ids of the prompts that now wait for a long round, the oldest first."""
+        """Send the summary of a round. `queue`: ids of the prompts that now wait for a long round, oldest first."""
         names = ("run", "round", "kind", "deferred", "next_round", "num_waiting")
         self._rounds.pop(summary.run, None)
         self._rounds[summary.run] = told = event_of("round", {
@@ -138,7 +140,7 @@ class Viewers:
         self._tell(told)
 
     async def feed(self) -> AsyncGenerator[bytes, None]:
-        """What one viewer is told, without an end. Raises: RequestError (429) when too many look."""
+        """Events for one viewer, without an end. Raises: RequestError (429) if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise RequestError(
                 f"{MAX_VIEWERS} viewers look at this server, which is as many as it takes. Close a page.",
@@ -157,11 +159,12 @@ class Viewers:
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
-                self._unsent.clear()  # who comes next is told everything
+                self._unsent.clear()  # the next viewer is sent everything
             self._tick_if_needed()
 
     async def texts(self, rollout_id: str, position: int, namespace: str) -> GroupTexts:
-        """Raises: RequestError (404) for a group of another client, and one whose tokens are not there any more."""
+        """Texts of a group. Raises: RequestError (404) for a group of another client, and if its tokens are no longer
+        kept."""
         rollout = self._running.get(rollout_id) or self._with_text.get(rollout_id)
         group = None if rollout is None else rollout.seen.groups.get(position)
         if rollout is None or group is None or rollout.namespace != namespace:
@@ -177,14 +180,14 @@ class Viewers:
         if key not in self._read:
             self._read[key] = reading = begin(self._running_texts(rollout, position, group))
             reading.add_done_callback(lambda _: loop.call_later(TICK_S, self._read.pop, key))
-        return await heard(self._read[key], "texts of a group")  # a reader who leaves does not take it from the others
+        return await heard(self._read[key], "texts of a group")  # if one reader leaves, the others still get it
 
     async def _running_texts(self, rollout: Rollout, position: int, group: SeenGroup) -> GroupTexts:
         running = await self._last_tokens(rollout.group_id(position))
         return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
 
     async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
-        """What candidates that run said last; nothing where the engine is dead, or has more to do."""
+        """The last tokens of running candidates. Empty if the engine is dead or too busy."""
         try:
             async with asyncio.timeout(LOOK_S):
                 return await self._engine.last_tokens(group_id)
@@ -245,7 +248,7 @@ class Viewers:
             self._unsent.append(event)
 
     def _everything(self) -> bytes:
-        """Nothing of it depends on what was told before."""
+        """Events that describe the whole state, whatever was sent before."""
         server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
         running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
         first = event_of("server", {**server, "live": True})
@@ -256,7 +259,7 @@ class Viewers:
         while True:
             with survived("the page"):
                 loads: Sequence[EngineLoad] = ()
-                with survived("the page"), suppress(EngineStopped, TimeoutError):  # it is dead, or has more to do
+                with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
                         loads = await self._engine.moves.engine_loads()
                 self._look(loads)
@@ -275,7 +278,7 @@ class Viewers:
             viewer.tell(tick)
 
     def _look(self, loads: Sequence[EngineLoad]) -> None:
-        """What runs on each rank, and how far it is."""
+        """Record the load of each rank, and the progress of the groups on it."""
         ranks = []
         for rank, load in enumerate(loads):
             told = EngineAnswer.of(rank, load)
@@ -297,7 +300,7 @@ def _group(rollout: Rollout, position: int) -> bytes:
 
 
 def _sessions(seen: SeenSessions) -> list[bytes]:
-    """What has changed of them."""
+    """Events of groups of sessions that have changed."""
     rows, gone = seen.news()
     told = [event_of("sessions", row) for row in rows]
     return told + ([event_of("gone", {"rollout_ids": [], "sessions": gone})] if gone else [])
