@@ -31,19 +31,19 @@ class EndedCandidate(BaseModel):
     """Fields of every candidate. Fields about scores are null without pruning."""
 
     index: int
-    """In its group, from 0."""
+    """Index in its group, from 0."""
     num_tokens: int
     score: float | None = None
     """The quality head's logit, or confidence: `signal` says which. Null for one that ended before
     `detection_length`."""
     success_probability: float | None = None
-    """What the score is calibrated to; null also while too few rewards are known."""
+    """Calibrated success probability of the score. Null also while too few rewards are known."""
     survival_probability: float | None = None
     """With pruning the probability with which it was kept; 1 where it could not be stopped: unscored, cold start,
     shadow mode."""
     signal: Signal | None = None
     head_version: int | None = None
-    """0: there was no head yet."""
+    """0 if there was no head yet."""
     confidence: ConfidenceAnswer | None = None
     score_weight_version: str | None = None
     """Version of the weights that sampled token `detection_length`."""
@@ -71,11 +71,11 @@ class Trajectory(EndedCandidate, RewardFields):
     """A candidate that its group returns."""
 
     token_ids: list[int]
-    """Of the output."""
+    """Token ids of the output."""
     logprobs: list[float] | None = None
-    """Of the sampled tokens."""
+    """Log probability of each sampled token."""
     text: str | None = None
-    """Of the output tokens alone: if the prompt ends inside a UTF-8 character, the first bytes do not complete it."""
+    """Text of the output alone: if a prompt ends inside a UTF-8 character, the first bytes do not complete it."""
     finish_reason: str | None
     stop_reason: int | str | None = None
     final_score: float | None = None
@@ -89,7 +89,7 @@ class Trajectory(EndedCandidate, RewardFields):
     std_confidence: float | None = None
     """Standard deviation over its tokens; 0 for one token."""
     weight_versions: list[dict[str, Any]] = []
-    """Which version of the weights sampled which of its tokens: spans `{"version", "start", "end"}`."""
+    """Weight versions that sampled its tokens: spans `{"version", "start", "end"}`."""
     inclusion_probability: float | None = None
     """Probability that the candidate is among the trajectories. If all survivors of pruning are returned, as in an
     audit group, it is the survival probability. Null if candidates race, because the chance to be among the first
@@ -111,7 +111,7 @@ class Candidate(EndedCandidate):
 
 
 class StoppedCandidate(Candidate):
-    """What `"stopped"` in `include` adds."""
+    """A candidate that was not selected, with its tokens. Returned if `include` has "stopped"."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
@@ -194,7 +194,7 @@ class GroupSummary(BaseModel):
 
     prompt_id: str
     group_id: str
-    """Its name for POST /v1/rewards."""
+    """Name of the group for POST /v1/rewards."""
     status: GroupStatus
     """`complete`: it has exactly `group_size` trajectories. `incomplete`: it has what there is."""
     reason: str | None = None
@@ -336,7 +336,7 @@ class TokensEvent(BaseModel):
     prompt_id: str
     index: int
     offset: int
-    """Of the first of these tokens in the output."""
+    """Position of the first of these tokens in the output."""
     token_ids: list[int]
     logprobs: list[float] | None = None
 

@@ -85,7 +85,7 @@ class Body(BaseModel):
 
 
 def _place_of(name: str, known: Sequence[str]) -> str | None:
-    """Where a body with these fields has what a request to another endpoint has under this name."""
+    """The place, in a body with these fields, of a field of other endpoints. None if there is none."""
     place = ELSEWHERE.get(name, f"sampling_params.{name}" if name in SAMPLING else name.removeprefix(PREFIX))
     return place if place.partition(".")[0] in known else None
 
@@ -149,7 +149,7 @@ def _tag(value: Any, tags: list[str]) -> str:
 
 @cache
 def _names_of(body: type[Body]) -> tuple[str, ...]:
-    """Names of its fields; kept, because a body may have a hundred thousand objects."""
+    """Names of its fields. Cached, because a body may have a hundred thousand objects."""
     return tuple(body.model_fields)
 
 

@@ -39,7 +39,7 @@ MEANINGS = {
     504: "No session of the round was run for idle_timeout_s seconds.",
     507: "The disk is full, or waiting prompts would take more than 512 MiB. Nothing has changed.",
 }
-"""When an endpoint answers with a status; errors of one endpoint are in its own description."""
+"""Meaning of each status. Errors of one endpoint are in its own description."""
 
 
 def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -48,7 +48,7 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 ERRORS = errors_of(400, 404, 413, 500, 503) | {"default": {"model": ErrorAnswer, "description": "Any other error"}}
-"""What every endpoint may answer. Without `default` FastAPI would describe an answer 422, which there is not."""
+"""Errors of every endpoint. Without `default` FastAPI would describe an answer 422, which there is not."""
 ROLLOUT_ERRORS = ERRORS | errors_of(409, 429)
 """Errors of endpoints that begin a rollout. 409: a rebuilt engine waits for weights. 429: a reward has too much to
 grade."""

@@ -214,7 +214,7 @@ class Preparation:
 
 
 def _alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
-    """What is to be said of candidates that cannot differ."""
+    """Warnings about candidates that cannot differ."""
     said = request.sampling_params
     field = "temperature" if said.get("temperature") == 0 else "top_k" if said.get("top_k") == 1 else None
     if field is None or plan.num_candidates == 1:

@@ -19,7 +19,7 @@ _WORDS = {"text": "text", "logprobs": "logprobs", "unselected": "stopped"}
 
 
 def remedy_for(name: str, known: Container[str]) -> str | None:
-    """What to write in place of an old name. None: `name` is no old name of a known field."""
+    """The new name to write in place of an old one. None if `name` is no old name of a known field."""
     new = RENAMED.get(name)
     return f"renamed, write {new}" if new is not None and new in known else None
 

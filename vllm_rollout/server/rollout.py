@@ -124,7 +124,7 @@ class Rollout:
     """One plan per prompt."""
     prompts: list[PreparedPrompt]
     seed_names: Sequence[str]
-    """One per prompt: what its seed follows from, with that of the request."""
+    """One name per prompt. Its seed follows from this and the request's seed."""
     included: Set[Included]
     stream_tokens: int | None
     pruning_seed: int

@@ -121,7 +121,7 @@ class GradingService:
             self._metrics.limits_learned(longest_s)
 
     def check(self, options: RewardOptions, num_trajectories: int) -> None:
-        """Raises: RequestError (400) for a name that there is not, (429) while too many others are to be graded."""
+        """Raises: RequestError (400) for an unknown name, (429) while too many others are to be graded."""
         names = [] if self._graders is None else list(self._graders.names)
         if options.name not in names:
             raise RequestError(

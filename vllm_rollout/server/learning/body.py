@@ -148,7 +148,7 @@ assert EXPLANATIONS.keys() == set(get_args(RewardStatus))
 
 
 class RewardResult(BaseModel):
-    """What became of one reward."""
+    """The outcome of one posted reward."""
 
     prompt_id: str
     index: int
@@ -187,7 +187,7 @@ class RewardsAnswer(BaseModel):
     num_training: int
     """Accepted rewards by which the head is trained, too; hidden states of the others are no longer there."""
     head_version: int
-    """Before that training."""
+    """Version before that training."""
     filtered: list[str] = []
     """Ids of prompts whose groups left the round because of these rewards."""
 

@@ -55,7 +55,7 @@ class SaidFields(RolloutFields):
     """Fields of a rollout that a request has set. None means the run's value, else the default of /v1/rollouts."""
 
     def rollout_fields(self) -> dict[str, Any]:
-        """Those that were said, as JSON."""
+        """The fields that were set, as JSON."""
         return self.model_dump(mode="json", include=set(RolloutFields.model_fields), exclude_none=True)
 
     @model_validator(mode="after")
@@ -216,7 +216,7 @@ class RoundRequest(SaidFields, StreamFields):
 
     @property
     def is_repeat(self) -> bool:
-        """It names a round by its key alone: all else is as it was said before."""
+        """True if the request names an earlier round by its key alone."""
         empty = {name for name in ("prompts", "reserve") if not getattr(self, name)}
         said = {name for name in self.model_fields_set - empty if getattr(self, name) is not None}
         return self.idempotency_key is not None and said <= {"idempotency_key", *_HOW_TO_ANSWER}

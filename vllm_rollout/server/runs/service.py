@@ -205,7 +205,7 @@ class RunService:
         return await asyncio.to_thread(with_runs, runs, learned)
 
     async def set_state(self, state: bytes) -> None:
-        """In place of what was learned since, and of all runs of this client.
+        """Replace everything learned, and all runs of this client.
 
         Raises: RequestError, 400 for what is no state, 409 for one of another model and while a round runs, 503 and 507
         when the database does not take it. Nothing has changed then.

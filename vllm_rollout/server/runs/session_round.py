@@ -47,7 +47,7 @@ class SessionTerms(NamedTuple):
     redundancy: int
 
     def request(self, id: str, data: Any = None) -> SessionGroupRequest:
-        """A round audits no group: who audits wants none of its sessions stopped, and a round stops whole groups."""
+        """The request for one group. Audit ratio 0: audits stop nothing, and a round stops whole groups."""
         said = self.options.model_dump(exclude_unset=True)
         size = {"group_size": self.group_size, "redundancy": self.redundancy, "audit_ratio": 0.0}
         return SessionGroupRequest.model_validate({**said, **size, "id": id, "data": data})
