@@ -209,8 +209,9 @@ class RaceFields:
     )
     migration: Migration = row(
         Names(get_args(Migration)),
-        'When groups may move to another rank, if that is expected to pay: "spread", away from a rank that lags, or '
-        '"consolidate", in the tail of a rollout, onto fewer ranks. "auto" is both. Needs a profile.',
+        'When groups may move to another rank: with "spread", if their rank lags, with "consolidate", if the tail of a '
+        "rollout fits on fewer ranks. Groups move only if that pays by the profile, which is required. With "
+        '"auto" both are possible.',
         "body",
         default="off",
     )
