@@ -41,7 +41,9 @@ class Prompt(Body):
     )
     prompt_token_ids: (
         Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)] | None
-    ) = Field(default=None, description="Token ids of the model's vocabulary, at least one, used as they are.")
+    ) = Field(
+        default=None, description="At least one token id of the model's vocabulary. Token ids are used as they are."
+    )
     data: Any = Field(
         default=None,
         description="Any JSON, which the reward gets with each trajectory: the right answer, tests, columns.",
