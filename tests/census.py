@@ -113,7 +113,7 @@ def owner(dotted: str, files: Mapping[str, Path]) -> str | None:
 
 
 def room(folder: str, graph: Graph) -> dict[str, int]:
-    """Counts of a folder's direct children and of their imports."""
+    """Files and direct units of a folder, arrows between these units, and floors: the longest chain of arrows."""
     files = [path for path in graph if path.startswith(f"{folder}/")]
     units = {path: path.removeprefix(f"{folder}/").partition("/")[0] for path in files}
     between: dict[str, set[str]] = {unit: set() for unit in units.values() if unit != "__init__.py"}

@@ -170,7 +170,7 @@ def test_a_wrong_draft_is_no_token_of_the_candidate():
 
 
 def num_with_drafts(known: Sequence[tuple[str, str]], settings: dict[str, Any]) -> int:
-    """Rows with drafts among 300 rows of a candidate of group `g`, if `known` candidates came before."""
+    """Rows with drafts among 300 rows of a candidate of group `g`, after the candidates of `known`."""
     drafts = cheap(settings)
     for number, (prompt, group_id) in enumerate(known):
         drafts.begin(f"{number}", prompt, group_id)

@@ -92,7 +92,7 @@ async def test_packing_that_breaks_off_in_the_middle_takes_nothing_along(new_clu
 
 
 def test_a_release_that_fails_leaves_nobody_out_of_every_queue(two):
-    """A failed release needs no `keep`."""
+    """The group goes on, also without a call of `keep`."""
     collective_rpc = two.cores[0].collective_rpc
     two.cores[0].collective_rpc = lambda method, args: collective_rpc(method, args[1])
     with pytest.raises(IndexError):

@@ -90,7 +90,7 @@ class NixlError(Exception): ...
 
 
 class Network:
-    """Memory of all agents, by agent."""
+    """Registered memory of all agents."""
 
     def __init__(self) -> None:
         self.registered: dict[str, set[tuple[int, int]]] = {}

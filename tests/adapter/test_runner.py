@@ -437,7 +437,7 @@ def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
 
 
 def test_our_drafts_go_on_beside_a_request_that_is_near_the_end_of_the_context():
-    """Without our drafts, vLLM proposes token 0 to every request."""
+    """If our drafts do not go on, vLLM proposes token 0 to every request."""
     runner = RunnerV1()
     observe_runner(runner, new_ring(), v2=False, cpu=False)
     assert not runner._input_fits_in_drafter("metadata"), "another drafter's"
@@ -479,7 +479,7 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
 
 
 class Bare(runner_module.RunnerV1Mixin):
-    """Runner V1 without a tracker."""
+    """Runner V1 without a feature ring."""
 
     def __init__(self, uses_mrope: bool = False) -> None:
         self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
