@@ -1,4 +1,4 @@
-"""Where the numbers of README.md and docs/results.md come from.
+"""Sources of the numbers in README.md and docs/results.md.
 
 A row of a table of results is known by its first two cells, *what* and *against*: they state conditions. All numbers in
 its other cells, but the link to the file, are computed here from the JSON that the benchmark wrote.

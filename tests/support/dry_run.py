@@ -156,8 +156,8 @@ class DryRun:
         return output
 
     def _report(self, output: ModelRunnerOutput) -> None:
-        """Add a worker's report: candidates at a detection length have their trace as logit. Every token is also reported
-        as a last one, with twice the logit."""
+        """Add a worker's report: candidates at a detection length have their trace as logit. Every token is
+        also reported as a last one, with twice the logit."""
         due = [
             request_id
             for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)

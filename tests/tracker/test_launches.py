@@ -1,5 +1,5 @@
-"""A step's demands on the device: it never waits, and it launches few kernels. The meta device stands for a GPU, since it
-has no values to wait for. Launches are the operators that a step dispatches."""
+"""A step's demands on the device: it never waits, and it launches few kernels. The meta device stands for a GPU, since
+it has no values to wait for. Launches are the operators that a step dispatches."""
 
 from collections import Counter
 

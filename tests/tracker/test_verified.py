@@ -84,7 +84,7 @@ ONE_BY_ONE = [dict.fromkeys(LENGTHS, (0, 1))] * NUM_TOKENS
 
 @st.composite
 def stepwise(draw: st.DrawFn) -> list[dict[str, tuple[int, int]]]:
-    """The same tokens in steps with drafts, of which some are rejected. Requests may rest."""
+    """Tokens of a run, sampled in steps with drafts, of which some are rejected. Requests may rest."""
     done, steps = dict.fromkeys(LENGTHS, 0), []
     while waiting := [id for id in LENGTHS if done[id] < NUM_TOKENS]:
         step = {}
