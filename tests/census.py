@@ -39,7 +39,7 @@ JOURNEYS = ("candidate", "reward")
 MIN_TWIN_WORDS = 40
 TWIN_LIKENESS = 0.8
 Graph = Mapping[str, Collection[str]]
-"""What each imports: a file's or a unit's path to the paths of others."""
+"""Imports: path of a file or unit -> paths that it imports."""
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def owner(dotted: str, files: Mapping[str, Path]) -> str | None:
 
 
 def room(folder: str, graph: Graph) -> dict[str, int]:
-    """What stands directly in a folder, and how it hangs together."""
+    """Files and direct units of a folder, arrows between these units, and floors: the longest chain of arrows."""
     files = [path for path in graph if path.startswith(f"{folder}/")]
     units = {path: path.removeprefix(f"{folder}/").partition("/")[0] for path in files}
     between: dict[str, set[str]] = {unit: set() for unit in units.values() if unit != "__init__.py"}
@@ -126,7 +126,7 @@ def room(folder: str, graph: Graph) -> dict[str, int]:
 
 
 def floors(graph: Graph) -> int:
-    """How many stand on the longest chain of imports; those in one circle count once."""
+    """Number of units on the longest chain of imports. Units of one circle count once."""
     circle = together(graph)
     below: dict[frozenset[str], set[frozenset[str]]] = defaultdict(set)
     for node, targets in graph.items():
@@ -138,7 +138,7 @@ def floors(graph: Graph) -> int:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Those that import each other, directly or by others."""
+    """Groups of units that import each other, directly or by others."""
     return sorted(sorted(members) for members in set(together(graph).values()) if len(members) > 1)
 
 

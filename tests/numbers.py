@@ -1,4 +1,4 @@
-"""Where the numbers of README.md and docs/results.md come from.
+"""Sources of the numbers in README.md and docs/results.md.
 
 A row of a table of results is known by its first two cells, *what* and *against*: they state conditions. All numbers in
 its other cells, but the link to the file, are computed here from the JSON that the benchmark wrote.
@@ -45,7 +45,7 @@ class Quoted(NamedTuple):
     files: str | tuple[str, ...]
     """In benchmarks/results without their ending, or paths from the root."""
     numbers: Callable[..., str]
-    """Of the JSON of each file."""
+    """Numbers computed from the JSON of each file."""
 
 
 @cache
@@ -98,7 +98,7 @@ def race(it: Any, way: str) -> float:
 
 
 def tiny_races(it: Any, way: str) -> list[float]:
-    """The same on the tiny model, for each number of groups, the smallest first."""
+    """Ratios of races on the tiny model, by number of groups, the smallest first."""
     return sorted(each["ratios"][f"{way}/d"] for each in it["races"][1:])
 
 
@@ -108,7 +108,7 @@ def of_ideal(it: Any, candidates: int, way: str = "rollouts", digits: int = 0) -
 
 
 def step_ms(it: Any) -> float:
-    """Of a step of the emulated device, before what each candidate adds."""
+    """Time of a step of the emulated device, before the time that each candidate adds."""
     return float(it["workload"]["device"]["step"]["ms"] / it["workload"]["speed"])
 
 
@@ -129,7 +129,7 @@ def runs_of_gain(it: Any) -> int:
 
 
 def grading(it: Any, ratio: str) -> str:
-    """How many times as fast, of both kinds of rounds."""
+    """Speed-ups of both kinds of rounds."""
     return "{:.1f} {:.1f}".format(*sorted(shape["ratios"][ratio]["median"] for shape in it["results"]))
 
 
@@ -140,7 +140,7 @@ def graded(it: Any) -> str:
 
 
 def epochs(it: Any) -> int:
-    """Of each way, after the one in which limits learn."""
+    """Number of epochs of each way, without the first one, in which limits are learned."""
     return len({each["epoch"] for each in it["rounds"]} - {0})
 
 
@@ -167,7 +167,7 @@ def sooner(it: Any, name: str, style: str = "long is wrong", than: str = "plain"
 
 
 def reached(it: Any, *names: str, style: str = "long is wrong") -> str:
-    """How many of an arm's trainings reached the goal, and how many there are, for each arm."""
+    """Number of an arm's trainings that reached the goal, and number of all its trainings, for each arm."""
     found = [arm(it, name, style) for name in names]
     return " ".join(f"{each['to_0.6']['num']} {len(each['seeds'])}" for each in found)
 
@@ -189,7 +189,7 @@ def pruned(it: Any, way: str, key: str = "mean_ratio") -> float:
 
 
 def drafts(it: Any, fewest: int, most: int) -> list[float]:
-    """How many times as fast, of answers whose lengths differ."""
+    """Speed-ups for answers whose lengths differ."""
     return [
         cell["faster"]
         for cell in it["cells"]
@@ -233,14 +233,14 @@ def moved(it: Any, way: str, tokens: int) -> float:
 
 
 def judged(it: Any, way: str) -> str:
-    """When the last grade comes, over the rollout alone: 64 long answers, a judge of 7B."""
+    """Time of the last grade, relative to the rollout alone: 64 long answers, a judge of 7B."""
     load = {"judge": "7B", "answers": "long", "num_prompts": 8, "redundancy": 0, "way": way}
     (cell,) = (cell for cell in it["cells"] if cell.items() >= load.items())
     return f"{cell['last_grade']['median']:.2f}"
 
 
 def step(it: Any, key: str) -> str:
-    """How many times faster the last row is than the first one, the synchronous step."""
+    """Speed-up of the last row against the first one, the synchronous step."""
     return f"{it['measured'][0][key] / it['measured'][-1][key]:.1f}"
 
 
@@ -277,7 +277,7 @@ def saved(it: Any, key: str) -> str:
 
 
 def found(it: Any, name: str) -> Any:
-    """What a piece of a lease concludes; its last line counts."""
+    """Result of a piece of a lease. Its last line counts."""
     return [line["value"] for line in it if line["kind"] == "result" and line["name"] == name][-1]
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom: deciding, observing and speaking HTTP stay apart from vLLM."""
+"""Allowed imports: deciding, observing and speaking HTTP stay apart from vLLM."""
 
 import ast
 import re
@@ -79,7 +79,7 @@ def test_docs_and_docstrings_cite_files_that_are_there():
 
 
 Arrows = dict[str, dict[str, list[str]]]
-"""What a place imports of another: importer, imported, then `file: name`."""
+"""Imports between places: importer, imported, then `file: name`."""
 
 
 def place(parts: tuple[str, ...]) -> str:
@@ -116,7 +116,7 @@ def cycle(arrows: Arrows) -> list[str]:
 
 
 def file_arrows() -> Arrows:
-    """The same of single files; what is imported for types only counts."""
+    """Imports between single files, those for types only included."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     found: Arrows = defaultdict(lambda: defaultdict(list))
     for importer, path in files.items():

@@ -1,4 +1,4 @@
-"""What `make census` counts, on a project of a few lines."""
+"""Counts of `make census` for a project of a few lines."""
 
 import pytest
 

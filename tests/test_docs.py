@@ -1,4 +1,4 @@
-"""What the pages promise: their links lead somewhere, and the first page stays short."""
+"""Links between pages lead somewhere, and the first page stays short."""
 
 import re
 from functools import cache
@@ -11,7 +11,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """What a link may name in a page behind `#`: its headings, as GitHub writes them."""
+    """Anchors of a page's headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
 
@@ -53,7 +53,7 @@ VLLMS = {"nixl/pull_scheduler.py"}
 
 
 def test_programs_that_pages_name_are_there():
-    """The log names what there was."""
+    """The log is left out: it may name programs of earlier versions."""
     folders = ("benchmarks", "conformance", "csrc", "docs_tools", "examples", "kernels", "tests", "vllm_rollout")
     programs = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
     named = {

@@ -418,7 +418,7 @@ def test_no_sandbox_is_a_warning_with_its_reason(monkeypatch):
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """What the command finds, which a test may change."""
+    """Findings of the command, which a test may change."""
     found = [Finding("vLLM", "ok", "0.32.0 for CPUs"), Finding("port", "warning", "[8000] is odd")]
     monkeypatch.setattr("vllm_rollout.doctor.command.examine", lambda port: found)
     return found

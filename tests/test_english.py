@@ -21,7 +21,7 @@ NOT_FIRST = ("Of", "Who", "Whoever", "What", "Nobody")
 
 
 def sentences(page: str) -> Iterator[str]:
-    """Of the text and of the cells of tables: no code, headings or addresses of links."""
+    """Sentences of the text and of table cells, without code, headings and addresses of links."""
     page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     page = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", page)
     for block in re.split(r"\n\s*\n|\n(?=[-*|#] ?)", page):

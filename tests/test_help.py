@@ -1,4 +1,4 @@
-"""What `vllm-rollout COMMAND --help` shows."""
+"""Output of `vllm-rollout COMMAND --help`."""
 
 import pytest
 from typer.main import get_command

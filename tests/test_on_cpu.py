@@ -1,4 +1,4 @@
-"""What is chosen for a CPU, on machines that are files."""
+"""Settings chosen for a CPU, on machines that are files."""
 
 from __future__ import annotations
 

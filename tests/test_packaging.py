@@ -1,4 +1,4 @@
-"""What installing the package brings along: nothing that a trainer's environment has in a version of its own."""
+"""Dependencies that an installation adds: none that a trainer's environment has in a version of its own."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def name_of(requirement: str) -> str:
 
 
 def needed_by(name: str) -> set[str]:
-    """What an installed package needs without extras; nothing when it is not installed here."""
+    """Requirements of an installed package without extras. Empty if it is not installed."""
     try:
         found = [Requirement(requirement) for requirement in requires(name) or []]
     except PackageNotFoundError:
@@ -60,7 +60,7 @@ def test_an_extra_installs_the_vllm_that_is_tested_most(extra):
 
 
 def pip_would_install(folder: Path, extra: str) -> subprocess.CompletedProcess[str]:
-    """What pip decides, without an index, for this package in an environment with an older vLLM and torch."""
+    """Decision of pip, without an index, for this package in an environment with an older vLLM and torch."""
     for name, version in {"vllm": "0.29.0", "torch": "2.11.0"}.items():
         info = folder / "packages" / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
@@ -177,7 +177,7 @@ def test_images_are_of_the_vllm_that_is_tested_most():
 
 
 def test_the_script_of_the_cpu_image_leaves_out_tools_only():
-    """Of the lock; what a server needs is installed. `tests.wheel` asks pip about the rest."""
+    """Every package of the lock that a server needs is installed. `tests.wheel` asks pip about the rest."""
     (names,) = re.findall(r"^left_out='(.+)'$", (ROOT / "docker/install-cpu.sh").read_text(), re.MULTILINE)
     (more,) = re.findall(r'^left_out="\$left_out\|(.+)"$', (ROOT / "docker/install-cpu.sh").read_text(), re.MULTILINE)
     left_out = re.compile(f"({names}|{more})")

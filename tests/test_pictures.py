@@ -40,9 +40,9 @@ class Kept(NamedTuple):
     command: str
     """That makes it. The file of its result names it, or else a page."""
     draw: Callable[[Path], None]
-    """What the command draws it with."""
+    """Function by which the command draws the picture."""
     labels: tuple[str, ...]
-    """Of the horizontal axes."""
+    """Labels of the horizontal axes."""
 
 
 def result(name: str) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def shown() -> dict[str, list[Path]]:
 
 
 def size_of(picture: Path) -> tuple[int, int]:
-    """Of a PNG, in pixels."""
+    """Size of a PNG, in pixels."""
     head = picture.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", head[16:])

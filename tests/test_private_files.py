@@ -1,4 +1,4 @@
-"""What a server keeps is read by its owner only, whatever the umask; files of an earlier version too."""
+"""Files of a server can be read by their owner only, whatever the umask, also files of an earlier version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_rollout.whole_file import write_whole
 
 PACKAGE = Path(vllm_rollout.__file__).parent
 WRITERS = ("server", "adapter", "rewards", "trace", "tracker", "emulation")
-"""Folders of what a server runs."""
+"""Folders of the code that a server runs."""
 IN_A_PRIVATE_FOLDER = {
     "adapter/api/calls/deaths.py",
     "adapter/api/start/first.py",
@@ -46,7 +46,7 @@ def _no_umask() -> Iterator[None]:
 
 
 def modes(folder: Path) -> dict[str, str]:
-    """Of all that is in it, and of the folder."""
+    """Modes of the folder and of everything in it, by path."""
     found = [folder, *folder.rglob("*")]
     return {str(path.relative_to(folder)): oct(stat.S_IMODE(path.lstat().st_mode)) for path in found}
 

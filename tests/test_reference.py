@@ -38,7 +38,7 @@ def section(title: str) -> str:
 
 
 def fields(text: str) -> set[str]:
-    """First column of tables, as code."""
+    """Names in the first column of tables."""
     return set(re.findall(r"^\| `([^`]+)`", text, re.MULTILINE))
 
 

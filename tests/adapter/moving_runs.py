@@ -83,7 +83,7 @@ class Ranks:
             assert self.step()
 
     def release(self, group_id: str, source: int, epoch: int = 1) -> Released:
-        """Ask until nothing is in flight."""
+        """Release a group, and repeat until none of its tokens are in flight."""
         while (released := self.cores[source].release(group_id, epoch)).outcome in ("in_flight", "busy"):
             self.runs[source].step()
         return released

@@ -64,7 +64,7 @@ class Rank(Core):
         self.run.outputs.clear()
 
     def deliver(self) -> None:
-        """What it has said arrives."""
+        """Deliver the rank's pending messages."""
         while self.outbox:
             self.outbox.popleft()()
 
@@ -97,7 +97,7 @@ class Rank(Core):
 
 
 class SendsToRanks(AsyncLLM):
-    """Where requests go."""
+    """An engine client that sends requests to these ranks."""
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any
@@ -231,7 +231,7 @@ class Cluster:
         raise AssertionError("it does not come")
 
     async def done(self, *work: asyncio.Future[Any]) -> list[Any]:
-        """What comes of these; exceptions too."""
+        """Results of these works, exceptions included."""
         everything = asyncio.gather(*work, return_exceptions=True)
         await self.until(everything.done)
         return everything.result()
@@ -251,7 +251,7 @@ class Cluster:
         raise AssertionError(f"rank {rank} is not asked to {operation}")
 
     def cores_of(self, group_id: str) -> list[int]:
-        """Where candidates of a group run or wait."""
+        """Ranks on which candidates of a group run or wait."""
         return [rank for rank, core in enumerate(self.cores) if core.scheduler.candidates_of(group_id)]
 
     @property

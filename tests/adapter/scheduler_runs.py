@@ -28,7 +28,7 @@ REQUEST_STRIDE = 10_000
 
 
 NO_AUDITS = ServeOptions(audit_ratio=0.0)
-"""Nothing is audited by chance."""
+"""Options without random audits."""
 
 
 End = tuple[str, FinishReason, int | str | None]
@@ -84,7 +84,7 @@ class TracedRun(DryRun):
         return (1 + list(self.requests).index(request_id)) * REQUEST_STRIDE + 1
 
     def own_tokens(self, request_id: str, num_tokens: int) -> list[int]:
-        """What a request without a script says first."""
+        """First tokens of a request without a script."""
         first = self.first_token(request_id)
         return list(range(first, first + num_tokens))
 
@@ -113,7 +113,7 @@ class TracedRun(DryRun):
         return [self.end(request_id) for request_id in request_ids]
 
     def abort(self, *request_ids: str) -> None:
-        """As their client does."""
+        """Abort requests, as their client does."""
         self.scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
     def num_dropped(self, request_id: str) -> int:
@@ -121,7 +121,7 @@ class TracedRun(DryRun):
         return self.num_sampled.get(request_id, 0) - self.num_tokens(request_id)
 
     def record_steps(self) -> list[dict[int, EngineCoreOutputs]]:
-        """What the scheduler answers from now on, step by step and client by client."""
+        """Record the scheduler's outputs of each later step, by client."""
         steps: list[dict[int, EngineCoreOutputs]] = []
         update_from_output = self.scheduler.update_from_output
 

@@ -28,7 +28,7 @@ from vllm_rollout.server.metrics import Metrics
 
 
 class AddsToRun(AsyncLLM):
-    """Where requests go: into the dry run of a SteppedLLM."""
+    """Adds requests to the dry run of a SteppedLLM."""
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams, **kwargs: Any

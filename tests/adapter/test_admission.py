@@ -1,4 +1,4 @@
-"""Who is admitted when the KV cache is nearly full, under vLLM's real scheduler."""
+"""Admission of candidates by vLLM's real scheduler when the KV cache is nearly full."""
 
 from random import Random
 

@@ -123,7 +123,7 @@ async def collect(outputs: AsyncIterator[CandidateOutput]) -> list[CandidateOutp
 
 
 def in_time(work: Awaitable[Any]) -> Awaitable[Any]:
-    """What hangs is a failure."""
+    """Fail instead of hanging."""
     return asyncio.wait_for(work, 60)
 
 

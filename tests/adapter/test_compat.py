@@ -70,7 +70,7 @@ def test_vllm_is_as_the_contract_says(fact):
 
 
 def problem(fact: Fact) -> str | None:
-    """What is wrong with a row, measured by the installed vLLM."""
+    """Error of a row against the installed vLLM, or None."""
     if fact.kind == "flag":
         return None if fact.name in serve_flags() else "no such setting"
     if fact.kind == "replaces":
@@ -103,7 +103,7 @@ def serve_flags() -> set[str]:
 
 
 def looks_up(function: Any, name: str) -> bool:
-    """Whether a function imports `name` in its own body, or calls it as a name of its own module."""
+    """True if a function imports `name` in its body, or calls it as a name of its own module."""
     module, _, last = name.rpartition(".")
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     if function.__module__ == module:
@@ -140,7 +140,7 @@ def test_what_a_version_lacks_is_a_row_of_the_contract(version):
 
 
 def lacked(version: str) -> set[str]:
-    """What differs in a version, as the rows say, so that our code asks before it uses it."""
+    """Names that a version lacks by the rows, so that our code asks before it uses them."""
     return {f"{fact.of}.{fact.name}" for fact in CONTRACT if not fact.holds_for(version)}
 
 
@@ -180,7 +180,7 @@ SET_ANEW = {
     "vllm.v1.worker.gpu_worker.Worker.device",
     "vllm.v1.worker.worker_base.WorkerBase.device",
 }
-"""What of vLLM's objects ours set, and mean to."""
+"""Attributes of vLLM's objects that our code sets on purpose."""
 
 
 def test_nothing_that_ours_set_on_themselves_hides_something_of_vllms():

@@ -21,7 +21,7 @@ from vllm_rollout.adapter.worker.shared_kv import SharedKV
 NUM_BLOCKS = 8
 INVALID = cudaError_t.cudaErrorInvalidValue
 UNDOING = ("cudaFree", "cudaSetDevice")
-"""Where these fail, memory is lost or a handle stays open: nothing can be done about it."""
+"""Functions whose failure cannot be mended: memory is lost, or a handle stays open."""
 NO_ROOM = cudaError_t.cudaErrorMemoryAllocation
 
 

@@ -1,4 +1,4 @@
-"""Which candidates get which drafts, and what is learned of them."""
+"""Drafts by candidate, and learning from drafts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +64,7 @@ class Runner:
         self.proposed: dict[str, list[int]] = {}
 
     def step(self, sampled: dict[str, tuple[int, ...]], new: tuple = (), finished: tuple[str, ...] = ()) -> dict:
-        """What is drafted for each request, by its id."""
+        """Drafts of each request, by request id."""
         for id in finished:
             del self.tokens[id]
         for request in new:

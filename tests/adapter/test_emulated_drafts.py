@@ -40,7 +40,7 @@ def new_run(tiny_model):
 
 
 def launch(run: EmulatedRun, lengths: Sequence[int] = LENGTHS, **fields: Any) -> None:
-    """Two groups."""
+    """Launch two groups."""
     pruning = fields.pop("pruning", None)
     for number in range(2):
         terms = GroupTerms(len(lengths), len(lengths), pruning=pruning)
@@ -123,7 +123,7 @@ class FakeRequest:
 
 
 def cheap(settings: dict[str, Any] = SURE, max_model_len: int = 4096) -> EmulatedDrafts:
-    """Where drafts are known to cost nothing, at every size of the batch that is asked for here."""
+    """Drafts that cost nothing, at every batch size of these tests."""
     drafts = EmulatedDrafts(DraftSettings.model_validate(settings), MAX_DRAFT_TOKENS, max_model_len)
     for num_rows in (1, 2):
         for work in [StepWork(num_rows, 9, 0)] * 2 + [StepWork(num_rows, 9, 0, 4 * num_rows)] * 40:
@@ -170,7 +170,7 @@ def test_a_wrong_draft_is_no_token_of_the_candidate():
 
 
 def num_with_drafts(known: Sequence[tuple[str, str]], settings: dict[str, Any]) -> int:
-    """Of 300 rows of a candidate of group `g`, where these candidates of (prompt, group) have been before."""
+    """Rows with drafts among 300 rows of a candidate of group `g`, after the candidates of `known`."""
     drafts = cheap(settings)
     for number, (prompt, group_id) in enumerate(known):
         drafts.begin(f"{number}", prompt, group_id)
@@ -206,7 +206,7 @@ SCORED = PruningPlan(detection_length=20, mode="shadow", trial_lengths=(60, 120)
 
 
 def test_scores_are_those_without_drafts(new_run):
-    """Of candidates that say many tokens in a step: at their detection lengths and at their end."""
+    """Candidates with many tokens a step have the same scores, at detection lengths and at their end."""
     seen = []
     for drafts in (False, True):
         run = new_run(drafts, GPU | {"drafts": SURE})

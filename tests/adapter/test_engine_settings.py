@@ -1,4 +1,4 @@
-"""What an engine in a trainer's own process is given on a CPU: what the caller has chosen stays."""
+"""Settings of an engine in a trainer's own process on a CPU. The caller's own settings stay."""
 
 from __future__ import annotations
 

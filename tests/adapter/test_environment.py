@@ -1,4 +1,4 @@
-"""What the environment asks of engines that others build, and which requests are raced by it."""
+"""Environment variables for engines that others build, and the requests that race by them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ IMAGE = object()
 
 
 def image(seed: int, dtype: Any = np.uint8, of: Callable[[np.ndarray], Any] = lambda pixels: pixels) -> dict[str, Any]:
-    """A prompt with one, decoded anew."""
+    """A prompt with an image, decoded anew."""
     pixels = np.random.default_rng(seed).integers(0, 255, (4, 4, 3)).astype(dtype)
     return {"prompt_token_ids": [1], "multi_modal_data": {"image": [of(pixels)]}}
 

@@ -33,7 +33,7 @@ class Failing:
 
 
 async def moved(cluster: Cluster, prepare: Callable[[int], None]) -> Any:
-    """What becomes of a group that runs when it is moved; `prepare` is told its rank."""
+    """Outcome of moving a running group. `prepare` gets the rank of the group."""
     cluster.start("g", LENGTHS, 2)
     await cluster.until(lambda: cluster.said.get(("g", 1), []))
     (source,) = cluster.cores_of("g")
@@ -92,7 +92,7 @@ async def test_packing_that_breaks_off_in_the_middle_takes_nothing_along(new_clu
 
 
 def test_a_release_that_fails_leaves_nobody_out_of_every_queue(two):
-    """Also when nobody says `keep`."""
+    """The group goes on, also without a call of `keep`."""
     collective_rpc = two.cores[0].collective_rpc
     two.cores[0].collective_rpc = lambda method, args: collective_rpc(method, args[1])
     with pytest.raises(IndexError):
@@ -113,7 +113,7 @@ ADOPTING = [
     ("rollout_attach", 0), ("preprocess_add_request", 0), ("preprocess_add_request", 1), ("rollout_fetch_kv", 0),
     ("add_request", 0), ("add_request", 1),
 ]  # fmt: skip
-"""Where adopting may fail: (what, and how often it goes well before)."""
+"""Failure points of an adoption: (call, number of successes before the failure)."""
 
 
 @pytest.mark.parametrize(("what", "number"), ADOPTING)

@@ -29,7 +29,7 @@ from vllm_rollout.on_cpu import GIB, Cpu
 AUTO = ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "4")
 BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]
 SETS = ("VLLM_PLUGINS", "VLLM_TARGET_DEVICE", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_WORKER_MULTIPROC_METHOD")
-"""What `parse` sets for the process."""
+"""Environment variables that `parse` sets."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def parse_model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def refusal(parsed: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What is said of flags that end the start."""
+    """Error message of flags that end the start."""
 
     def refuse(*flags: str) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -108,7 +108,6 @@ def test_without_our_flags_nothing_changes(parsed):
 
 @pytest.fixture
 def ours() -> list[argparse.Action]:
-    """Our own flags."""
     parser = FlexibleArgumentParser()
     theirs = set(parser._actions)
     for module in (serve, *serve.GROUPS):

@@ -1,4 +1,4 @@
-"""Which rank a group is sent to: by predicted work, and by what others have sent."""
+"""The rank for a group: by predicted work, and by groups that other processes have sent."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ MASK = SamplingMaskLists(np.array([1, 2]), np.array([0, 2]))
 
 
 class Step(NamedTuple):
-    """What a step brings beside its token."""
+    """Outputs of a step beside its token."""
 
     event: bool
     num_nans: int

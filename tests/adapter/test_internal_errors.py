@@ -35,7 +35,7 @@ def only_for(wanted: Callable[..., bool], method: Callable[..., Any]) -> Callabl
 
 
 def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
-    """Whose method that is, and which calls of it are about group g."""
+    """The object of a method, and a test of which calls of it are about group g."""
     steps = run.scheduler.group_steps
     group = run.scheduler._by_id[("g", 0)].group
     return {

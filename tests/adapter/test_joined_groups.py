@@ -45,7 +45,7 @@ def prompt(length: int, *token_ids: int) -> dict[str, Any]:
 
 
 class Sibling:
-    """A request on its way."""
+    """A running request."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ async def race(llm: SteppedLLM, *siblings: Sibling) -> list[tuple[str, str | Non
 async def answer(
     llm: SteppedLLM, request_id: str, prompt: Any, xargs: dict[str, Any], n: int = 2, seed: int | None = None
 ) -> RequestOutput:
-    """That of an OpenAI request which races a group by itself."""
+    """Answer of an OpenAI request that races a group by itself."""
     (only,) = await answers(llm, [(request_id, prompt)], xargs, n, seed)
     return only
 
@@ -90,7 +90,7 @@ async def answer(
 async def answers(
     llm: SteppedLLM, requests: list[tuple[str, Any]], xargs: dict[str, Any], n: int, seed: int | None = None
 ) -> list[RequestOutput]:
-    """The same of several that run together."""
+    """Answers of several OpenAI requests that run together."""
     params = SamplingParams(n=n, max_tokens=400, seed=seed, detokenize=False, extra_args=xargs)
     streams = [llm.generate(prompt, params.clone(), request_id) for request_id, prompt in requests]
     tasks = [asyncio.create_task(anext(stream)) for stream in streams]
@@ -581,7 +581,7 @@ async def test_the_id_of_a_request_stops_its_whole_group_and_the_count_is_what_s
 
 
 async def test_another_process_s_group_is_stopped_too(llm: SteppedLLM):
-    """Which has its requests in an output processor of its own."""
+    """The other process has its requests in an output processor of its own."""
     running = asyncio.create_task(raced(llm, "chatcmpl-a", [500, 600, 700]))
     await let_everybody_run()
     await llm.step()

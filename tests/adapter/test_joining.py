@@ -20,7 +20,7 @@ from vllm_rollout.group.types import BASE_MODEL
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}
-"""Of a group that its prompt names."""
+"""Fields of a request whose group is named by its prompt."""
 PRUNE = {**JOIN, "rollout_detection_length": 4}
 
 

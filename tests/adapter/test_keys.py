@@ -1,7 +1,6 @@
-"""Who gets in without a key, in every --rollout-compat mode, by asking each route of vLLM's app and ours.
+"""Access without a key, in every --rollout-compat mode: each route of vLLM's app and ours is called.
 
-What vLLM alone leaves open (its development mode most of all) is its own; what of ours is open is named here.
-"""
+Routes that vLLM alone leaves open, in its development mode most of all, are vLLM's. Our open routes are named here."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from vllm_rollout.adapter.worker import shared_kv
 BLOCK_SIZE = 16
 PROMPT = [5] * 100
 NUM_TOKENS = 60
-"""Of each candidate, when it moves."""
+"""Tokens of each candidate when it moves."""
 
 
 def path_of(segment: KVSegment) -> Path:

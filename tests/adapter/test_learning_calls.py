@@ -1,5 +1,5 @@
-"""What API process and engine cores tell each other of learning: the real calls of both ends over the real codecs, with
-workers that are quality heads without a model."""
+"""Messages about learning between API process and engine cores: the real calls of both ends over the real codecs. The
+workers are quality heads without a model."""
 
 import asyncio
 import gc
@@ -123,7 +123,7 @@ class Rank:
 
 
 class Client:
-    """An engine client with some ranks."""
+    """An engine client with several ranks."""
 
     errored = False
     """Asked for of a call that takes long, as on a busy machine."""
@@ -399,7 +399,7 @@ def content(rank: Rank) -> tuple:
 
 
 def refused(rank: Rank, put: str, data: bytes) -> RequestError:
-    """What is said of this head or state; nothing has changed."""
+    """Error of a refused head or state. A refusal changes nothing."""
     before = content(rank)
     with pytest.raises(RequestError) as caught:
         getattr(Engine(rank), put)(data)

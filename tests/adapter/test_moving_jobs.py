@@ -39,7 +39,7 @@ class SteppedCore(Core):
 
 
 class Jobs(MovingJobs):
-    """Those of a child that is this process."""
+    """Moving jobs whose child process is this process."""
 
     def __init__(self, core: SteppedCore) -> None:
         self.llm = SimpleNamespace(reset_prefix_cache=core.scheduler.reset_prefix_cache)

@@ -24,7 +24,7 @@ CALLS_THAT_COME_THROUGH = OPERATIONS.keys() - {"release_group", "adopt_group"}
 
 
 class Schedule:
-    """What happens is drawn; after each event what must hold is looked at."""
+    """Draws events, and checks the invariants after each event."""
 
     def __init__(self, cluster: Cluster, chance: random.Random) -> None:
         self.cluster, self.chance = cluster, chance
@@ -75,7 +75,7 @@ class Schedule:
             self.call(self.cluster.engines[self.process_of[group_id]].moves.move_group(group_id, self.rank()))
 
     def leave(self) -> None:
-        """Who waits for something goes away."""
+        """Cancel a waiting task."""
         if waiting := [task for task in (*self.calls, *self.cluster.readers.values()) if not task.done()]:
             self.chance.choice(waiting).cancel()
 

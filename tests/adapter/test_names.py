@@ -44,7 +44,7 @@ async def test_an_adapter_that_took_the_place_of_another_is_not_read_again_in_ea
 
     class Client(RolloutAsyncLLM):
         def shutdown(self, timeout: float | None = None) -> None:
-            """Nothing has started."""
+            """Do nothing: nothing has started."""
 
     loaded: list[bool] = []
     client = Client.__new__(Client)

@@ -48,12 +48,12 @@ class Source:
 
 
 TRANSPORTS = {"any": {}, "tcp": {"UCX_TLS": "tcp"}}
-"""tcp: as between hosts without RDMA."""
+"""UCX settings by name. tcp: as between hosts without RDMA."""
 
 
 @pytest.fixture(scope="module")
 def sources() -> Iterator[dict[str, Source]]:
-    """One for each; they start together."""
+    """One source for each transport. The sources start together."""
     sources = {name: Source(**environment) for name, environment in TRANSPORTS.items()}
     yield sources
     for source in sources.values():
@@ -90,7 +90,7 @@ class NixlError(Exception): ...
 
 
 class Network:
-    """What the agents know of each other's memory."""
+    """Registered memory of all agents."""
 
     def __init__(self) -> None:
         self.registered: dict[str, set[tuple[int, int]]] = {}

@@ -21,7 +21,7 @@ PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/
 
 
 class Client(RolloutAsyncLLM):
-    """Overrides: __init__, shutdown."""
+    """An engine client without engines. Overrides: __init__, shutdown."""
 
     def __init__(self) -> None:
         self.vllm_config: Any = SimpleNamespace(additional_config={}, scheduler_config=SimpleNamespace(max_num_seqs=4))

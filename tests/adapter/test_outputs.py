@@ -1,4 +1,4 @@
-"""What is made of vLLM's outputs where a request was stopped before it said anything."""
+"""Outputs of requests that were stopped before their first token."""
 
 import math
 

@@ -37,7 +37,7 @@ RANKS = [b"rank 0", b"rank 1", b"rank 2"]
 
 
 def rank_client(monkeypatch: pytest.MonkeyPatch, answers: dict[bytes, Any]) -> RankClient:
-    """Of ranks that answer this; a rank without an answer never does."""
+    """A client of ranks that give these answers. A rank without an answer never answers."""
 
     async def call(self: RankClient, method: str, *args: Any, engine: bytes) -> Any:
         await asyncio.sleep(0)

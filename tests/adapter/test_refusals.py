@@ -1,4 +1,4 @@
-"""What this engine cannot do is said, on every endpoint, before anything is launched."""
+"""Each endpoint refuses requests that this engine cannot run, before anything is launched."""
 
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -58,7 +58,7 @@ class Calls:
 
 
 class Learning:
-    """Stands for EngineLearning."""
+    """A stand-in for EngineLearning."""
 
     def __init__(self, calls, options) -> None:
         self._part = calls.part

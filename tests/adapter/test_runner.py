@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     request_id: str
     num_computed: int
-    """After the step."""
+    """Computed tokens after the step."""
     num_known: int
     """Prompt and output before it: a row that does not get there samples nothing."""
 
@@ -104,7 +104,7 @@ class RunnerV1:
 
 
 class RunnerV2(RunnerV1):
-    """Of V2: logits are made from the rows that `logits_indices` picks, inside `sample`."""
+    """The runner V2: `sample` makes logits from the rows that `logits_indices` picks."""
 
     def load_model(self) -> None:
         self.sampler = Sampler()
@@ -437,7 +437,7 @@ def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
 
 
 def test_our_drafts_go_on_beside_a_request_that_is_near_the_end_of_the_context():
-    """Where they do not, vLLM proposes token 0 to every request."""
+    """If our drafts do not go on, vLLM proposes token 0 to every request."""
     runner = RunnerV1()
     observe_runner(runner, new_ring(), v2=False, cpu=False)
     assert not runner._input_fits_in_drafter("metadata"), "another drafter's"
@@ -479,7 +479,7 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
 
 
 class Bare(runner_module.RunnerV1Mixin):
-    """V1 where nobody looks at candidates."""
+    """Runner V1 without a feature ring."""
 
     def __init__(self, uses_mrope: bool = False) -> None:
         self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What `sampling_params` of a rollout may say, on each vLLM."""
+"""Allowed `sampling_params` of a rollout, on each vLLM."""
 
 import pytest
 from pydantic import ValidationError

@@ -39,7 +39,7 @@ GROUPS = {
         *([WON, WON, LOST, WON, LOST], [10, 20, 30, 25, 30]),
     ),
 }
-"""What the engine is like, how long candidates want to be, what the group says -> how they end, and their tokens."""
+"""Scheduler settings, wanted lengths and fields of the group -> ends and tokens of its candidates."""
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -1,4 +1,4 @@
-"""What API processes and engine cores tell each other of lengths and step times."""
+"""Messages about lengths and step times between API processes and engine cores."""
 
 import asyncio
 import logging
@@ -52,7 +52,7 @@ class Core:
 
 
 class Client:
-    """An engine client with some ranks."""
+    """An engine client with several ranks."""
 
     def __init__(self, *cores: Core) -> None:
         self.core_engines = cores
@@ -68,7 +68,7 @@ class Client:
 
 
 def call(core: Core, operation: Operation[Argument, Result], argument: Argument) -> Result:
-    """As over the wire."""
+    """Call an operation through its codecs, as over the wire."""
     return operation.decode_result(rollout_call(core, operation.name, operation.encode_argument(argument)))
 
 

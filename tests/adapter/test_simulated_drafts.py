@@ -31,7 +31,7 @@ def lengths_of(num_groups: int, group_size: int, seed: int) -> list[list[int]]:
 
 
 def emulated(model: str, settings: Settings, lengths: list[list[int]], drafts: bool, seed: int) -> EmulatedRun:
-    """`seed`: other prompts have other luck."""
+    """An emulated run. Each `seed` draws other prompts."""
     run = EmulatedRun(model, settings, drafts=drafts, options=NO_AUDITS)
     for number, its in enumerate(lengths):
         run.launch(f"g{number}", its, [100 * (1 + seed) + number] * NUM_PROMPT_TOKENS, GroupTerms(len(its), len(its)))

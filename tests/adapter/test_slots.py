@@ -14,7 +14,7 @@ from tests.support.dry_run import DryRun
 
 BLOCK = 4
 PROMPTS = [[5] * 3, [5] * 8, [5] * 9 + [6] * 7, [6] * 12]
-"""Some share blocks."""
+"""Prompts, of which some share KV blocks."""
 requests = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=8)
 """Prompt, length and step of arrival of each."""
 
@@ -22,7 +22,7 @@ requests = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers
 def steps(
     scheduler_cls: type[Scheduler], model: str, workload: list[tuple[int, int, int]], **kwargs: Any
 ) -> Iterator[Any]:
-    """What a scheduler says in each step, and what its KV cache is like."""
+    """The scheduler's output and the state of its KV cache, step by step."""
     run = DryRun(scheduler_cls, model, block_size=BLOCK, **kwargs)
     pool = run.scheduler.kv_cache_manager.block_pool
     schedule, said = run.scheduler.schedule, []

@@ -1,7 +1,6 @@
-"""What is put is on disk when it is answered, whole or not at all, whenever the server is killed and whatever fails.
+"""The state file: if a PUT is answered, its data is on disk, whole or not at all, whenever the server is killed.
 
-Real are the calls, heads, files and the database; only the model is left out.
-"""
+Calls, heads, files and the database are real. Only the model is left out."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def heads_and_lengths(rank: Rank) -> tuple[Any, ...]:
 
 
 async def restarted(folder: Path) -> tuple[Any, ...]:
-    """What a server has that starts in this folder."""
+    """Services of a server that starts in this folder."""
     server = Server(folder)
     await server.file.load(server.store.staged)
     return server.has()
@@ -99,7 +98,7 @@ def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def a_rank() -> Rank:
-    """One that has learned something else."""
+    """A rank that has learned something else."""
     rank = Rank()
     rank.judge.memory.lengths.observe("id:b", [ObservedLength(7, False), ObservedLength(9, False)])
     return rank

@@ -29,7 +29,7 @@ def num_tokens_until_stop(tokenizer, script: list[int], stop: str) -> int:
 
 
 def api_outputs(run: TracedRun, tokenizer, request_id: str, params: SamplingParams) -> list:
-    """What the API process makes of the scheduler's messages, by vLLM's own output processor."""
+    """Outputs that vLLM's own output processor makes from the scheduler's messages."""
     processor = OutputProcessor(tokenizer, log_stats=False)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     request = EngineCoreRequest(

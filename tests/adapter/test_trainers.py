@@ -22,7 +22,7 @@ LOGPROBS = {"content": [{"token_id": 343, "logprob": -1.5, "top_logprobs": [{"to
 
 
 class Client:
-    """What of the engine client is called."""
+    """The called part of an engine client."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -53,7 +53,7 @@ class Client:
 
 
 class Models:
-    """Of an engine that refuses adapters called `bad`."""
+    """Models of an engine that refuses adapters called `bad`."""
 
     def __init__(self) -> None:
         self.lora_requests: dict[str, SimpleNamespace] = {}

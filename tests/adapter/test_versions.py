@@ -1,4 +1,4 @@
-"""What is done otherwise on one vLLM than on another, and what is said of it."""
+"""Differences between vLLM versions in behaviour and in messages."""
 
 from argparse import ArgumentParser
 

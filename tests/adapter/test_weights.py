@@ -75,7 +75,7 @@ class KnownKV:
                 self._mixed[place] = request_id
 
     def copy_of(self, blocks: list[int]) -> list[dict[int, tuple[int, str | None]]]:
-        """What these blocks rest on, and whose they are, by position in each."""
+        """Weights versions and owners of these blocks, by position in each block."""
         return [
             {
                 place[1]: (oldest, self._mixed.get(place))
@@ -124,7 +124,7 @@ class KnownKV:
         return goes_on
 
     def spans(self, request_id: str) -> list[tuple[int, str]]:
-        """What the note must say."""
+        """Expected spans of the note."""
         spans: list[tuple[int, str]] = []
         for position, weights in enumerate(self.sampled.get(request_id, ())[: self.run.num_tokens(request_id)]):
             version = self.run.scheduler.weights.version(weights)

@@ -1,4 +1,4 @@
-"""What the worker says of the operators that serve it."""
+"""Log messages of the worker about the operators in use."""
 
 import logging
 import sys

@@ -1,10 +1,9 @@
-"""What our adapter uses of vLLM, read out of its source, and what a vLLM says of it: a line per name.
+"""Snapshot of a vLLM version: one line per name of vLLM that our adapter uses, read out of the adapter's source.
 
-A snapshot has the lines of one version, sorted: `path` of an attribute, `path(parameters)` of what can be called, and
-`path: absent` of what this version lacks. What is asked for is read with the preferred version's types.
+A snapshot has the lines of one version, sorted: `path` of an attribute, `path(parameters)` of a callable, and
+`path: absent` of a name that this version lacks. Names are read with the preferred version's types.
 
-Run from the repository root: make snapshot, or python tests/adapter/vllm_snapshot.py for the vLLM that is installed.
-"""
+Run from the repository root: make snapshot, or python tests/adapter/vllm_snapshot.py for the installed vLLM."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ STANDS_BEFORE = {
 
 
 class Call(NamedTuple):
-    """How our code calls something of vLLM's."""
+    """A call of vLLM in our code."""
 
     path: str
     num_positional: int
@@ -76,7 +75,7 @@ class Override(NamedTuple):
     by: str
     positional: tuple[str, ...]
     keywords: frozenset[str]
-    """What it takes out of its `**kwargs`, or puts there."""
+    """Names that the function takes out of its `**kwargs`, or puts there."""
 
 
 # -- our code
@@ -110,7 +109,7 @@ def is_ours(cls: type, module: ModuleType) -> bool:
 
 @cache
 def our_names(cls: type) -> frozenset[str]:
-    """What a class of ours has by itself; not what it only says a type of, where it stands before one of vLLM's."""
+    """Names that a class of ours defines. A mere annotation does not count if a base class of vLLM's follows."""
     said = {
         name
         for name, statements in said_in(cls).items()
@@ -160,7 +159,7 @@ def parts(module: ModuleType) -> Iterator[tuple[ast.AST, type | None]]:
 
 
 def paths_of(node: ast.Attribute, scope: Scope) -> Iterator[str]:
-    """What of vLLM's an attribute may be: of each class that has it, or else of the first."""
+    """Paths of vLLM that an attribute may be: in each class that has it, or else in the first class."""
     name, types = node.attr, scope.infer(node.value)
     if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", None) == "super":
         types = frozenset(Instance(base) for base in our_classes().get(scope.cls, ()))
@@ -180,7 +179,7 @@ def paths_of(node: ast.Attribute, scope: Scope) -> Iterator[str]:
 
 
 def subclasses(cls: type) -> Iterator[type]:
-    """vLLM's, nearest first."""
+    """vLLM's subclasses, nearest first."""
     for sub in sorted(filter(is_vllms, cls.__subclasses__()), key=lambda each: each.__qualname__):
         yield sub
         yield from subclasses(sub)
@@ -250,7 +249,7 @@ def keywords_of(function: ast.FunctionDef) -> frozenset[str]:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Whether a module or class has a name: as an attribute, an annotated field or one that a method sets."""
+    """True if a module or class has a name: as an attribute, an annotated field or one that a method sets."""
     try:
         if hasattr(owner, name):
             return True
@@ -274,7 +273,7 @@ class Given:
 
 
 def line(path: str) -> str:
-    """What the installed vLLM says of a name."""
+    """Snapshot line of a name for the installed vLLM."""
     parent, _, name = path.rpartition(".")
     owner = imported(path) if parent == "" else imported(parent)
     if owner is None or (parent and not has(owner, name)):
@@ -337,8 +336,8 @@ def recorded(version: str) -> dict[str, str]:
 
 
 def asked() -> set[str]:
-    """What a snapshot must say something of: what is read out of our code with the preferred version, and what it was
-    read of once, while our code still has the word, so that nothing that vLLM drops is forgotten."""
+    """Names that a snapshot must have. They are read out of our code with the preferred version. Names of earlier
+    snapshots are added while our code still has the word, so that no name that vLLM drops is forgotten."""
     words = {word for path in FILES for word in words_of(path)} | {"__init__"}
     once = {path for path in recorded(PREFERRED_VLLM) if path.rpartition(".")[2] in words}
     rows = {f"{fact.of}.{fact.name}" for fact in CONTRACT if fact.kind in ("has", "takes")}

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple, get_args
 
 
 class Instance(NamedTuple):
-    """An object of a class."""
-
     cls: type
 
 
@@ -32,7 +30,7 @@ class Itself(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What others are in or come out of: a container, iterator or awaitable."""
+    """A container, iterator or awaitable of other types."""
 
     contents: frozenset[Any]
 
@@ -40,7 +38,7 @@ class Box(NamedTuple):
 Types = frozenset[Instance | Itself | Box]
 NONE: Types = frozenset()
 UNKNOWN: Types = frozenset({Box(NONE)})
-"""Something else, perhaps."""
+"""Types of an unknown value."""
 TRANSPARENT = {"Optional", "Union", "ClassVar", "Annotated", "Final", "Required", "NotRequired"}
 OPAQUE = {"Literal", "Callable"}
 PASSES_ON = {"list", "tuple", "set", "dict", "sorted", "reversed", "iter", "copy", "values", "aclosing"}
@@ -99,7 +97,7 @@ def imported(path: str) -> Any:
 
 
 def named(name: str, module: ModuleType) -> Any:
-    """What a name means in a module; None when it is not known."""
+    """Object of a name in a module, or None if it is unknown."""
     if name in vars(module):
         return vars(module)[name]
     if name in imports_of(module):
@@ -136,7 +134,7 @@ def itself(found: Any) -> Types:
 
 
 def declared(annotation: ast.AST | None, module: ModuleType) -> Types:
-    """What an annotation that stands in a module says."""
+    """Types of an annotation in a module."""
     match annotation:
         case ast.Constant(value=str(text)):
             return declared(ast.parse(text, mode="eval").body, module)
@@ -160,7 +158,7 @@ def declared(annotation: ast.AST | None, module: ModuleType) -> Types:
 
 
 def static(node: ast.AST, module: ModuleType) -> Any:
-    """What a dotted name stands for."""
+    """Object of a dotted name."""
     if isinstance(node, ast.Name):
         return named(node.id, module)
     owner = static(node.value, module) if isinstance(node, ast.Attribute) else None
@@ -178,7 +176,7 @@ def of_itself(owner: Any, name: str) -> Any:
 
 @cache
 def node_of(found: type | FunctionType) -> ast.AST | None:
-    """Where a class or function is defined; None without a Python source."""
+    """AST node of a class or function, or None without a Python source."""
     found = inspect.unwrap(found)
     module = sys.modules.get(found.__module__)
     return None if module is None else definitions(module).get(found.__qualname__)
@@ -203,7 +201,6 @@ def definitions(module: ModuleType) -> dict[str, ast.AST]:
 
 
 def members(owner: Instance | Itself | Box, name: str) -> Types:
-    """The types of an attribute."""
     if isinstance(owner, Instance):
         return members_of_class(owner.cls, name)
     if isinstance(owner, Itself) and isinstance(owner.it, ModuleType):
@@ -277,7 +274,7 @@ def said_in(cls: type) -> dict[str, list[tuple[ast.AnnAssign | ast.Assign, ast.A
 
 
 def own(node: ast.AST) -> str | None:
-    """`name` of `self.name`."""
+    """The `name` of `self.name`."""
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name
@@ -285,7 +282,7 @@ def own(node: ast.AST) -> str | None:
 
 
 def result(called: Instance | Itself | Box) -> Types:
-    """What a call gives."""
+    """Types of a call's result."""
     if isinstance(called, Instance):
         return union(result(each) for each in members(called, "__call__") if isinstance(each, Itself))
     if isinstance(called, Itself) and inspect.isclass(called.it):

@@ -25,7 +25,7 @@ FAST = {"num_retries": 1, "backoff_s": 0.01}
 
 
 def within(work: Coroutine[Any, Any, T]) -> T:
-    """Nothing hangs."""
+    """Run the work, and fail instead of hanging."""
 
     async def bounded() -> T:
         async with asyncio.timeout(DEADLINE_S):
@@ -418,7 +418,7 @@ def test_the_example_runs(url, capsys):
 
 
 def test_what_a_function_cancels_itself_is_its_failure(url):
-    """Nobody else has cancelled it, so that nobody else would say that its session is over."""
+    """Nothing but the session's own function can report that this session is over."""
 
     async def run(session: AgentSession) -> float:
         await session.chat([USER])
@@ -450,7 +450,7 @@ def test_turns_that_a_function_left_behind_end_with_it(url, turns):
 
 
 def test_functions_that_do_not_end_hold_their_group_for_a_bounded_time_and_are_cancelled(url):
-    """Of the first prompt one that is returned and one that is not; the second prompt's waits for both."""
+    """Prompt "a" has a session that is returned and one that never ends. The sessions of prompt "b" wait for both."""
     ended, both = [], asyncio.Event()
 
     async def run(session: AgentSession) -> float:

@@ -31,7 +31,7 @@ class FakeServer:
     name: str
     chance: random.Random
     dies_after: float = float("inf")
-    """Events; then every request breaks."""
+    """Number of events after which every request breaks."""
     starts_again: bool = False
     version: str = "default"
     num_weight_changes: int = 0

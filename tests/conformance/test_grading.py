@@ -1,4 +1,4 @@
-"""What a reward function says when it is called, and that another grade is not taken for it."""
+"""Record of a reward function's calls: another grade is not taken for this one."""
 
 import pytest
 

@@ -29,7 +29,7 @@ PAGES = {"areal": "others", "verifiers": "prime-rl", "vime": "others", "vllm-rou
 
 @pytest.fixture
 def fake_trainer(monkeypatch, tmp_path):
-    """`run_checks` of the checks in fake_checks.py."""
+    """`run_checks` with the checks of fake_checks.py."""
     (tmp_path / "conformance" / "fake").mkdir(parents=True)
     for name in ("__init__.py", "checks.py", "recording.py"):
         (tmp_path / "conformance" / name).write_text((ROOT / "conformance" / name).read_text())

@@ -37,7 +37,7 @@ BODIES: dict[str, type[BaseModel]] = {
 
 
 def recorded(*paths: str) -> list[Any]:
-    """What was sent to these paths, or to any."""
+    """Requests to these paths, or to any path."""
     found = []
     for file in RECORDED:
         for place, request in enumerate(json.loads(file.read_text())["requests"]):

@@ -1,4 +1,4 @@
-"""What trainers send beside vLLM's own endpoints, replayed: `--rollout-compat` answers it, and the engine is called."""
+"""Replay of trainers' requests beyond vLLM's endpoints: `--rollout-compat` answers them, and the engine is called."""
 
 import json
 from argparse import Namespace
@@ -59,7 +59,7 @@ def app() -> FastAPI:
 
 
 def recorded(*trainers: str) -> list[Any]:
-    """What these trainers have sent to paths that are not vLLM's, or that mean more to them."""
+    """Requests of these trainers to paths that vLLM lacks or understands differently."""
     return [
         pytest.param(request, id=f"{trainer}-{request['path']}")
         for trainer in trainers

@@ -1,4 +1,4 @@
-"""What becomes of candidates: the stated distributions, and the same again for the same seed."""
+"""Outcomes of emulated candidates: the stated distributions, and the same outcomes for the same seed."""
 
 import json
 import math

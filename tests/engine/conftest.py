@@ -33,7 +33,7 @@ from vllm_rollout.process import ServerProcess, counter, free_port
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 600
-"""Of everything that is waited for, in seconds: long enough for a loaded machine, short enough to end a hung run."""
+"""Upper bound of every wait, in seconds: long enough for a loaded machine, short enough to end a hung run."""
 TEST_TIMEOUT_S = 3 * TIMEOUT_S
 """For a test with its fixtures: as long as the longest script may take."""
 LAST_TOKEN = 6
@@ -99,7 +99,7 @@ class Server:
     blank: bytes
     """Its state when nothing had been learned."""
     adapters: Sequence[str] = ()
-    """Folders of LoRA adapters for it."""
+    """Folders of LoRA adapters for the server."""
     goes_by_priority = False
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
@@ -149,17 +149,16 @@ class Server:
 
     @property
     def engines(self) -> list[dict[str, Any]]:
-        """Its ranks."""
+        """Ranks of the server, as `GET /v1/engines` lists them."""
         return self.http.get("/v1/engines").json()["engines"]
 
     def rollout(self, **body: Any) -> dict[str, Any]:
-        """The answer to a rollout."""
         response = self.http.post("/v1/rollouts", json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def events(self, path: str = "/v1/rollouts", **body: Any) -> Iterator[dict[str, Any]]:
-        """Of a stream, as they come."""
+        """Events of a stream, as they come."""
         with self.http.stream("POST", path, json={"stream": True, **body}) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
@@ -178,8 +177,10 @@ class Server:
 
 
 def said_in(events: Iterable[dict[str, Any]], stream_tokens: int = 1) -> dict[tuple[str, int], list[int]]:
-    """What the candidates of a stream said, by prompt and index: in chunks without a gap, none too short but the last
-    one, none after its end; and what is said at a trajectory's end, once, is the same."""
+    """Tokens of the candidates of a stream, by prompt and index.
+
+    Asserts that chunks have no gap, that only the last chunk is short, that no chunk follows a candidate's end, and
+    that a trajectory's end repeats the same tokens once."""
     chunks: dict[tuple[str, int], list[list[int]]] = {}
     ended: dict[tuple[str, int], list[int]] = {}
     for event in events:
@@ -203,7 +204,7 @@ def said_in(events: Iterable[dict[str, Any]], stream_tokens: int = 1) -> dict[tu
 
 @contextmanager
 def paused(server: Server) -> Iterator[None]:
-    """What comes meanwhile waits in the engine, so that however slow the machine, it is there together."""
+    """Hold new requests in the engine, so that they start together however slow the machine is."""
     server.http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
     try:
         yield
@@ -212,7 +213,7 @@ def paused(server: Server) -> Iterator[None]:
 
 
 def in_one_step(server: Server, num_candidates: int, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `ask` answers, whose candidates start in the same step."""
+    """Answer of `ask`, whose candidates start in the same step."""
     with ThreadPoolExecutor(1) as pool:
         with paused(server):
             asked = pool.submit(ask)

@@ -1,8 +1,7 @@
-"""What drafts change in one in-process engine, where all of them are verified, as JSON: `drafting_engine.py MODEL`.
+"""Effects of drafts in one in-process engine that verifies all drafts, as JSON: `drafting_engine.py MODEL`.
 
-Nothing but the number of steps should: beside each answer is what the same engine says without drafts, or what the
-model says in transformers.
-"""
+Only the number of steps should change. Beside each answer is the same engine's answer without drafts, or the answer of
+the model in transformers."""
 
 import json
 import sys
@@ -44,11 +43,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.7, "top_p": 0.8},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 1.5},
 }
-"""Of sampling; requests of all kinds are in each batch, and drafts for each other."""
+"""Kinds of sampling. Each batch has requests of all kinds, which are drafts for each other."""
 
 
 class Every(DraftingRule):
-    """Every draft there is."""
+    """Verifies every draft."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ def greedy(llm: LLM) -> list[list]:
 
 
 def draws(llm: LLM) -> dict[str, list[int]]:
-    """Of each kind, how often each sequence of allowed tokens was drawn, in the order of `product`."""
+    """Counts of each sequence of allowed tokens, in the order of `product`, for each kind of sampling."""
     wanted = [(number, kind) for number in range(NUM_DRAWS) for kind in KINDS]
     params = []
     for seed, (number, kind) in enumerate(wanted):
@@ -141,7 +140,7 @@ def probabilities(
     repetition_penalty: float = 1.0,
     frequency_penalty: float = 0.0,
 ) -> list[float]:
-    """Of each sequence, by transformers."""
+    """Probability of each sequence, by transformers."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     processors = [
         logits_process.RepetitionPenaltyLogitsProcessor(repetition_penalty),

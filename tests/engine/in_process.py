@@ -133,7 +133,7 @@ def main(which: str, model: str) -> None:
 
 
 def audited_labels(llm: Any, params: SamplingParams, seed: int) -> float:
-    """How many labels of audit groups come of one call that runs four groups, of which half are audited."""
+    """Number of labels from audit groups after one call with four groups, of which half are audited."""
     params = params.clone()
     params.seed, params.extra_args = seed, {**params.extra_args, "rollout_audit_ratio": 0.5}
     before = llm.report().audit.num_labels
@@ -172,7 +172,7 @@ def interrupted_rollout(llm: Any) -> None:
 
 
 def interrupted(llm: Any, use: Any) -> list[Any]:
-    """What it raised, and how the next rollout went."""
+    """The raised exception, and the outcome of the next rollout."""
     raised = "nothing"
     try:
         use(llm)

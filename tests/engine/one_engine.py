@@ -1,9 +1,8 @@
-"""What groups become in one in-process engine that vLLM builds itself, as JSON: `one_engine.py {all,race} MODEL`.
+"""Groups in one in-process engine that vLLM builds itself, as JSON: `one_engine.py {all,race} MODEL`.
 
 As in a trainer's own process: `vllm.LLM` with our scheduler and worker as arguments, no plugin, no client of ours.
 In-process scheduling (no arrival times) makes batches the same each time, and all that is sent at once begins in one
-step. The runner is V1, or V2 when VLLM_USE_V2_MODEL_RUNNER=1 (see v2_on_cpu); that one races only.
-"""
+step. The runner is V1, or V2 when VLLM_USE_V2_MODEL_RUNNER=1 (see v2_on_cpu). V2 only races."""
 
 import json
 import os

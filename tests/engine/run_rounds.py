@@ -25,7 +25,7 @@ def make_run(server: Server, id: str, **fields: Any) -> dict[str, Any]:
 
 
 def play(server: Server, run: dict[str, Any], first: int = 0, **fields: Any) -> dict[str, Any]:
-    """The next round of a run."""
+    """Run the next round of a run."""
     now = server.http.get(f"/v1/runs/{run['id']}").json()
     numbers = range(first, first + now["num_fresh_prompts"])
     prompts = [{"id": f"{run['id']}-{i}", "prompt": f"question {i}"} for i in numbers]

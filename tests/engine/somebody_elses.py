@@ -58,7 +58,7 @@ def once(model: str) -> dict[str, Any]:
 
 
 def lost(worker: Any) -> None:
-    """What level 2 of sleep leaves of a worker's memory: no weights, no KV cache."""
+    """Clear a worker's memory as level 2 of sleep does: no weights, no KV cache."""
     for parameter in worker.model_runner.model.parameters():
         parameter.data.fill_(float("nan"))
     for cache in worker.model_runner.kv_caches:

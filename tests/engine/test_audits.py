@@ -1,8 +1,7 @@
-"""What a server believes of success where right answers are shorter and groups race, with and without audit groups.
+"""Estimated success rate with and without audit groups, if right answers are shorter and groups race.
 
-The device is emulated, so that the true success rate is known, and everything else is the real engine. Fates follow
-from seeds.
-"""
+The device is emulated, so that the true success rate is known, and everything else is the real engine. Outcomes follow
+from seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ GROUP_SIZE, REDUNDANCY = 8, 8
 NUM_GROUPS = 960
 GROUPS_PER_ROLLOUT = 96
 AUDIT_RATIO = 0.5
-"""Of 480 groups some 3,700 labels, which count as 2,900 by their age: the rate of the audited is known to 0.009."""
+"""480 groups give some 3,700 labels, which count as 2,900 by their age: the audited rate is known to 0.009."""
 TOLERANCE = 0.06
 """Six such errors: which completions are audited follows from the order in which they come. Races are off by 0.13."""
 XARGS = {
@@ -49,7 +48,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def true_rate(detection_length: int, num: int = 20_000) -> float:
-    """Of all candidates that are scored: those that do not end before."""
+    """True success rate of scored candidates: those that reach the detection length."""
     lengths = DrawnLengths(SETTINGS.lengths.log_normal)
     drawn = [lengths.of("", "", None, 0.5, (position + 0.5) / num) for position in range(num)]
     rates = [success_rate(SETTINGS.success, length, 0.5) for length in drawn if length >= detection_length]

@@ -32,7 +32,7 @@ def tokens_by_rank(server: Server) -> list[float]:
 
 
 def rank_of(server: Server, answer: dict[str, Any], before: list[float]) -> int:
-    """Where a rollout of one group ran; `before` are the tokens by rank when it began."""
+    """Rank that ran a rollout of one group. `before`: tokens by rank when the rollout began."""
     generated = answer["usage"]["generated_tokens"]
     # Two API processes count, each at its own pace: idle engines do not mean that all is counted.
     server.wait_until(lambda: sum(tokens_by_rank(server)) - sum(before) == generated)

@@ -9,9 +9,9 @@ import pytest
 from tests.engine.conftest import run_script
 
 LEAST_EXPECTED = 5.0
-"""Of a cell, since chi-square does not hold of rarer ones."""
+"""Smallest expected count of a cell: chi-square does not hold for rarer cells."""
 ONE_IN_A_MILLION = 4.75
-"""Standard deviations."""
+"""Standard deviations whose chance is one in a million."""
 
 
 @pytest.fixture(scope="module")

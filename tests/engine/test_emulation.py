@@ -68,7 +68,7 @@ def id_of(prompt: list[int]) -> str:
 
 
 def seed_of(prompt: list[int]) -> int:
-    """Of candidate 0."""
+    """Seed of candidate 0."""
     return seed_for(SEED, id_of(prompt))
 
 
@@ -106,7 +106,7 @@ def slow(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def drafted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
-    """Candidates have drafts of each other."""
+    """A server whose candidates have drafts of each other."""
     with Emulated(tiny_model, tmp_path_factory.mktemp("drafted"), "--enable-rollout-drafts") as server:
         yield server
 
@@ -308,7 +308,7 @@ def test_scores_have_the_stated_auc_and_rewards_teach_a_head_which_then_prunes(e
 
 @pytest.mark.versions
 def test_what_was_put_is_there_after_a_kill_and_what_was_learned_when_the_server_stops(emulated, tiny_model, tmp_path):
-    """Of the server's own process alone: its engine core ends with it, so that the address is free."""
+    """Only the server's own process is killed. Its engine core ends with it, so that the address is free."""
     teach(emulated, 9)
     run = {"id": "put", "group_size": 2, "prompts_per_round": 2}
     emulated.http.post("/v1/runs", json=run).raise_for_status()

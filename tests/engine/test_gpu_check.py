@@ -40,7 +40,7 @@ def test_what_servers_are_told_exists() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a rehearsal that was killed amid a piece that has engines, and gone on with."""
+    """Output of a rehearsal that was killed while a piece with engines ran, and then continued."""
     folder = tmp_path_factory.mktemp("gpu_check")
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--output", str(folder)]
     command += ["--minutes", str(REHEARSAL_S / 60)]

@@ -85,7 +85,7 @@ class Pupil:
         return [self.report(), prompts.json(), self.head]
 
     def share_in_order(self, answer: dict[str, Any], score: str = "score") -> float:
-        """How often one that succeeds scores above another."""
+        """Share of pairs in which a success scores above a failure."""
         scores: dict[bool, list[float]] = {True: [], False: []}
         for group in answer["groups"]:
             scores[self.is_success(group["prompt_id"])] += [t[score] for t in group["trajectories"]]
@@ -105,7 +105,7 @@ def pupils(server: Server) -> Iterator[dict[str | None, Pupil]]:
 
 @pytest.fixture
 def taught(pupils: dict[str | None, Pupil]) -> Pupil:
-    """The base model."""
+    """The pupil of the base model."""
     return pupils[None]
 
 

@@ -53,8 +53,8 @@ def by_index(trajectories: list[dict[str, Any]]) -> Trajectories:
 def moved_and_unmoved(
     server: Server, move: Callable[[Server], dict[str, Any]] = move_all, **fields: Any
 ) -> tuple[Trajectories, Trajectories]:
-    """The same group, once moved after 40 tokens of one of its candidates, and then not: what was said before would be
-    in the target's cache."""
+    """Trajectories of the same group, first moved after 40 tokens of one of its candidates, and then not moved. In the
+    other order, the target's cache would have the tokens."""
     for number in range(NUM_TRIES):
         body = {"prompts": [{"id": "q", "prompt": f"hello {number}"}], "group_size": 3, "stream_tokens": 8, **fields}
         events = []

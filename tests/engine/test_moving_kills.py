@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, tiny_model: str, tmp_path: Path) -> I
 
 
 def wait_for_groups(server: Server, readers: list[Reader], num_groups: int) -> None:
-    """So many more are complete."""
+    """Wait until this many more groups are complete."""
 
     def num_complete() -> int:
         return sum(reader.counts["groups_complete"] for reader in readers)

@@ -126,7 +126,7 @@ def beside_adapters(
 
 
 def send(server: Server, path: str, body: Body, leaves: bool) -> tuple[str, Body, int]:
-    """What the server says; `leaves`: its client goes away instead."""
+    """The server's answer to a request. If `leaves`, the client goes away instead."""
     try:
         answer = httpx.post(f"{server.url}{path}", json=body, timeout=0.3 if leaves else TIMEOUT_S, trust_env=False)
     except httpx.TimeoutException:
@@ -211,7 +211,7 @@ def test_exceptions_of_ours_fail_candidates_and_nobody_else(faulty: Server, seed
 
 
 def test_wide_log_probabilities_come_and_go_beside_a_group(crowd: Server) -> None:
-    """What was found first: rows of a step are as wide as its widest request."""
+    """Regression: rows of a step are as wide as its widest request."""
     sampling = {"max_tokens": 900, "ignore_eos": True}
     body = {"prompts": [{"prompt_token_ids": [5, 6, 7]}], "group_size": 4, "sampling_params": sampling}
     with ThreadPoolExecutor(2) as pool:

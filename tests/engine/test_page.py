@@ -26,7 +26,7 @@ from vllm_rollout.watching.replay import Replay
 pytestmark = needs_browser
 DEVICE = {"step": {"ms": 40.0}, "lengths": {"log_normal": {"mean": 100, "sigma": 0.7, "cap": 250}}}
 LINE = "-" * 1_000_000
-"""Of few tokens."""
+"""A long text of few tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
 
 
 def race(server: Server, name: str, num_groups: int = 64, **body: Any) -> dict[str, Any]:
-    """8 of 16 of each group."""
+    """Race 16 candidates of each group for the first 8."""
     prompts = [{"id": f"{name}-{i}", "prompt": f"What is {i} + 17?"} for i in range(num_groups)]
     body |= {"pruning": {"detection_length": 16, "mode": "shadow"}, "include": ["text"]}
     return server.rollout(prompts=prompts, group_size=8, redundancy=8, sampling_params={"seed": 1}, **body)
 
 
 def both_ranks_run(page: Any) -> str:
-    """What stands there as soon as each rank has candidates, and the server knows where each group is."""
+    """Text of the page as soon as each rank has candidates, and the server knows the rank of each group."""
     told = "document.querySelector('main').innerText"
     page.wait_for_function(f"() => [0, 1].every((rank) => RegExp(`rank ${{rank}}: active, [1-9]`).test({told}))")
     return str(page.inner_text("main"))

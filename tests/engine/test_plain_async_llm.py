@@ -21,7 +21,7 @@ def result(tiny_model: str) -> dict[str, Any]:
 
 
 def ends(choices: list[list[Any]]) -> list[list[Any]]:
-    """Who won and who lost; a winner's stop reason is the token at which it stopped."""
+    """Ends of candidates. A winner's stop reason, its last token, is left out."""
     return [choice[1:] if choice[1] != "stop" else ["stop"] for choice in choices]
 
 

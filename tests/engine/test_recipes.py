@@ -27,17 +27,17 @@ FLAGS = (
     "-1",
 )
 NUM_COMPLETIONS, REDUNDANCY = 16, 8
-"""Of a step; and of each of its two groups."""
+"""Completions of a step, and spare candidates of each of its two groups."""
 
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """TRL's environment."""
+    """Python of TRL's environment."""
     return environment_of("trl")[0]
 
 
 def run(python: Path, name: str, folder: Path, *arguments: str) -> str:
-    """What the patched script prints. Raises: AssertionError with its end when it fails."""
+    """Output of the patched script. Raises: AssertionError with the end of its output when it fails."""
     (recipe,) = (recipe for recipe in RECIPES if recipe.name == name)
     script = patched(recipe, folder)
     done = subprocess.run(

@@ -108,7 +108,7 @@ def test_a_stream_begins_with_what_was_kept(server: Server) -> None:
 
 
 def test_candidates_are_scored_at_the_same_token_as_at_once(server: Server) -> None:
-    """Those that had it before are not scored again."""
+    """Candidates that had a score before are not scored again."""
     num_slow = MAX_MODEL_LEN - SLOW
     for name, length, is_scored in (("early", 4, False), ("late", num_slow - 4, True)):
         short_round(server, name, pruning={"detection_length": length, "mode": "shadow"})

@@ -52,7 +52,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 class Harness:
-    """What sends turns; it knows nothing but its session."""
+    """Sends turns by a session id, and knows nothing else."""
 
     def __init__(self, server: Server, session: str, **fields: Any) -> None:
         self.http = server.http
@@ -134,7 +134,7 @@ def test_when_enough_have_finished_the_others_stop_amid_their_turns_and_are_answ
 
 
 def aborted(server: Server, path: str, body: dict[str, Any], header: str, id: str) -> tuple[int, dict[str, Any]]:
-    """How many were stopped by a request of its own connection, and what became of the one that was aborted."""
+    """Number of requests that one abort call stopped, and the answer of the aborted request."""
     server.wait_until_idle()
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.http.post, path, json=body, headers={"x-request-id": header})

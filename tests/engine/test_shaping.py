@@ -33,7 +33,7 @@ def lengths(group: dict[str, Any]) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def whole_pool(server: Server) -> dict[str, Any]:
-    """The same seeded candidates, all run to their end."""
+    """Seeded candidates of a whole pool, all run to their end."""
     dual_end = {"dual_end": {"num_longest": 1}}
     (group,) = rollout(server, "pool", redundancy=4, selection=dual_end)["groups"]
     return group

@@ -15,7 +15,7 @@ ASKED = {"VLLM_ROLLOUT": "scheduler,worker", "VLLM_ROLLOUT_REDUNDANCY": "3", "VL
 
 
 def numbers(answer: dict[str, Any]) -> list[tuple[int, int]]:
-    """Of each row: the first token of its prompt, and how many completions it has."""
+    """For each row: the first token of its prompt, and its number of completions."""
     return [(row[0], len(row) - 1) for row in answer["rows"]]
 
 

@@ -1,4 +1,4 @@
-"""What a trainer puts into --worker-extension-cls: methods that it calls on every worker."""
+"""A trainer's --worker-extension-cls: methods that the trainer calls on every worker."""
 
 
 class TrainerExtension:

@@ -100,7 +100,7 @@ ANSWERS = (
 
 
 def gradient(name: str, batches: list[int]) -> torch.Tensor:
-    """Of the groups, `batches` of them at once."""
+    """Gradient of the groups, `batches` of them at once."""
     model = Bigrams()
     update = Update(StreamTrainer(model.parameters()), model, ALGORITHMS[name], micro_tokens=9)
     groups = [group(model, ALGORITHMS[name].estimator, *answers) for answers in ANSWERS]

@@ -82,14 +82,14 @@ FIRST_ARE_RIGHT = dict.fromkeys(range(4), 2) | dict.fromkeys(range(4, 8), 31)
 
 @pytest.fixture
 def urls() -> Iterator[tuple[str, str]]:
-    """Of two servers."""
+    """URLs of two servers."""
     with serving(app_of(FakeEngine())) as first, serving(app_of(FakeEngine())) as second:
         yield first, second
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., Training]:
-    """A training at a server."""
+    """Start a training at a server."""
     save(new_model(0), new_tokenizer(), tmp_path / "model")
 
     def start(url: str, *words: str) -> Training:  # the same folder each time
@@ -104,7 +104,7 @@ def start(tmp_path: Path) -> Callable[..., Training]:
 
 
 def once(work: Callable[..., Any], happens: Callable[[], bool], how: RolloutError = LOST) -> Callable[..., Any]:
-    """The same, after the server was lost there once."""
+    """The function `work`, which raises `how` once, as soon as `happens` is true."""
     lost: list[bool] = []
 
     def done(*args: Any) -> Any:
@@ -121,7 +121,7 @@ def lines_of(training: Training, kind: str) -> list[dict[str, Any]]:
 
 
 def learned_from(training: Training) -> Counter[str]:
-    """How often each prompt taught, to the end of the training."""
+    """Count of each prompt's use in training steps, until the training ends."""
     seen: Counter[str] = Counter()
     say = training.say
 

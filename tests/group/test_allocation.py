@@ -36,7 +36,7 @@ def lengths(mean: float, std: float) -> LengthMoments:
 
 
 def objective(weights: list[float], shares: tuple[int, ...]) -> float:
-    """Eq. 5."""
+    """Objective of DARTS Eq. 5."""
     return math.fsum(weight / share for weight, share in zip(weights, shares, strict=True))
 
 

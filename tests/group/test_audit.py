@@ -1,4 +1,4 @@
-"""Which groups are audited, and what they do otherwise."""
+"""Choice of audit groups, and their behaviour."""
 
 from itertools import pairwise
 from math import ceil

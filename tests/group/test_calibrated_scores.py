@@ -99,7 +99,7 @@ def test_scales_of_old_versions_are_forgotten():
 
 
 def labels_at(rate: float, count: int) -> list[bool]:
-    """Evenly spread successes: no luck."""
+    """Evenly spread successes, without chance."""
     return [int((i + 1) * rate) > int(i * rate) for i in range(count)]
 
 

@@ -64,7 +64,7 @@ def test_prior_follows_the_stream_when_the_window_is_full():
 
 
 def test_confidence_has_no_scale_of_its_own():
-    """The same scores in other units, or moved, give the same probabilities."""
+    """Scores in other units, or shifted scores, give the same probabilities."""
     rng = random.Random(0)
     stream = [(rng.gauss(0, 1), rng.random() < 0.4) for _ in range(300)]
     tables = []

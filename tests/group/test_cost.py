@@ -24,7 +24,7 @@ PER_CONTEXT_TOKEN = CostModel(((0, PTLCurve((1,), (1.0,))), (100, PTLCurve((1,),
 
 
 def time_by_steps(lengths, cost, prompts, prefill_tokens=None):
-    """What `rollout_time` means, one decode step at a time."""
+    """Reference for `rollout_time`: one decode step at a time."""
     waiting = [[length, prompt, 0] for length, prompt in zip(lengths, prompts, strict=True) if length]
     running, seconds = [], 0.0
     while waiting or running:

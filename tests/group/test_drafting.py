@@ -1,4 +1,4 @@
-"""When drafts pay: the rule on devices whose costs are known, with estimates that may lie."""
+"""The rule for drafts on devices with known costs, with estimates that may be wrong."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def bound_by_memory(num_rows: int, num_drafts: int) -> float:
 
 
 def bound_by_arithmetic(num_rows: int, num_drafts: int) -> float:
-    """Each token costs the same."""
+    """Step time of a device on which each token costs the same."""
     return STEP_S * (num_rows + num_drafts)
 
 
@@ -47,7 +47,7 @@ def slow_to_verify(num_rows: int, num_drafts: int) -> float:
 
 
 def lengths_of(rule: DraftingRule, probabilities: list[list[float]]) -> list[int]:
-    """How many drafts of each row are verified."""
+    """Number of verified drafts of each row."""
     bins = [[bin_of(value) for value in values] for values in probabilities]
     counts = Counter(chain(*bins))
     return rule.choose(len(bins), [counts[bin] for bin in range(NUM_BINS)]).lengths(bins)

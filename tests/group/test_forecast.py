@@ -1,4 +1,4 @@
-"""What rounds are expected to take at each tensor-parallel size, and where to begin."""
+"""Forecast of round times at each tensor-parallel size, and the first size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def faster(factor: float) -> CostModel:
 
 
 def simulated(lengths: list[int], prompt_tokens: int, kv_tokens: int) -> Forecast:
-    """The same candidates, each a group of its own, in the simulator."""
+    """Forecast by the simulator for the same candidates, each a group of its own."""
     pools = [[PoolCandidate(length, "stop", length, False, None, None)] for length in lengths]
     races = [Race(str(i), GroupPlan(1), pool, prompt_tokens, None, None, None, 4096) for i, pool in enumerate(pools)]
     run = run_races(Machine(COST, kv_capacity_tokens=kv_tokens), races, Judge())
@@ -114,7 +114,7 @@ def test_without_lengths_a_round_is_expected_by_its_cap():
 
 
 def test_a_large_round_is_expected_within_a_moment():
-    """Of 1,280 candidates; counted in events, not in seconds."""
+    """The round has 1,280 candidates. The test counts events, not seconds."""
     lengths = expected_round(1280, 1280, 8192).lengths
     calls = 0
 

@@ -35,7 +35,7 @@ def test_strength_by_hand():
 
 
 def test_a_prompts_past_shifts_the_odds_by_hand():
-    """Of eight rewards none succeeded: a rate of 1/4, a third of the odds of 1/2. So q of 0.5 counts as 0.25."""
+    """None of eight rewards succeeded: a rate of 1/4, a third of the odds of 1/2. So q of 0.5 counts as 0.25."""
     past = PromptSuccess(PRIOR_REWARDS, 0.0)
     rule = gradient_rule([0.5] * 4, [], HALVES, PLAN, past=past)
     assert rule.strength == pytest.approx((0.875**4 - 0.625**4) / 0.25)
@@ -53,7 +53,7 @@ def test_certain_variance_is_pruned_at_random_and_rare_success_is_steered():
 
 
 def test_survivors_of_both_kinds_end_the_steering():
-    """Who is kept already counts; who was pruned does not."""
+    """Kept candidates count already, pruned ones do not."""
     batch = [0.1, 0.1, 0.1, 0.4]
     population = population_of([(0.1, 3.0), (0.4, 1.0)])
     alone = gradient_rule(batch, [], population, PLAN).strength

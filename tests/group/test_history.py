@@ -103,7 +103,7 @@ def test_what_fits_lean_on_is_learned_from_stopped_groups(log_std):
 
 
 def test_groups_that_all_ran_into_the_cap_spread_more_than_short_ones():
-    """Their sample variance is 0."""
+    """The sample variance of these groups is 0."""
     history = history_of([("capped", cut(*[1024] * 8)), ("short", finished(*range(100, 180, 10)))])
     assert history.of("capped").std > 10 * history.of("short").std
 

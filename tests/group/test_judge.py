@@ -48,7 +48,7 @@ def taught_judge() -> Judge:
 
 
 class Siblings:
-    """One group in a judge's hands."""
+    """One group under a judge."""
 
     def __init__(self, judge: Judge, plan: PruningPlan = PLAN, group_size: int = 1, num: int = 8, **scoring) -> None:
         self.judge = judge
@@ -219,7 +219,7 @@ def test_rewards_teach_the_success_of_their_prompt():
 
 
 def test_a_prompt_that_never_succeeded_is_steered_more():
-    """The same siblings, whose scores promise success for half of them, under the gradient rule."""
+    """The siblings have the same scores, half of which promise success, under the gradient rule."""
     strengths = []
     for past in (0, 60):
         judge = taught_judge()

@@ -1,4 +1,4 @@
-"""When groups start: in order, as many as there is room for, none too many."""
+"""Start of groups: in order, and as many as there are places."""
 
 from random import Random
 

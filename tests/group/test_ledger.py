@@ -94,7 +94,7 @@ def test_an_entry_of_a_forgotten_rollout_can_still_be_written():
 
 
 def test_rewards_are_awaited_for_what_is_scored_and_runs_or_has_finished():
-    """Those that run are awaited, but not counted yet."""
+    """Running candidates are awaited, but not counted yet."""
     ledger = Ledger()
     entry = opened(ledger, "r", "p", 0)
     opened(ledger, "r", "p", 1).state = "finished"

@@ -1,4 +1,4 @@
-"""Which detection length is best: against brute force, and where the answer is known."""
+"""Choice of the best detection length: against brute force, and with known answers."""
 
 import json
 import random

@@ -25,7 +25,7 @@ sums = st.lists(st.floats(0, 1e12), min_size=NUM_BINS, max_size=NUM_BINS)
 
 
 def table_of(ended: list[float], cut: list[float]) -> tuple[list[float], list[float]]:
-    """Of values of w that were seen as they are."""
+    """Table of observed values of w, without scaling."""
     group = binned([(w, 1) for w in ended], [(w, 1) for w in cut])
     before = group.first - LEFT
     behind = NUM_BINS - before - len(group.ends)

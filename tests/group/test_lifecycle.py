@@ -132,7 +132,7 @@ def test_in_shadow_mode_marked_candidates_do_not_count_as_able_to_finish():
 
 
 class Life(NamedTuple):
-    """What one candidate would do if nobody stopped it."""
+    """Behaviour of one candidate if nothing stops it."""
 
     launch_step: int
     detection_step: int
@@ -149,7 +149,7 @@ class Play(NamedTuple):
     """One a step, and one more for each prune verdict."""
     pruned: list[int]
     ended: list[int]
-    """By themselves, truncated, or failed."""
+    """Candidates that ended by themselves, truncated, or failed."""
     num_able: list[int]
     """After each step with a prune verdict: candidates that are running, finished or still to come."""
 

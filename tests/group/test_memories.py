@@ -35,7 +35,7 @@ def taught(*names: str) -> Memories:
 
 
 def stored(memories: Memories) -> list[Any]:
-    """The state after JSON."""
+    """State after a JSON round trip."""
     return json.loads(json.dumps(list(memories.to_state()), allow_nan=False))
 
 

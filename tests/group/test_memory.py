@@ -51,7 +51,7 @@ def taught() -> Memory:
 
 
 def stored(memory: Memory) -> list[Any]:
-    """The state after JSON."""
+    """State after a JSON round trip."""
     return json.loads(json.dumps(list(memory.to_state()), allow_nan=False))
 
 

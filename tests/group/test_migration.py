@@ -1,4 +1,4 @@
-"""Which groups move, and whether that pays: hand-computed examples, and what no plan may ever do."""
+"""Choice of groups to move: hand-computed examples, and invariants of every plan."""
 
 import pytest
 from hypothesis import given
@@ -145,7 +145,7 @@ def test_a_drain_has_nowhere_to_go_when_all_others_are_held():
 
 
 def check_moves(loads, moves):
-    """What no plan that has a choice may do."""
+    """Check the invariants of a plan that has a choice."""
     assert len({move.group_id for move in moves}) == len(moves)
     where = {group.group_id: load.rank for load in loads for group in load.groups}
     held = {load.rank for load in loads if load.is_held}

@@ -1,4 +1,4 @@
-"""Where groups and their siblings run."""
+"""Placement of groups and their siblings on ranks."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""How many spare candidates a race has where not all have places, and that the paper's budget stays elsewhere."""
+"""Number of spare candidates if not all have places. Otherwise the paper's budget stays."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ ALIKE, APART = (LengthMoments(1000, (spread * 1000) ** 2, 3) for spread in (0.5,
 
 
 def played(lengths: LengthMoments, num_places: int, total: int = 384, plan: GroupPlan = PLAN) -> int:
-    """Of so many prompts that are all alike."""
+    """Played budget of equal prompts."""
 
     def shares(total: int) -> list[int]:
         return [total // NUM_PROMPTS] * NUM_PROMPTS

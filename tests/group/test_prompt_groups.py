@@ -1,4 +1,4 @@
-"""Which group a request joins that names none."""
+"""The group of a joining request that names no group."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What races make of labels, and what audit groups take back of it."""
+"""Bias of labels by races, and its correction by audit groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bias(**settings) -> dict[str, float]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("plan", "longer"), [(audits.RACED, 0.0), (audits.RACED, 1.0), (audits.PRUNED, 0.5)])
 def test_with_audits_nothing_is_believed_that_the_race_made(plan, longer):
-    """Where length says nothing there is nothing to take back."""
+    """If length says nothing about success, there is no bias to correct."""
     if longer:
         without = bias(plan=plan, audit_ratio=0.0, longer=longer)
         assert min(without["calibrated"], without["report"]) > 0.035, without

@@ -1,4 +1,4 @@
-"""What steps took, in a world whose steps are known: so much each, and so much more for each candidate."""
+"""Estimates of step times against known times: a constant for each step, and an amount for each candidate."""
 
 from itertools import accumulate
 from random import Random

@@ -1,4 +1,4 @@
-"""What is counted, what is predicted, and how far the prediction is from lengths that are known."""
+"""Counts, predictions, and the error of predictions against known lengths."""
 
 import math
 from dataclasses import asdict

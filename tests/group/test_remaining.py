@@ -1,4 +1,4 @@
-"""How long candidates are expected to go on."""
+"""Expected remaining length of candidates."""
 
 from random import Random
 from statistics import fmean

@@ -17,7 +17,7 @@ def finds(id: str, group_id: str) -> bool:
 
 
 def made(request_id: str) -> str:
-    """As the engine client makes it."""
+    """Name of a request as the engine client makes it."""
     return f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
 
 

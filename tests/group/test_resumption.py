@@ -1,4 +1,4 @@
-"""Which candidates go on, and what becomes of their parts."""
+"""Choice of candidates to continue, and the use of their parts."""
 
 from statistics import fmean, pstdev
 

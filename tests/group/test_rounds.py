@@ -107,7 +107,7 @@ def test_a_round_that_is_given_up_leaves_everything_where_it_was() -> None:
 
 
 def deferred(epoch: int | None = None) -> Run:
-    """q0 and q1 wait."""
+    """A run in which q0 and q1 wait."""
     run = Run(TERMS)
     begin(run, prompts("q0", "q1", "q2", "q3", "q4", "q5", epoch=epoch))
     close(run, "q0", "q1")

@@ -1,4 +1,4 @@
-"""When half of the ranks are freed: RollPacker's criterion by hand, and what no advice may ever do."""
+"""Advice to free half of the ranks: RollPacker's criterion by hand, and invariants of all advice."""
 
 import pytest
 from hypothesis import given

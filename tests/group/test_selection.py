@@ -35,7 +35,7 @@ mixed_pools = pools(states=("finished", "finished", "surplus", "failed", "pruned
 
 
 def best_subset(pool: list[Ending], size: int, key) -> set[int]:
-    """Of all subsets of that size, the one whose ranks are lowest."""
+    """The subset of that size whose ranks are lowest, among all subsets."""
     return {e.index for e in min(itertools.combinations(pool, size), key=lambda subset: sorted(map(key, subset)))}
 
 

@@ -1,4 +1,4 @@
-"""Which of a client's servers gets the next group."""
+"""Choice of a client's server for the next group."""
 
 import random
 

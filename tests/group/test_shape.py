@@ -28,7 +28,7 @@ NUM_GROUPS = 350
 
 
 class Estimates:
-    """Of one run: rho as it is, as it was made out, and as log-normal fits alone would have it."""
+    """Values of rho for one run: the true one, the estimate, and the estimate by log-normal fits alone."""
 
     def __init__(self, family: str, audited_share: float, is_cut: bool) -> None:
         chance, draw = random.Random(f"{family}/{is_cut}"), FAMILIES[family]

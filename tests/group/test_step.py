@@ -21,7 +21,7 @@ def seen(score: float) -> Observation:
 
 
 def warm_judge() -> Judge:
-    """High confidence succeeds."""
+    """A judge for which high confidence succeeds."""
     judge = Judge()
     entries = judge.learning_of(HeadKey(PLAN.detection_length)).calibrators["confidence"]
     for number in range(200):
@@ -52,7 +52,7 @@ def test_who_ended_in_a_step_in_which_nobody_was_pruned_keeps_its_place():
 
 
 def test_pruning_settles_the_race_again():
-    """What pruning leaves cannot reach group_size by itself: the truncated one counts now."""
+    """The candidates left by pruning cannot reach group_size by themselves: the truncated one counts now."""
     plan = PruningPlan(4, keep_ratio=0.05, allow_fewer=True, min_labels=8, min_survival=0.05)
     judge = warm_judge()
     run = Run(judge)

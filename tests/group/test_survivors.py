@@ -1,4 +1,4 @@
-"""Who is kept, with which probability, and what of it is chance."""
+"""Choice of survivors: their probabilities, and the part of chance."""
 
 import math
 
@@ -12,7 +12,7 @@ TRIALS = 4000
 
 
 def drawn(wanted, at_least):
-    """Of each seed from 0 on."""
+    """Survivors for each seed from 0 on."""
     return [
         choose_survivors(dict(enumerate(wanted)), seed=seed, group="g", at_least=at_least) for seed in range(TRIALS)
     ]

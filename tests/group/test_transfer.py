@@ -1,4 +1,4 @@
-"""What KV costs that comes along: before anything has come, and after."""
+"""Cost of moving KV cache, before and after the first transfer."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How far histories are believed."""
+"""Weight of a prompt's own history in estimates."""
 
 from random import Random
 

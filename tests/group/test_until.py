@@ -68,7 +68,7 @@ def play(terms, outcomes, seed, prior=UNIFORM):
 
 
 def by_index(terms, outcomes):
-    """What comes back, said a second time and without events."""
+    """Reference for the chosen candidates, computed without events."""
     graded = [(index, reward) for index, reward in enumerate(outcomes[: terms.max_candidates]) if reward is not VOID]
     chosen = graded[: terms.group_size]
     for at in range(terms.group_size, len(graded)):

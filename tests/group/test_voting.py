@@ -84,7 +84,7 @@ def test_every_way_to_write_a_number_is_the_same_answer(number, num_zeros):
     ],
 )
 def test_votes_by_hand(method, answers, weights, tally, num_without):
-    """Heaviest first, ties by first appearance."""
+    """The tally has the heaviest answer first. Ties are in order of first appearance."""
     result = vote(answers, method, weights)
     assert list(result.tally.items()) == list(tally.items())
     assert result.winner == next(iter(tally))

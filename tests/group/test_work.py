@@ -1,4 +1,4 @@
-"""What candidates have to do, and what it weighs."""
+"""Remaining work of candidates, and its weight."""
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def test_a_profile_weighs_tokens_and_their_contexts(profile, weights):
 
 
 def test_weighed_work_is_what_the_profile_says_of_its_steps():
-    """Of one candidate more in steps of others as old, where time is linear in batch and context."""
+    """One candidate more runs in steps of others as old, where time is linear in batch and context."""
     profile = cost((0, (1.0, 2.0)), (1000, (1.0, 4.0)))
     contexts = range(50, 150)
     work = RankWork()

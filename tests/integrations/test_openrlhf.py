@@ -15,7 +15,7 @@ from vllm_rollout.integrations import openrlhf
 
 
 class Params(SimpleNamespace):
-    """Of sampling, as vLLM's: two that say the same look the same."""
+    """Sampling parameters like vLLM's: equal ones have the same repr."""
 
 
 class Actor:

@@ -38,7 +38,7 @@ class Environment:
 
 
 class Client:
-    """SkyRL's, at an endpoint for text."""
+    """A client like SkyRL's, at an endpoint for text."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -61,7 +61,7 @@ class Client:
 
 
 class SkyRLGymGenerator:
-    """As SkyRL's."""
+    """A stand-in for SkyRL's generator."""
 
     reward: Any = (0.0, 2.0)
 

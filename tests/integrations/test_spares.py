@@ -17,7 +17,7 @@ class Engine:
     """Candidates end when the test says how."""
 
     def __init__(self, group_size: int = 2, redundancy: int = 2) -> None:
-        """Answers begin with how they ended."""
+        """Each answer begins with its end state."""
         self.spares: Spares[str] = Spares(group_size, redundancy, lambda answer: answer.split()[0])
         self.ends: list[asyncio.Future[str]] = []
         self.extra_args: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Where calls for one prompt go. verl's own balancer is in `conformance/verl`; here a small one that works alike."""
+"""Routing of calls for one prompt. verl's own balancer is in `conformance/verl`. This small one works alike."""
 
 from __future__ import annotations
 

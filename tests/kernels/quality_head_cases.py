@@ -6,7 +6,7 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 AGREEMENT = 1e-5
-"""Of the sums without signs, as the operator's docstring says."""
+"""Allowed difference relative to the sums without signs, as in the operator's docstring."""
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -1,4 +1,4 @@
-"""Which implementation serves an operator, and what is said when it is not the fastest."""
+"""Choice of an operator's implementation, and the log message if it is not the fastest one."""
 
 import os
 import shutil

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from vllm_rollout.kernels import token_confidence
 
 MOST_SHARED_BYTES = 227 * 1024
-"""What one program may have on sm_90."""
+"""Upper bound of a program's shared memory on sm_90."""
 MOST_REGISTERS = {
     "token_confidence": 104,  # two programs of 8 warps fit a multiprocessor up to 128
     "quality_head, 16 rows": 104,
@@ -20,7 +20,7 @@ MOST_REGISTERS = {
     "update_confidence": 40,
 }
 MOST_SPILLED_BYTES = {"token_confidence.token_confidence_kernel[fp32] on sm_90a": 8}
-"""All others spill none."""
+"""Upper bounds of spilled bytes. All other programs spill none."""
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ Case = tuple[Tensor, Tensor]
 
 
 def whole(logits: Tensor) -> Case:
-    """Every row, in order."""
+    """A case with every row, in order."""
     return logits, torch.arange(len(logits))
 
 

@@ -20,8 +20,8 @@ def run_script(name: str, *arguments: Path | str, cache: Path) -> None:
 
 
 def interpreted_runs(cases: dict[str, tuple[str, Arguments]], folder: Path) -> dict[str, tuple[Any, Arguments]]:
-    """What Triton's interpreter makes of every case, an operator and its arguments: the kernel's results, and the
-    arguments as it left them."""
+    """Runs of Triton's interpreter for every case, an operator and its arguments: the kernel's results, and the
+    arguments after the run."""
     torch.save(cases, folder / "cases.pt")
     run_script("triton_interpreter.py", folder / "cases.pt", folder / "results.pt", cache=folder)
     return torch.load(folder / "results.pt")

@@ -1,8 +1,7 @@
-"""What Triton compiles for a GPU that is not there: triton_variants.py RESULTS, written as JSON.
+"""Kernels that Triton compiles for a GPU that this machine lacks: triton_variants.py RESULTS, written as JSON.
 
-The tracker's steps run through the Triton kernels, compiled for sm_90 and never launched; RESULTS lists the kernels
-compiled while warming up and those compiled in a step after it. A process of its own, because the driver is replaced.
-"""
+The tracker's steps run through the Triton kernels, compiled for sm_90 and never launched. RESULTS lists the kernels
+compiled while warming up and those compiled in a step after it. It needs its own process: the driver is replaced."""
 
 import json
 import sys

@@ -17,7 +17,7 @@ MODEL = {
 }
 HARDWARE = {"device": "a CPU", "num_devices": 1, "cpu": "a CPU", "num_cpus": 2}
 CURVE = PTLCurve((1, 6, 16, 64), (0.030, 0.035, 0.060, 0.300))
-"""At context 0."""
+"""Step times at context 0."""
 CONTEXT_SHARE = 1e-3
 """Each token of context adds this share."""
 PREFILL_S_PER_TOKEN = 0.001

@@ -1,4 +1,4 @@
-"""Two profiles side by side."""
+"""Comparison of two profiles."""
 
 import io
 

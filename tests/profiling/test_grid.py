@@ -1,4 +1,4 @@
-"""Which points a profile measures."""
+"""Points that a profile measures."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What an engine can spread over."""
+"""Devices that an engine can use."""
 
 import pytest
 

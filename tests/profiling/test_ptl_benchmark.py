@@ -1,4 +1,4 @@
-"""What the benchmark of predicted times makes of an answer; no server."""
+"""Rows of the benchmark of predicted times, made from an answer without a server."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def options(tmp_path, request, monkeypatch):
 
 
 def go(options, engines):
-    """The profile, and what was said."""
+    """The profile, and the printed output."""
     said = io.StringIO()
     return run(options, Console(file=said, width=200), engines), said.getvalue()
 

@@ -1,4 +1,4 @@
-"""Which part of an answer is the program."""
+"""The part of an answer that is the program."""
 
 from __future__ import annotations
 

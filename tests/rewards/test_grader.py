@@ -41,7 +41,7 @@ def shouts_and_wanders(text):
 
 
 def stays(text):
-    """Where it is asked: its folder, and its process."""
+    """Report the process and the folder in which the function runs."""
     return {"score": os.getpid(), "at_home": os.getcwd() != "/"}
 
 
@@ -343,7 +343,7 @@ def test_what_is_asked_of_a_grader_that_ends_is_an_error():
 
 
 async def noted(order, grader, name, urgency):
-    """Grade, and say so in `order`."""
+    """Grade, and append the name to `order` at the end."""
     await grader.grade("right", Trajectory(name, "42", {"answer": "42"}), urgency=urgency)
     order.append(name)
 

@@ -41,7 +41,7 @@ async def endless():
 
 
 class Model:
-    """What it says to each request: a status, an error, JSON, bytes, or what a function makes of the request."""
+    """A fake model. Its answer to each request is a status, an error, JSON, bytes, or a function of the request."""
 
     def __init__(self, *answers):
         self._answers = list(answers)

@@ -97,7 +97,7 @@ def fenced(program):
 
 
 def graded(*answers, data=TESTS, attacks=(), **options):
-    """Grades of attacks come first."""
+    """Grades of attacks, then grades of answers."""
 
     async def all_of_them():
         async with Grader({"code": "code"}, num_processes=2, limits=LIMITS) as grader:
@@ -276,7 +276,7 @@ for each in range(0, 60_000, 2): ctypes.CDLL(None).mprotect(ctypes.c_void_p(addr
 for _ in range(9): os.fork() or time.sleep(60)
 time.sleep(60)
 """
-"""Many mappings in many processes."""
+"""A program that makes many mappings in many processes."""
 UNACCEPTED = """
 import socket, time
 with socket.socket(socket.AF_UNIX) as server:
@@ -409,7 +409,7 @@ UNREADABLE = [
     "b'x' + b'y'",
     "'\\ud800'",
 ]
-"""What a program may print instead of a value: each is read by Python's parser, and some raise."""
+"""Outputs of a program in place of a value. Python's parser reads each of them, and some raise."""
 
 
 def test_what_cannot_be_read_is_not_equal():
@@ -496,7 +496,7 @@ def test_a_sandbox_without_its_filter_or_on_an_unknown_machine_is_refused(monkey
 
 
 def verdict(machine, number, arguments=(), architecture=None):
-    """What the filter says of a call: the kernel's part of the interpreter, with its three instructions."""
+    """Verdict of the filter on a call, by an interpreter of the filter's three kinds of instructions."""
     code = list(INSTRUCTION.iter_unpack(filter_program(machine)))
     words = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: architecture or seccomp.MACHINES[machine]}
     words |= {seccomp.FIRST_ARGUMENT + 8 * position: each for position, each in enumerate([*arguments, *[0] * 6][:6])}

@@ -1,4 +1,4 @@
-"""Who is graded next."""
+"""Order in which waiting trajectories are graded."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Clock:
-    """Seconds, as a test says."""
+    """A clock that a test sets, in seconds."""
 
     now = 100.0
 
@@ -68,7 +68,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def service(app: FastAPI, clock: Clock) -> SessionService:
-    """Of sessions, in a test's own time."""
+    """A session service in a test's own time."""
     service: SessionService = app.state.session_service
     service._clock = clock
     return service
@@ -121,12 +121,12 @@ def make_app(
 
 
 def http_of(app: FastAPI) -> httpx.AsyncClient:
-    """In process."""
+    """A client of the app in this process."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 async def events_of(http: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    """What a stream says. Its text may have line ends of Unicode, which end no event."""
+    """Events of a stream. Its text may have line ends of Unicode, which end no event."""
     lines = (await http.post(path, json={**body, "stream": True})).text.split("\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 

@@ -70,7 +70,7 @@ class Candidate:
     num_tokens: int = 0
     num_sent: int = 0
     before: list[int] = field(default_factory=list)
-    """What it had said in an earlier round."""
+    """Tokens of the candidate from an earlier round."""
 
     def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
         start, end = self.num_sent, self.num_tokens
@@ -88,7 +88,7 @@ class FakeEngine:
     shaping: FakeShaping = field(init=False)
     moves: FakeMoves = field(init=False)
     adapters: Sequence[str] = ()
-    """Served beside the model."""
+    """Adapters that are served beside the model."""
     max_num_seqs: int = 64
     max_model_len: int = 4096
     max_length: int = 40
@@ -107,29 +107,29 @@ class FakeEngine:
     """Output token -> the weight version from there on, after `weight_version`."""
     num_launch_places: int = 128
     preemptions: Callable[[int], int] = lambda num_tokens: 0
-    """Of a candidate, by its number of tokens."""
+    """Preemptions of a candidate, by its number of tokens."""
     outlooks: dict[str, Outlook | None] = field(default_factory=dict)
-    """Of every group that was launched, by its prompt."""
+    """Outlook of every launched group, by its prompt."""
     most_last_tokens: int = 512
     num_launched: int = 0
     num_ended: int = 0
     num_aborted: int = 0
-    """Deferred ones among them."""
+    """Aborted candidates, deferred ones included."""
     groups: dict[str, GroupSteps] = field(default_factory=dict)
-    """Those on their way."""
+    """Running groups by id."""
     races: dict[str, GroupSteps] = field(default_factory=dict)
-    """Groups of one race share theirs."""
+    """Groups of one race share their steps."""
     candidates: dict[CandidateId, Candidate] = field(default_factory=dict)
-    """Of all groups on their way."""
+    """Candidates of all running groups."""
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
     lost_groups: set[str] = field(default_factory=set)
     launched_at_cuts: list[int] = field(default_factory=list)
-    """How many candidates had been launched, at each `cut_race`."""
+    """Number of launched candidates at each `cut_race`."""
     recomputed: list[Sequence[str] | None] = field(default_factory=list)
-    """Whose KV was to be computed again, each time."""
+    """Arguments of each call that recomputes KV."""
     last_step_s: float = 0.0
-    """When a group last made a step."""
+    """Time of the last step of any group."""
 
     def __post_init__(self) -> None:
         self.shaping = FakeShaping(self.learning)
@@ -141,7 +141,7 @@ class FakeEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no group has made a step for a while: their readers make them wait."""
+        """True if no group has made a step for 0.2 s: the readers of the groups make them wait."""
         return time.monotonic() - self.last_step_s > 0.2
 
     def adapter_name(self, model: str | None) -> str:

@@ -51,13 +51,13 @@ class FakeLearning:
     dead: bool = False
     """The engine has stopped."""
     blind: bool = False
-    """Confidence cannot be seen."""
+    """The engine gives no confidence."""
     judge: Judge = field(default_factory=Judge)
     heads: dict[HeadKey, HeadInfo] = field(default_factory=dict)
     num_reports: int = 0
 
     def observe(self, token_ids: Sequence[int], detection_length: int, adapter: str = BASE_MODEL) -> Observation:
-        """What the step shows of a candidate that is due."""
+        """Observation of a candidate that is due."""
         chance = random.Random(str(list(token_ids[:8])))
         truth = SIGNAL_GAP if succeeded(token_ids) else -SIGNAL_GAP
         head = self.heads.get(HeadKey(detection_length, adapter))
@@ -181,7 +181,7 @@ class FakeLearning:
         self.heads = {head.key: head for head in heads}
 
     def memory(self, adapter: str) -> Memory:
-        """What is known of a name; nothing of one that nobody used."""
+        """Memory of an adapter. The memory of an unused name is empty."""
         return self.judge.memories.known(adapter) or Memory()
 
     def check_alive(self) -> None:
@@ -207,5 +207,5 @@ class FakeLearning:
 
 
 def _fields(head: HeadInfo) -> dict[str, int]:
-    """What its file says; of which adapter it is stands elsewhere."""
+    """Fields of a head's file. The adapter is not among them."""
     return {name: getattr(head, name) for name in HeadInfo.__dataclass_fields__ if name != "adapter"}

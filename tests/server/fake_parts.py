@@ -48,12 +48,12 @@ class FakeMoves:
     """Implements `vllm_rollout.server.engine.MovesPart`. Everything runs on rank 0."""
 
     groups: Mapping[str, GroupSteps] = field(default_factory=dict)
-    """Those on their way."""
+    """Running groups by id."""
     count_running: Callable[[], int] = lambda: 0
-    """Of candidates."""
+    """Counts running candidates."""
     num_ranks: int = 1
     holders: defaultdict[int, Holders] = field(default_factory=lambda: defaultdict(Holders))
-    """Of ranks."""
+    """Holders of each rank."""
     arrived: dict[int, tuple[float, ArrivedKV]] = field(default_factory=dict)
     """By rank: seconds spent on moves, and the KV that came along."""
 

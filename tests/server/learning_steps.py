@@ -1,4 +1,4 @@
-"""What a trainer does: roll out with pruning, check the answers, post rewards."""
+"""Steps of a trainer: roll out with pruning, check the answers, post rewards."""
 
 from __future__ import annotations
 

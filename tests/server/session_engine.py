@@ -49,7 +49,7 @@ class SessionEngine:
         self._fresh = count(FIRST_GENERATED)
 
     async def stop(self, indices: Mapping[str, Sequence[int]]) -> None:
-        """Those that it does not know yet are passed over."""
+        """Stop turns that have arrived, and ignore the others."""
         for each in self.turns:
             if each.has_arrived and each.turn.index in indices.get(each.turn.engine_id, ()):
                 each.is_stopped = True
@@ -87,7 +87,7 @@ class SessionEngine:
         service.leave(each.turn)
 
     def fail(self, service: SessionService, each: EngineTurn) -> None:
-        """It dies, or its client leaves."""
+        """Fail a turn: its engine dies, or its client leaves."""
         self.turns.remove(each)
         service.leave(each.turn)
 
@@ -99,13 +99,13 @@ def compare_now(turn: OpenTurn) -> None:
 
 
 def followed(conversation: Conversation, prompt: Sequence[int], decode: Decode) -> Continuation:
-    """How a prompt goes on, compared at once."""
+    """Continuation of a conversation by a prompt, compared at once."""
     found = conversation.follow(prompt)
     return found.continuation(decode) if isinstance(found, Comparison) else found
 
 
 class Grader:
-    """Grades when a test says so."""
+    """Grades when a test allows it."""
 
     def __init__(self) -> None:
         self.waiting: list[asyncio.Future[Grade]] = []

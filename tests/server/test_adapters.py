@@ -1,4 +1,4 @@
-"""What is learned is kept by served name: rollouts, rewards, lengths, heads and reports of one adapter are its own."""
+"""Learning by served name: rollouts, rewards, lengths, heads and reports of one adapter are its own."""
 
 import json
 import struct
@@ -113,7 +113,7 @@ async def test_rewards_of_several_names_come_in_one_post(http, engine: FakeEngin
 
 
 async def gauges(http: httpx.AsyncClient, name: str) -> dict[str, float]:
-    """By adapter."""
+    """Gauges by adapter."""
     families = text_string_to_metric_families((await http.get("/metrics")).text)
     samples = [sample for family in families for sample in family.samples if sample.name == f"vllm_rollout:{name}"]
     return {sample.labels["adapter"]: sample.value for sample in samples}

@@ -1,4 +1,4 @@
-"""What is checked of JSON that may hold anything, and what the check costs."""
+"""Checks of JSON fields that may hold anything, and the cost of these checks."""
 
 import json
 import tracemalloc

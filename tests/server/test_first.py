@@ -25,7 +25,7 @@ JOINING = "/v1/completions"
 
 
 class Seen:
-    """What the first process has been asked."""
+    """Requests that the first process has received."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, bytes, dict[str, str], bytes]] = []

@@ -355,7 +355,7 @@ async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_sp
 
 
 async def test_spares_that_ended_before_a_restart_are_not_waited_for():
-    """Nobody teaches until candidate 7, and 3 is what all wait for when the rank dies."""
+    """The rewards differ from candidate 7 on. When the rank dies, all wait for candidate 3."""
     lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 3)}
     engine = FakeEngine(lengths=lengths, losses={"a": 20})
     async with http_of(make_app(engine, graders=FakeGraders())) as http:
@@ -364,7 +364,7 @@ async def test_spares_that_ended_before_a_restart_are_not_waited_for():
 
 
 async def test_tokens_of_a_spare_that_outlives_a_restart_are_told_from_the_first_one():
-    """Nobody teaches until candidate 7; it runs, as 3 does, when the rank of the others dies."""
+    """The rewards differ from candidate 7 on. Candidates 3 and 7 run when the rank of the others dies."""
     lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 31)}
     engine = FakeEngine(lengths=lengths, losses={"a": 20})
     async with http_of(make_app(engine, graders=FakeGraders())) as http:

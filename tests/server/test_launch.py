@@ -71,7 +71,7 @@ async def test_no_more_candidates_start_than_there_are_places_and_prompts_keep_t
 
 
 async def engine_that_knows() -> WatchedEngine:
-    """Of six prompts how long they were, the last one longest; two groups have places."""
+    """An engine with places for two groups, and known lengths of six prompts. The last prompt is the longest."""
     engine = WatchedEngine(max_num_seqs=8, num_launch_places=16)
     for i in range(6):
         lengths = [ObservedLength(100 * (i + 1) + j, False) for j in range(4)]

@@ -1,6 +1,4 @@
-"""What a client has made is its own: a client with another API key neither reads nor changes it, however it learns the
-names.
-"""
+"""Ownership by API key: a client with another API key can neither read nor change an object that it can name."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def database(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def clients(database: Path) -> AsyncIterator[Callable[[str], httpx.AsyncClient]]:
-    """Of one server, by API key; empty: without one."""
+    """Clients of one server, by API key. The empty key sends none."""
     app = make_app(FakeEngine(), database=database)
     app.add_middleware(ClientNamespaces)
     made: dict[str, httpx.AsyncClient] = {}

@@ -197,7 +197,7 @@ async def test_a_rebuild_goes_on_when_whoever_waits_for_it_leaves(http: httpx.As
 
 @pytest.fixture
 def lines() -> list[str]:
-    """What whoever runs the server is told."""
+    """Log lines for the operator of the server."""
     return []
 
 

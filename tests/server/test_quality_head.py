@@ -1,4 +1,4 @@
-"""What is no head and no state is refused, and so is who has not the admin key, where the server was given one."""
+"""Refusals: a body that is no head or state, and a request without the admin key, if the server has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What viewers are told of groups of sessions as they go, and what `--rollout-record` leaves behind of them."""
+"""Viewers' events about groups of sessions, and the rows that `--rollout-record` writes about them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def test_names_may_be_anything(service, http, path, word):
 
 
 def only(service: SessionService) -> dict[str, Any]:
-    """The group that has changed."""
+    """The only group that has changed."""
     (row,), gone = service.seen.news()
     assert gone == []
     return row

@@ -1,4 +1,4 @@
-"""What `--rollout-record` leaves behind is a trace that can be replayed."""
+"""`--rollout-record` writes a trace that can be replayed."""
 
 import asyncio
 import json
@@ -159,7 +159,7 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, a
 
 async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_that(app, path):
     class Watch:
-        """What a rollout gives back at its end, which takes a while."""
+        """A watch whose report at the end of a rollout takes a while."""
 
         def __init__(self) -> None:
             self.reached, self.goes_on = asyncio.Event(), asyncio.Event()

@@ -215,7 +215,7 @@ async def test_a_run_that_cannot_go_on_is_refused_when_it_is_made(http: httpx.As
 
 
 async def test_lost_candidates_are_made_up_for_by_new_ones(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """Of a deferred group only two are left: the third of its long round begins anew."""
+    """Two candidates of a deferred group are left: the third one of its long round begins anew."""
     engine.lengths = {index: 30 + index for index in range(40)}
     engine.failures = dict.fromkeys(range(2, 40), 1)
     short = await short_round(http, response_speculation=1.0)

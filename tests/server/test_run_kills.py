@@ -28,7 +28,7 @@ from .fake_engine import FakeEngine
 SEED = 0
 NUM_LIVES = 80
 LONGEST_LIFE_S = 0.3
-"""From when it serves."""
+"""Longest time from the start of serving to the kill."""
 RUNS = {"whole": {}, "filtering": {"filter": "zero_variance"}}
 TERMS = {"group_size": 2, "prompts_per_round": 4, "sampling_params": {"seed": 3}}
 
@@ -46,7 +46,7 @@ class TellingServer(uvicorn.Server):
 
 
 def serve(database: Path, listener: socket.socket, tell: int) -> None:
-    """In a process of its own."""
+    """Serve in a process of its own."""
     app = make_app(FakeEngine(step_s=0.0005), database=database)
     TellingServer(uvicorn.Config(app, log_level="critical", lifespan="off"), tell).run(sockets=[listener])
 
@@ -114,7 +114,7 @@ class Trainer:
             self._wait()
 
     def _read(self, response: httpx.Response) -> bool:
-        """Whether the stream came to its end."""
+        """True if the stream came to its end."""
         rollout = ""
         for line in response.iter_lines():
             if not line.startswith("data: "):
@@ -135,7 +135,7 @@ class Trainer:
         return False
 
     def _ask(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
-        """Until there is an answer."""
+        """Repeat a request until there is an answer."""
         while True:
             with suppress(httpx.TransportError):
                 response = self._http.request(method, path, json=body)

@@ -103,7 +103,7 @@ async def test_runs_that_nobody_saved_are_refused(http: httpx.AsyncClient, chang
 
 
 def values() -> st.SearchStrategy[Any]:
-    """What JSON may have in a place."""
+    """Values that JSON may have at any place."""
     plain = st.one_of(
         st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=3),
         st.sampled_from(["\ud800", "a" * 300, "k" * 100_000, "\0", 10**30, 2**63, -1, 1e308]),

@@ -46,7 +46,7 @@ class Process:
 
 
 def play(draw, opened: OpenRound) -> RoundProgress:
-    """A round to its end."""
+    """Play a round to its end."""
     progress = RoundProgress(opened)
     while (position := progress.start()) is not None:
         progress.group_over(position, GroupEnd(draw(st.booleans()), draw(st.booleans()), 5))

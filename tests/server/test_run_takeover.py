@@ -137,7 +137,7 @@ async def test_what_another_process_does_between_two_transactions_of_a_round_los
 
 
 async def test_a_round_is_planned_again_when_it_begins(two: tuple[Process, Process]) -> None:
-    """What was checked is what runs: not the same request in a run that has gone on."""
+    """The checked request runs, not the same request in a run that has advanced."""
     ours, theirs = two
 
     async def happens() -> None:

@@ -420,7 +420,7 @@ async def filtering_round(http: httpx.AsyncClient, **fields: Any) -> Begun:
 async def rewarded_with(
     http: httpx.AsyncClient, begun: Begun, prompt_id: str, *rewards: tuple[int, float]
 ) -> list[str]:
-    """What becomes of rewards by index."""
+    """Statuses of posted rewards."""
     body = {"rewards": [{"prompt_id": prompt_id, "index": index, "reward": reward} for index, reward in rewards]}
     response = await http.post(f"/v1/rollouts/{begun.live.rollout.id}/rewards", json=body)
     assert response.status_code == 200, response.text

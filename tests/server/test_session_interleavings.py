@@ -32,9 +32,9 @@ Key = tuple[str, str]
 """A group by its engine's name, and a session: names of both may come again when a group is forgotten."""
 IDLE_S = 20.0
 MAX_GROUPS = 3
-"""That are not over."""
+"""Upper bound of the groups that are not over."""
 PASSES = 8
-"""Of the event loop: all that can follow from what has happened has."""
+"""Passes of the event loop after which all effects of an event have happened."""
 BOUNDS = {"MAX_OPEN_SESSIONS": 24, "MAX_ENDED_SESSIONS": 16, "MAX_SESSION_HISTORY": 60, "TICK_S": 0, "STOP_AGAIN_S": 0}
 LIMITS = {
     "max_turns": st.sampled_from([None, 1, 3]),
@@ -137,14 +137,14 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.loop.run_until_complete(self.pause())
 
     def names(self, known: Known, *, free: bool) -> list[str]:
-        """Of its sessions, also those that have not begun. `free`: that may have a turn."""
+        """Names of the group's sessions, also before they begin. `free`: only sessions that may have a turn."""
         sessions = known.group.race.sessions
         busy = {session.id for session in sessions.values() if session.in_turn or not session.is_open}
         names = dict.fromkeys([*known.names, *(known.group.declared or ()), *sessions])
         return [name for name in names if not free or name not in busy]
 
     def name(self, data: st.DataObject) -> str | None:
-        """Of any session, mostly of one that may have a turn."""
+        """Name of a drawn session, mostly of one that may have a turn."""
         if not self.known:
             return None
         known = data.draw(st.sampled_from(self.known))
@@ -215,7 +215,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def ask_for_turn(self, data):
-        """Whatever happens before it begins."""
+        """Ask for a turn, which begins later."""
         if (said := self.drawn_turn(data)) is not None:
             self.ask(*said)
 
@@ -235,7 +235,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 3))
     def finish_many(self, data, num):
-        """By their last turns."""
+        """Finish sessions by their last turns."""
         if self.known:
             for name in self.names(data.draw(st.sampled_from(self.known)), free=True)[:num]:
                 if (each := self.begin(name, self.fields(name, is_last=True), self.prompts.get(name, [0]))) is not None:
@@ -244,7 +244,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                     self.end(each)
 
     def drawn_turn(self, data: st.DataObject) -> tuple[str, dict[str, Any], list[int]] | None:
-        """Its session, fields and prompt."""
+        """Session, fields and prompt of a turn."""
         if (name := self.name(data)) is None:
             return None
         words = [next(self.words) for _ in range(data.draw(st.integers(0, 2)))]
@@ -347,7 +347,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @invariant()
     def turns_of_those_that_have_lost_are_stopped(self) -> None:
-        """Where they have arrived; else they will be when they do."""
+        """Turns that have arrived are stopped at once, others when they arrive."""
         for each in self.engine.turns:
             session = each.turn.session
             assert each.turn.group.running[session.id] is each.turn

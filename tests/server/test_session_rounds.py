@@ -107,13 +107,13 @@ class Round:
                 await self.finish(prompt, number, reward)
 
     async def over(self) -> dict[str, Any]:
-        """Its last event."""
+        """The last event of the round."""
         await asyncio.wait_for(self._reading, 60)
         assert self.told[-1]["type"] == "done"
         return self.told[-1]
 
     async def leave_turns(self) -> None:
-        """Turns that were stopped end."""
+        """End the turns that were stopped."""
         for group in self.service._groups.values():
             for turn in list(group.running.values()):
                 self.service.end(turn, [100, 101], [110], finish_reason="abort")
@@ -324,7 +324,7 @@ async def test_who_leaves_a_round_stops_its_sessions_and_a_restart_goes_on_with_
 
 
 async def test_a_round_that_had_enough_when_it_was_interrupted_is_over_at_once(app, http):
-    """What is kept of its first group is kept of its second one, too."""
+    """The kept state of its first group is that of its second group, too."""
     await make(http, filter="zero_variance")
     round = await Round.begin(app, prompts=prompts(0, 3), idempotency_key="k")
     await round.complete("q0")
@@ -399,11 +399,11 @@ async def test_a_run_of_an_earlier_version_is_the_same_run(http):
 IDLE_S = 50.0
 ACTIONS = ("begin", "begin", "end", "end", "finish", "finish", "finish", "void", "cut", "wait", "leave")
 MAX_ACTIONS = 40
-"""Of a round; then its harness does what it should."""
+"""Upper bound of a round's random actions. Then the harness behaves as it should."""
 
 
 class Harness:
-    """Of one run."""
+    """The harness of one run."""
 
     def __init__(self, chance: random.Random, **fields: Any) -> None:
         self.chance = chance
@@ -520,7 +520,7 @@ class Harness:
         return round
 
     async def read_again(self, round: Round, answer: bytes) -> None:
-        """What a client hears that asks for a round that is over."""
+        """Read a round that is over, as a client that repeats its key."""
 
         async def read() -> None:
             round.told = [event.model_dump() async for event in replayed(answer)]

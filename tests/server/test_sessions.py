@@ -195,7 +195,7 @@ async def test_names_with_slashes_and_other_signs_are_names(service, http):
 
 
 async def test_a_turn_does_not_begin_that_was_asked_for_before_another_one(service, http):
-    """What it was asked with went on from the turns that there were then."""
+    """The early turn was compared with the session's turns at that time."""
     (session,) = (await declared(http))["to_begin"]
     early = service.turn(turn_from_xargs({}, session, n=1), None, PROMPT)
     play(service, session)

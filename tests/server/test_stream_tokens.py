@@ -49,7 +49,7 @@ def key_of(event: Event) -> tuple[str, int] | None:
 
 
 def announced(events: list[Event], state: str) -> list[int]:
-    """Where candidates of that state are announced."""
+    """Positions of the events that announce candidates of that state."""
     return [i for i, e in enumerate(events) if isinstance(e, CandidateEvent) and e.candidate.state == state]
 
 
@@ -61,7 +61,8 @@ def num_after(events: list[Event], position: int) -> int:
 
 
 def assert_announcements_hold(events: list[Event]) -> None:
-    """Whoever was announced is silent from then on and in no selection; everyone is announced or returned, once."""
+    """Assert that each candidate is announced or returned, once. An announced candidate has no later event and is in no
+    selection."""
     dropped: set[tuple[str, int]] = set()
     returned: set[tuple[str, int]] = set()
     for event in events:

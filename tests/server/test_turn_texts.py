@@ -71,7 +71,7 @@ def test_it_is_found_what_would_be_found_in_whole_texts(first, answer, other, at
 
 
 class Counted:
-    """Decodes, and counts what it decodes."""
+    """A decoder that counts the tokens it decodes."""
 
     def __init__(self) -> None:
         self.num_tokens = self.most = 0

@@ -1,4 +1,4 @@
-"""What viewers are told: the same as the file has, what runs as it grows, and nothing that costs without them."""
+"""Events for viewers: they agree with the file, follow running rollouts, and cost nothing without viewers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Watching:
         self.told: list[Event] = []
 
     async def until(self, is_it: Callable[[str, Any], bool]) -> Any:
-        """The next event that is it."""
+        """The next event for which `is_it` is true."""
         name = ""
         async with asyncio.timeout(30):
             async for line in self._lines:

@@ -1,4 +1,4 @@
-"""What is done per candidate of a group does not grow with the others: groups of thousands block nobody."""
+"""Work per candidate does not grow with the size of the group: groups of thousands block no other request."""
 
 from __future__ import annotations
 

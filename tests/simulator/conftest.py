@@ -19,11 +19,11 @@ def invoke():
 
 @pytest.fixture
 def run(invoke, tmp_path):
-    """The same with a picture, a.png, and numbers."""
+    """Run the command with a picture, a.png, and numbers."""
     return lambda *more: invoke(*more, "--output", tmp_path / "a.png", "--output-json", tmp_path / "a.json")
 
 
 @pytest.fixture
 def numbers(tmp_path):
-    """Of the last run."""
+    """Numbers of the last run."""
     return lambda: json.loads((tmp_path / "a.json").read_text())

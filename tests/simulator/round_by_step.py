@@ -52,11 +52,11 @@ class StepEngine:
     messages: list = field(default_factory=list)
     between_s: float = 0.0
     end_s: float | None = None
-    """Of the step that is on its way."""
+    """End of the running step."""
 
     @property
     def begins(self):
-        """When it can begin a step."""
+        """Earliest time at which the engine can begin a step."""
         if self.end_s is not None:
             return inf
         if any(c.runs or c.state == "running" for c in self.candidates):

@@ -1,4 +1,4 @@
-"""What the simulator says of drafts: the closed form, settings, and the command."""
+"""Drafts in the simulator: the closed form, settings, and the command."""
 
 from random import Random
 
@@ -120,7 +120,7 @@ GENERATED = ("--generate", "prompts=4,candidates=8,steps=2,sigma=0.9", "--group-
 
 
 def by_name(numbers):
-    """The outcomes of the last run."""
+    """Outcomes of the last run, by name."""
     return {each["setting"]["name"]: each for each in numbers()["settings"]}
 
 

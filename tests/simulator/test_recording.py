@@ -1,4 +1,4 @@
-"""What was simulated as rows of a recording: whoever reads traces finds the groups, lengths and ends of the replay."""
+"""Simulated rollouts as rows of a recording: readers of traces find the groups, lengths and ends of the replay."""
 
 import json
 from dataclasses import replace as changed

@@ -1,1 +1,1 @@
-"""What several kinds of tests share."""
+"""Helpers that several kinds of tests share."""

@@ -156,8 +156,8 @@ class DryRun:
         return output
 
     def _report(self, output: ModelRunnerOutput) -> None:
-        """What a worker would say of candidates at a detection length, whose trace is the logit too; and of every
-        token as if it were the last one, twice the logit."""
+        """Add a worker's report: candidates at a detection length have their trace as logit. Every token is
+        also reported as a last one, with twice the logit."""
         due = [
             request_id
             for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
@@ -175,7 +175,7 @@ class DryRun:
         setattr(output, REPORT_ATTRIBUTE, RunnerReport(confidence, due, values, versions, due_at, last))
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens delivered for a request."""
+        """Number of delivered tokens of a request."""
         return sum(len(output.new_token_ids) for output in self.outputs.get(request_id, ()))
 
     def last(self, request_id: str) -> EngineCoreOutput:

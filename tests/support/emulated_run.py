@@ -30,7 +30,7 @@ VOCAB_SIZE = 32_000
 
 
 class EmulatedRun(DryRun):
-    """Overrides: __init__, step, sample."""
+    """A dry run with an emulated device. Overrides: __init__, step, sample."""
 
     def __init__(self, model: str, settings: Settings, *, drafts: bool, **kwargs: Any) -> None:
         speculative = dict(DRAFTS_CONFIG) if drafts else None
@@ -89,5 +89,5 @@ class EmulatedRun(DryRun):
         return step.output
 
     def tokens(self, request_id: str) -> list[int]:
-        """That have left the scheduler."""
+        """Tokens that have left the scheduler."""
         return [token for output in self.outputs.get(request_id, ()) for token in output.new_token_ids]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 def worst(
     folder: str, prompt: list[int], trajectory: dict[str, Any], num_tokens: int | None = None, begin: int = 0
 ) -> float:
-    """How far its log probabilities are from those of the model in that folder, at most, from one token to another."""
+    """Largest difference of the trajectory's log probabilities from those of the model in that folder."""
     model = _model(folder)
     ids = torch.tensor(trajectory["token_ids"])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is reported of what was learned, where a test has all of it in one process."""
+"""Reports of learned state, for tests that have all of it in one process."""
 
 from vllm_rollout.group.judging.learning import Learning
 from vllm_rollout.group.judging.report import RulesReport, rules_report

@@ -12,7 +12,7 @@ from typing import Any
 
 PACKAGE = str(Path(__file__).parents[2] / "vllm_rollout")
 SLACK_LINES = 300
-"""Of what happens once, or seldom."""
+"""Allowance for work that happens once, or seldom."""
 
 
 def lines_run(work: Callable[[], object]) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""What is said to whoever runs without the compiled operators, wherever they have the package from."""
+"""The build command in messages to users without compiled operators, for each source of the package."""
 
 import json
 import shlex

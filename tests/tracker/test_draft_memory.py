@@ -1,4 +1,4 @@
-"""What a draft memory drafts, keeps and refuses, in C++ and in Python alike."""
+"""Drafts, kept answers and refusals of a draft memory, in C++ and in Python alike."""
 
 import math
 import sys
@@ -251,7 +251,7 @@ def test_the_least_recently_used_prompt_leaves_first_and_its_first_answer_first(
 
 
 def _is_known(made, key, text):
-    """Whether it is stored, asked without a use of its prompt."""
+    """True if the text is stored. The check does not count as a use of its prompt."""
     number = made.begin("reader", [])
     made.end([number], keep=False)
     other = memory()

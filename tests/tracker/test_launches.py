@@ -1,5 +1,5 @@
-"""What a step asks of the device: never to wait, and few launches. A GPU is stood for by the meta device, which has no
-values to wait for, and by counting the operators that a step dispatches."""
+"""A step's demands on the device: it never waits, and it launches few kernels. The meta device stands for a GPU, since
+it has no values to wait for. Launches are the operators that a step dispatches."""
 
 from collections import Counter
 

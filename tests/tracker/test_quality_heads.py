@@ -68,7 +68,7 @@ def trained(*lengths: int, num: int = 100, **kwargs) -> QualityHeads:
 
 
 def published(heads: QualityHeads) -> dict[int, PublishedHead]:
-    """Those of the base model, by detection length."""
+    """Published heads of the base model, by detection length."""
     return {key.detection_length: head for key, head in heads._tracker.heads.items() if key.adapter == BASE_MODEL}
 
 

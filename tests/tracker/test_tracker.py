@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What a due row showed."""
+    """Values of a due row."""
 
     values: list[float]
     head_version: int
@@ -245,7 +245,7 @@ def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(nu
 
 @pytest.mark.parametrize("num_dropped", [1, 2, 15])
 def test_tokens_that_are_dropped_and_sampled_again_count_once(num_dropped):
-    """What /reset_prefix_cache does to requests whose tokens are in flight."""
+    """As /reset_prefix_cache does to requests whose tokens are in flight."""
     steps = Steps()
     request, other = Request("a", 4, 20), Request("b", 2, None)
     for new in (request, other):

@@ -14,7 +14,7 @@ from vllm_rollout.tracker.verified import VerifiedDrafts
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_PROMPT = 7, 5, 12, 3
 LENGTHS = {"a": (4, ()), "b": (6, (3, 5)), "c": (None, ()), "d": (5, (6,))}
-"""Of each request its detection length and those on trial."""
+"""Detection length of each request, and its lengths on trial."""
 
 
 def head(seed: int) -> HeadWeights:
@@ -23,7 +23,7 @@ def head(seed: int) -> HeadWeights:
 
 
 class Seen:
-    """What a tracker showed of each request, by its number of tokens."""
+    """Values of a tracker for each request, by its number of tokens."""
 
     def __init__(self) -> None:
         self.moments: dict[tuple[str, int], list[float]] = {}
@@ -84,7 +84,7 @@ ONE_BY_ONE = [dict.fromkeys(LENGTHS, (0, 1))] * NUM_TOKENS
 
 @st.composite
 def stepwise(draw: st.DrawFn) -> list[dict[str, tuple[int, int]]]:
-    """The same tokens in steps with drafts, of which some are rejected; requests may rest."""
+    """Tokens of a run, sampled in steps with drafts, of which some are rejected. Requests may rest."""
     done, steps = dict.fromkeys(LENGTHS, 0), []
     while waiting := [id for id in LENGTHS if done[id] < NUM_TOKENS]:
         step = {}

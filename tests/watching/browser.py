@@ -43,13 +43,13 @@ def page_at(browser: Any, url: str, timeout_s: float = 30.0, **context: Any) -> 
 
 
 def text(page: Any, part: str, selector: str = "main") -> str:
-    """What stands there, as soon as `part` is in it."""
+    """Text of the selected part of the page, as soon as `part` is in it."""
     is_there = "([s, part]) => document.querySelector(s)?.innerText.includes(part)"
     page.wait_for_function(is_there, arg=[selector, part], polling=200)
     return str(page.inner_text(selector))
 
 
 def drawn(page: Any) -> int:
-    """How much there is in the canvas."""
+    """A measure of the canvas' content: the length of its image."""
     count = """() => document.querySelector("main canvas").toDataURL().length"""
     return int(page.evaluate(count))

@@ -24,7 +24,7 @@ VIEWS = {"now": "groups complete", "step": "where tokens went"}
 
 
 def draw(trace: Path, folder: Path) -> None:
-    """`watch_now.png` and `watch_step.png`."""
+    """Draw `watch_now.png` and `watch_step.png`."""
     from playwright.sync_api import sync_playwright
 
     app = FastAPI()

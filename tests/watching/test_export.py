@@ -33,7 +33,7 @@ RACED = {
 }
 GRADED = {"id": "g", "lengths": [7, 9], "rewards": [1.0, None], "status": "incomplete"}
 PRECISION = 1e-6
-"""Of TensorBoard's numbers, relative."""
+"""Relative precision of TensorBoard's numbers."""
 
 
 def row(id: str, *prompts: dict[str, Any], **more: Any) -> dict[str, Any]:

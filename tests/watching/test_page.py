@@ -26,7 +26,7 @@ pytestmark = pytest.mark.thorough
 
 
 def prompt(position: int, **more: Any) -> dict[str, Any]:
-    """Of a group of 16 of which half has ended."""
+    """A group of 16 candidates of which half has ended."""
     lengths = [10 * (index + 1) for index in range(16)]
     ends = ["stop"] * 6 + ["length", "failed"] + ["running"] * 8
     told = {"id": f"q{position}", "position": position, "rank": position % 2, "status": "running", "started_s": 0.1}
@@ -485,7 +485,7 @@ def test_a_page_of_2048_candidates_answers_keys_while_all_of_them_change(browser
 
 
 def hour(num_ticks: int) -> Iterator[list[bytes]]:
-    """Of half a second each: a rollout of 8 groups of 16 each ten seconds, moves, rewards, rounds."""
+    """Ticks of half a second each: a rollout of 8 groups of 16 each ten seconds, moves, rewards, rounds."""
     over_ones: list[str] = []
     for tick in range(num_ticks):
         id, age = f"rollout-{tick // 20}", tick % 20
@@ -536,7 +536,7 @@ def test_an_hour_of_events_leaves_no_more_behind_than_half_an_hour(browser: Any)
 
 
 def last(feed: Feed) -> str:
-    """The rollout that began last."""
+    """Id of the newest rollout."""
     began = (event for event in reversed(feed.events) if event.startswith(b"event: rollout\n"))
     return str(json.loads(next(began).split(b"data: ")[1])["rollout_id"])
 
@@ -572,7 +572,7 @@ COLOR_AT = """([x, y]) => {
   const colors = Array.from({ length: 36 }, (_, i) => near.slice(4 * i, 4 * i + 3).join());
   return colors.sort((a, b) => colors.filter((c) => c === b).length - colors.filter((c) => c === a).length)[0];
 }"""
-"""The commonest one there."""
+"""Script for the commonest colour at a point of the canvas."""
 
 
 @needs_browser

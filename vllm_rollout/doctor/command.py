@@ -42,13 +42,13 @@ MARKS: dict[Level, str] = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]"
 
 
 def doctor(
-    port: Annotated[int, typer.Option(help="The port that a server is to have.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Port that a server will listen on.")] = DEFAULT_PORT,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")] = False,
 ) -> None:
-    """Say what stands in the way of a server on this machine, and the command that mends it.
+    """Check whether a server can run on this machine, and name the command that mends each problem.
 
-    A *problem* keeps the server from starting; the command then ends with status 1. A *warning* makes it slower, or
-    leaves a part of it off. Nothing is changed.
+    A *problem* keeps the server from starting, and the command ends with status 1. A *warning* makes the server slower,
+    or leaves a part of it off. Nothing is changed.
     """
     findings = examine(port)
     if as_json:

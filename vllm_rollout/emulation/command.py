@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXPLANATION = (
-    "Busy: steps were computed. Idle: there was work, but the host was late with the step. Time in which there was "
-    "nothing to do is neither. Host per step: CPU of the engine core's thread (scheduling, outputs, worker). Times are "
-    "as they passed here: at a speed other than 1 the device's are stretched or shortened, the host's are not."
+    "Busy: steps were computed. Idle: there was work, but the host was late with the step. Time without work is "
+    "neither. Host per step: CPU time of the engine core's thread (scheduling, outputs, worker). Times are wall "
+    "times of this host. At a speed other than 1 the device's times are stretched or shortened, the host's are not."
 )
 
 
@@ -56,9 +56,11 @@ def _cells(speed: float, summary: Summary) -> dict[str, str]:
 
 
 def emulation_report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `serve --rollout-emulate-log DIR` wrote into.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder that `serve --rollout-emulate-log DIR` wrote into.")
+    ],
 ) -> None:
-    """Say of an emulated server's steps what was the device's time and what was this host's."""
+    """Print the steps of an emulated server: the emulated device's time beside this host's time."""
     try:
         report(read_steps(folder))
     except (ValueError, OSError) as error:

@@ -14,18 +14,18 @@ import typer
 from typer.core import TyperCommand
 
 EPILOG = """
-**What it measures.** The real engine, with the scheduler and worker of `vllm-rollout serve`, decodes batches of 1, 2,
-3, … candidates at several context lengths. Each point is the median of steady steps, warm-up left out. Prefill time,
-KV bytes per token and KV capacity are measured, too. A continuous curve of three linear pieces with free breakpoints
-is fitted per tensor-parallel size and context (DARTS, Appendix A).
+**Use.** `vllm-rollout serve --rollout-profile FILE` sizes `"redundancy": "auto"` by the profile, and warns when live
+steps drift from it. `vllm-rollout simulate TRACE --profile FILE` predicts the savings of a setting.
 
-**What it is for.** `vllm-rollout serve --rollout-profile FILE` sizes `"redundancy": "auto"` with it and warns when live
-steps drift from it; `vllm-rollout simulate TRACE --profile FILE` predicts what a setting would save.
+**Measurement.** The real engine, with the scheduler and worker of `vllm-rollout serve`, decodes batches of 1, 2, 3, …
+candidates at several context lengths. Each point is the median of steady steps, without warm-up. Prefill time, KV bytes
+per token and KV capacity are measured, too. One curve of three linear pieces with free breakpoints is fitted per
+tensor-parallel size and context (DARTS, Appendix A). The curve is continuous.
 
-**Flags of the engine** go behind `--`, the same as you give to serve; what changes the time of a step (`--dtype`,
-`--enforce-eager`, `--quantization`, …) changes the profile.
+**Flags of the engine** stand behind `--`. Use the flags that you give to serve: each flag that changes the time of a
+step (`--dtype`, `--enforce-eager`, `--quantization`, …) changes the profile.
 
-**Interrupted?** The same command goes on where it stopped. Let the machine do nothing else meanwhile.
+**Interruption.** The same command continues an interrupted profile. Let the machine do nothing else meanwhile.
 
 Examples:
 
@@ -65,36 +65,42 @@ def profile(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The profile (JSON), ptl.json by default; the picture goes next to it. A profile there is gone on "
-            "with. With --compare: a picture (PNG), by default none."
+            help="File for the profile (JSON). Default: ptl.json. The picture is written next to it. If the file has "
+            "a profile, the measurement goes on from there. With --compare: a picture (PNG), by default none."
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Batch sizes up to 32, contexts of 128 and 512 tokens, 12 steps per point.")
+        bool,
+        typer.Option(
+            "--quick", help="A quick profile: batch sizes up to 32, contexts of 128 and 512 tokens, 12 steps per point."
+        ),
     ] = False,
     batch_sizes: Annotated[
-        str | None, typer.Option(help="1,2,4,… Default: two per doubling up to the engine's max_num_seqs.")
+        str | None,
+        typer.Option(help="Batch sizes, such as 1,2,4,… Default: two per doubling up to the engine's max_num_seqs."),
     ] = None,
     contexts: Annotated[
-        str | None, typer.Option(help="Tokens, 128,2048,… Default: 128, half of max_model_len and nearly all of it.")
+        str | None,
+        typer.Option(
+            help="Context lengths in tokens, such as 128,2048,… Default: 128, half of max_model_len and "
+            "nearly all of it."
+        ),
     ] = None,
     tensor_parallel: Annotated[
-        str, typer.Option(help="Tensor-parallel sizes, 1,2,4,… One engine after the other.")
+        str, typer.Option(help="Tensor-parallel sizes, such as 1,2,4,… They are measured one engine after the other.")
     ] = "1",
-    steps: Annotated[int | None, typer.Option(help="Steps per point. Default: 32, quick 12.", min=1)] = None,
-    logprobs: Annotated[
-        bool, typer.Option(help="Whether steps return log probabilities, as rollouts do unless told otherwise.")
-    ] = True,
+    steps: Annotated[int | None, typer.Option(help="Steps per point. Default: 32, with --quick 12.", min=1)] = None,
+    logprobs: Annotated[bool, typer.Option(help="Steps return log probabilities, as rollouts do by default.")] = True,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure the named --batch-sizes and --contexts of the profile again.")
     ] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Forget the profile in the file.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the profile in the file and begin anew.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Compare two profiles, and do nothing else.", metavar="A.json B.json", show_default=False),
+        typer.Option(help="Compare two profiles, and measure nothing.", metavar="A.json B.json", show_default=False),
     ] = None,
 ) -> None:
-    """Measure how long a decode step takes, by batch size, context and tensor parallelism, and fit curves to it."""
+    """Measure the time of a decode step by batch size, context and tensor parallelism, and fit curves to it."""
     from vllm_rollout.profiling.compare import compare as compare_profiles
     from vllm_rollout.profiling.grid import Wanted
     from vllm_rollout.profiling.options import DEFAULT_MODEL, ProfileOptions, parse_sizes

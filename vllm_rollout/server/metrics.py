@@ -99,11 +99,13 @@ class Metrics:
         may name each step's weights anew, so there is a limit."""
 
         self._groups = counter("groups", "Groups that are over, by status.", status=get_args(GroupStatus))
-        self._audits = counter("audit_groups", "Groups in which nobody was stopped, so that learning stays true.")
+        self._audits = counter(
+            "audit_groups", "Groups in which no candidate was stopped, so that learned estimates stay true."
+        )
         states = ("finished", *STOP_STATES, "failed")
         self._candidates = counter("candidates", "Candidates that ended, by end state.", state=states)
         self._left = counter(
-            "clients_left", "Requests whose client left before their end, by what they were.", request=get_args(LeftBy)
+            "clients_left", "Requests whose client left before their end, by kind of request.", request=get_args(LeftBy)
         )
         self._tokens = counter(
             "tokens",
@@ -112,11 +114,11 @@ class Metrics:
         )
         self._resumed = counter(
             "resumed_tokens",
-            "Output tokens that a round took over from an earlier one, which has them in tokens_total as deferred.",
+            "Output tokens that a round took over from an earlier one, where tokens_total counts them as deferred.",
             kind=get_args(TokenFate),
         )
         self._latency = histogram(
-            "group_latency_seconds", "From the start of the rollout to the end of the group.", LATENCY_BUCKETS_S
+            "group_latency_seconds", "Time from the start of the rollout to the end of the group.", LATENCY_BUCKETS_S
         )
         self._tail = histogram("group_wasted_ratio", "Share of a group's tokens that is not returned.", TAIL_BUCKETS)
         self._score = histogram(
@@ -127,93 +129,115 @@ class Metrics:
         )
         self._survival = histogram(
             "survival_probability",
-            "Probability with which a scored candidate was kept, or in shadow mode would have been.",
+            "Probability with which a scored candidate was kept, or would have been kept in shadow mode.",
             SURVIVAL_BUCKETS,
         )
         self._rewards = counter("rewards", "Posted rewards, by status.", status=get_args(PostedStatus))
         self._labels = counter(
-            "labels", "Accepted rewards: above the threshold or not.", outcome=("positive", "negative")
+            "labels",
+            "Accepted rewards: above the threshold (positive) or not (negative).",
+            outcome=("positive", "negative"),
         )
-        self._grades = counter("grades", "Trajectories that the server graded, by reward.", reward=(), status=())
+        self._grades = counter(
+            "grades", "Trajectories that the server graded, by reward and status.", reward=(), status=()
+        )
         self._grading_time = histogram(
-            "grading_seconds", "How long grading a trajectory took, by reward.", GRADING_BUCKETS_S, reward=()
+            "grading_seconds", "Time that grading a trajectory took, by reward.", GRADING_BUCKETS_S, reward=()
         )
-        self._limit = gauge("grading_limit_seconds", "The largest time limit that was learned from correct answers.")
-        self._to_grade = gauge("trajectories_to_grade", "Of rollouts on their way, by reward.", "reward", each=True)
+        self._limit = gauge("grading_limit_seconds", "Largest time limit that the server learned from correct answers.")
+        self._to_grade = gauge(
+            "trajectories_to_grade", "Trajectories that running rollouts want graded, by reward.", "reward", each=True
+        )
         self._brier = learning_gauge("calibration_brier", "Mean squared error of the success probability.", "signal")
         self._auc = learning_gauge("auc", "Area under the ROC curve of scores against rewards.", "signal")
-        self._within_group_auc = learning_gauge("within_group_auc", "AUC within prompts, their mean.", "signal")
-        self._head_version = learning_gauge("head_version", "Version of the quality head; 0 while there is none.")
+        self._within_group_auc = learning_gauge(
+            "within_group_auc", "Area under the ROC curve within each prompt, mean over prompts.", "signal"
+        )
+        self._head_version = learning_gauge("head_version", "Version of the quality head. 0: there is no head.")
         self._evicted = counter(
-            "features_evicted", "Hidden states dropped before their reward came.", adapter=(), detection_length=()
+            "features_evicted",
+            "Hidden states that were dropped before their reward came.",
+            adapter=(),
+            detection_length=(),
         )
         self._awaiting = learning_gauge("rewards_awaited", "Scored candidates whose reward has not come.")
         self._allocated = histogram(
             "allocated_candidates", 'Candidates per prompt with redundancy "auto".', ALLOCATION_BUCKETS
         )
         self._at_upper_bound = counter(
-            "prompts_at_upper_bound", 'Prompts whose redundancy "auto" went to its upper bound.'
+            "prompts_at_upper_bound", 'Prompts whose redundancy "auto" reached its upper bound.'
         )
         self._length_mean = gauge("length_mean_tokens", "Mean length of candidates, moving average.", "adapter")
-        self._length_std = gauge("length_std_tokens", "Standard deviation of their lengths, moving average.", "adapter")
-        self._turns = counter("session_turns", "Turns of sessions that have ended.")
+        self._length_std = gauge(
+            "length_std_tokens", "Standard deviation of candidates' lengths, moving average.", "adapter"
+        )
+        self._turns = counter("session_turns", "Ended turns of sessions.")
         self._held = gauge(
             "groups_held",
             "Groups in the engine: running, or idle because they wait for requests that are to join them.",
             "state",
         )
-        self._races = gauge("races_held", "Rounds of runs in the engine, on each rank that has groups of them.")
-        self._unmet = counter("joined_groups_unmet", "Joined groups whose siblings did not all come to one engine.")
+        self._races = gauge(
+            "races_held", "Rounds of runs in the engine, counted on each rank that has groups of the round."
+        )
+        self._unmet = counter("joined_groups_unmet", "Groups of joining requests that did not all come to one engine.")
         self._drift = gauge(
             "step_time_drift_ratio",
-            "Live time of decode steps over the profile's, medians of recent ones; 1 without a drift.",
+            "Live time of decode steps over the profile's, medians of recent steps. 1: no drift.",
             "batch_sizes",
         )
         self._moves = counter(
             "moves",
-            "Groups that were to go on on another rank, by what came of it: moved, over, stays, failed, lost.",
+            "Moves of groups to another rank, by outcome: moved, over, stays, failed, lost.",
             outcome=(),
         )
         self._move_seconds = histogram(
-            "move_seconds", "From asking the one rank for a group until the other has it.", MOVE_BUCKETS_S
+            "move_seconds",
+            "Time from asking the old rank for a group until the new rank has the group.",
+            MOVE_BUCKETS_S,
         )
         self._engine_totals = EngineTotals()
-        self._moving = counter("moving_seconds", "Time that a rank spent on groups that leave and come.", rank=())
+        self._moving = counter("moving_seconds", "Time that a rank spent on groups that leave or arrive.", rank=())
         self._moved_with_kv = counter(
-            "groups_moved_in_with_kv", "Groups that brought KV blocks along to a rank.", rank=()
+            "groups_moved_in_with_kv", "Groups that arrived at a rank together with their KV blocks.", rank=()
         )
-        self._kv_blocks = counter("kv_blocks_moved_in", "KV blocks that a rank took over from others.", rank=())
+        self._kv_blocks = counter("kv_blocks_moved_in", "KV blocks that a rank took over from other ranks.", rank=())
         self._kv_fallbacks = counter(
-            "kv_move_fallbacks", "Groups whose KV a rank could not send or take over: it was computed again.", rank=()
+            "kv_move_fallbacks", "Groups whose KV a rank could not send or take over. It was computed again.", rank=()
         )
         self._internal_errors = counter(
-            "internal_errors", "Exceptions in our own code in a rank: they failed candidates or groups.", rank=()
+            "internal_errors",
+            "Exceptions in the code of vllm_rollout on a rank. They failed candidates or groups.",
+            rank=(),
         )
         self._weight_changes = counter("weight_changes", "Updates of a rank's weights.", rank=())
         self._task_errors = counter(
-            "background_task_errors", "Exceptions in tasks that nobody awaits, by task: they are in the log.", task=()
+            "background_task_errors", "Exceptions in background tasks, by task. The exceptions are in the log.", task=()
         )
-        self._rounds = counter("rounds", "Rounds of runs that are over.", kind=ROUND_KINDS)
+        self._rounds = counter("rounds", "Rounds of runs that are over, by kind.", kind=ROUND_KINDS)
         self._round_prompts = counter(
             "round_prompts",
-            "What rounds made of their prompts: returned, filtered, deferred to a long round, or not started.",
+            "Prompts of rounds, by outcome: returned, filtered, deferred to a long round, or not started.",
             fate=get_args(Fate),
         )
         self._round_latency = histogram(
             "round_latency_seconds",
-            "From the start of a round to the end of its last group.",
+            "Time from the start of a round to the end of its last group.",
             LATENCY_BUCKETS_S,
             kind=ROUND_KINDS,
         )
-        self._size = gauge("tensor_parallel_size", "Of the engine, with --rollout-parallelism auto.")
+        self._size = gauge(
+            "tensor_parallel_size", "Tensor-parallel size of the engine, with --rollout-parallelism auto."
+        )
         self._rebuilds = counter(
             "engine_rebuilds",
-            "Rebuilds of the engine at another tensor-parallel size; a failed one ends at the size it had.",
+            "Rebuilds of the engine at another tensor-parallel size, by outcome. After a failed rebuild the engine "
+            "has its former size.",
             outcome=(),
         )
         self._rebuild_time = histogram(
             "engine_rebuild_seconds",
-            "From when requests begin to wait until the engine is there again.",
+            "Time from when requests begin to wait until the engine runs again.",
             LATENCY_BUCKETS_S,
         )
 

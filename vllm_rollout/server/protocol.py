@@ -31,20 +31,22 @@ class Prompt(Body):
     """One prompt, given as exactly one of `messages`, `prompt` and `prompt_token_ids`."""
 
     id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Your name for the prompt, unique in the request. Default: its position."
+        default=None, description="Your name for the prompt, unique in the request. Default: the prompt's position."
     )
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None, description="Chat messages, at least one; the model's chat template is applied."
+        default=None, description="Chat messages, at least one. The model's chat template is applied."
     )
     prompt: Annotated[StrictStr, Field(min_length=1)] | None = Field(
         default=None, description="Text of at least one character, tokenized as it is."
     )
     prompt_token_ids: (
         Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)] | None
-    ) = Field(default=None, description="At least one token id of the model's vocabulary, used as they are.")
+    ) = Field(
+        default=None, description="At least one token id of the model's vocabulary. Token ids are used as they are."
+    )
     data: Any = Field(
         default=None,
-        description="Any JSON, handed to the reward with each trajectory: the right answer, tests, columns.",
+        description="Any JSON, which the reward gets with each trajectory: the right answer, tests, columns.",
     )
 
     @model_validator(mode="after")
@@ -109,19 +111,20 @@ class RolloutFields(Body, fields.RaceFields):
     pruning: Pruning | None
     sampling_params: dict[str, Any] = Field(
         default_factory=dict,
-        description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, … With a "
-        "seed each prompt samples by a seed made of that one and of its id, and candidate i by that seed + i.",
+        description="Any field of vLLM's SamplingParams except n: temperature, max_tokens, seed, … With a seed, each "
+        "prompt gets its own seed, made of the request's seed and the prompt's id. Candidate i samples by the "
+        "prompt's seed + i.",
     )
     reward: RewardField | None = Field(
         default=None,
-        description="The reward by which the server grades trajectories as they end: its name, or an object such as "
+        description="Reward by which the server grades trajectories as they end. It is a name, or an object such as "
         '{"name": "math", "timeout_s": 10, "estimator": "rloo"}. Default: the server grades nothing.',
     )
     include: list[Included] = Field(
         default=DEFAULT_INCLUDE,
-        description='What an answer has beside token ids, as a list of words: "text", "logprobs" (of the sampled '
-        'tokens), "stopped" (also the tokens of candidates that are not among the trajectories). An empty list: token '
-        "ids only.",
+        description='List of what an answer has beside token ids: "text", "logprobs" (of the sampled tokens), '
+        '"stopped". "stopped" adds the tokens of candidates that are not among the trajectories. An empty list: '
+        "token ids only.",
     )
 
     @field_validator("include", mode="wrap")
@@ -147,8 +150,8 @@ class StreamFields(Body):
     stream: StrictBool = Field(default=False, description="Answer with server-sent events as things happen.")
     stream_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_STREAM_TOKENS)] | None = Field(
         default=None,
-        description="With stream: also send tokens, in chunks of at least this many per candidate: an integer from 1 "
-        f"to {MAX_STREAM_TOKENS}.",
+        description="With stream: also send tokens, in chunks of at least this many per candidate. An integer from "
+        f"1 to {MAX_STREAM_TOKENS}.",
     )
 
     @model_validator(mode="after")
@@ -192,7 +195,7 @@ class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
     )
 
     model: Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        default=None, description="The name of a served model. Default: the first."
+        default=None, description="Name of a served model. Default: the first."
     )
     prompts: Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(
         description=f"From 1 to {MAX_PROMPTS} prompts, each with messages, prompt or prompt_token_ids."

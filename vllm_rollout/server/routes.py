@@ -37,7 +37,7 @@ router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
     responses={
         **ROLLOUT_ERRORS,
         200: {
-            "description": "The finished groups, in the order of the prompts; with `stream`, server-sent events.",
+            "description": "The finished groups, in the order of the prompts. With `stream`: server-sent events.",
             "content": {"text/event-stream": event_stream_schema(RolloutEvent)},
         },
     },
@@ -63,7 +63,7 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
 
 @router.post(
     "/v1/votes",
-    summary="What a group of candidates answered",
+    summary="Vote over the answers of a group",
     response_model=VoteAnswer,
     responses=ERRORS | errors_of(429),
 )

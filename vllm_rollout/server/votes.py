@@ -64,37 +64,38 @@ class VoteRequest(Body):
         | None
     ) = Field(
         default=None,
-        description=f"From 1 to {MAX_VOTES} answers of at most {MAX_ANSWER_CHARS} characters, one per candidate; null "
-        "abstains.",
+        description=f"From 1 to {MAX_VOTES} answers of at most {MAX_ANSWER_CHARS} characters, one per candidate. "
+        "null abstains.",
     )
     texts: Annotated[list[StrictStr | None], Field(min_length=1, max_length=MAX_VOTES, fail_fast=True)] | None = Field(
         default=None,
-        description=f"From 1 to {MAX_VOTES} texts in place of answers, with answer_pattern; null abstains.",
+        description=f"From 1 to {MAX_VOTES} texts in place of answers, with answer_pattern. null abstains.",
     )
     answer_pattern: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATTERN_LENGTH)] | None = Field(
         default=None,
         description=r"A regular expression such as `Answer:\s*(\S+)`, at most "
-        f"{MAX_PATTERN_LENGTH} characters. The last match within a text's last {SEARCH_LENGTH} characters is the "
-        "answer: its first group, or the whole match; blank ones are passed over.",
+        f"{MAX_PATTERN_LENGTH} characters. The answer is its last match within a text's last {SEARCH_LENGTH} "
+        "characters: the first group of the match, or the whole match. Blank matches are passed over.",
     )
     method: VotingMethod = Field(
         default="majority",
-        description='"majority"; "confidence", weights as given; "quality", ranks of the weights over the best rank.',
+        description='"majority": each answer has one vote. "confidence": the weights as given. "quality": ranks of '
+        "the weights, divided by the best rank.",
     )
     weights: Annotated[list[StrictFloat | None], Field(min_length=1, max_length=MAX_VOTES, fail_fast=True)] | None = (
         Field(
             default=None,
             description="One finite number per candidate: mean_confidence for confidence, score or final_score for "
-            "quality; null "
-            "abstains. Majority does not read them.",
+            "quality. null abstains. Majority ignores weights.",
         )
     )
     correct: Annotated[StrictStr, Field(min_length=1, max_length=MAX_ANSWER_CHARS)] | None = Field(
-        default=None, description="The right answer, to be told whether the vote found it."
+        default=None, description="The right answer. With it the response says if the vote found the right answer."
     )
     k: Annotated[StrictInt, Field(ge=1, le=MAX_VOTES)] | None = Field(
         default=None,
-        description="With correct: maj@k, how often the vote of k of these candidates is right; at most their number.",
+        description="With correct: compute maj@k, the probability that a vote of k of these candidates is right. At "
+        "most the number of candidates.",
     )
 
     @model_validator(mode="after")

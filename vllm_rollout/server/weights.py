@@ -25,8 +25,8 @@ class RecomputeRequest(Body):
     request_ids: list[str] | None = Field(
         default=None,
         max_length=MAX_REQUEST_IDS,
-        description="Ids of rollouts, or of requests with `n`, as `X-Request-Id` or an answer says them. "
-        "Default: all groups.",
+        description="Ids of rollouts, or of requests with `n`, as in `X-Request-Id` or in an answer. Default: all "
+        "groups.",
     )
 
 
@@ -41,7 +41,7 @@ class RecomputeAnswer(BaseModel):
 
 @router.post(
     "/v1/weights/recompute",
-    summary="Compute again what runs on KV of older weights",
+    summary="Recompute KV of older weights",
     response_model=RecomputeAnswer,
     responses=ERRORS | errors_of(401),
     dependencies=[Depends(require_admin)],

@@ -16,15 +16,16 @@ def watch(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="What `serve --rollout-record FILE` wrote, or is writing; or `simulate --output-trace FILE`."
+            help="Files that `serve --rollout-record FILE` wrote, or is writing, or files of `simulate "
+            "--output-trace FILE`."
         ),
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 for any that is free.")] = 7790,
-    host: Annotated[str, typer.Option(help="Who may look: 127.0.0.1, only this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page. 0: any free port.")] = 7790,
+    host: Annotated[str, typer.Option(help="Address of the page. 127.0.0.1 allows only this machine.")] = "127.0.0.1",
 ) -> None:
-    """Show recorded rollouts on the page that a server has at /rollouts. It grows with the files.
+    """Show recorded rollouts on the page that a server has at /rollouts. The page grows with the files.
 
-    What a simulation would have done, beside what was:
+    Show a simulation beside the record that it started from:
 
     ```
     vllm-rollout simulate trace.jsonl --profile ptl.json --output-trace whatif.jsonl
@@ -61,13 +62,13 @@ def watch(
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="Of a server of `vllm-rollout serve`.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Argument(help="URL of a server of `vllm-rollout serve`.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="If the server asks for one.", show_envvar=True)
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="Key, if the server asks for one.", show_envvar=True)
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print what runs now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the running rollouts once, and end.")] = False,
 ) -> None:
-    """Show what a server does in this terminal: ranks, rollouts, groups whose candidates grow."""
+    """Show a running server in this terminal: its ranks, its rollouts, and groups with their growing candidates."""
     from vllm_rollout.client.connection import RolloutError
     from vllm_rollout.watching.top import top as show
 

@@ -21,24 +21,26 @@ class Target(StrEnum):
 
 
 def export(
-    file: Annotated[Path, typer.Argument(help="What `serve --rollout-record FILE` wrote, or is writing.")],
-    to: Annotated[Target, typer.Option(help="Where its curves go.")],
+    file: Annotated[Path, typer.Argument(help="File that `serve --rollout-record FILE` wrote, or is writing.")],
+    to: Annotated[Target, typer.Option(help="Program that shows the curves.")],
     output: Annotated[
         Path | None, typer.Option(help="TensorBoard's log directory of this recording. Default: runs/NAME.")
     ] = None,
-    project: Annotated[str | None, typer.Option(help="trackio's. Default: rollouts.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the run. Default: the file's name without its end.")] = None,
-    threshold: Annotated[float, typer.Option(help="A reward above it is a success.")] = REWARD_THRESHOLD,
+    project: Annotated[str | None, typer.Option(help="Project of trackio. Default: rollouts.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run. Default: the file's name without its suffix.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="A reward above this value is a success.")] = REWARD_THRESHOLD,
 ) -> None:
-    """Draw recorded rollouts in TensorBoard or trackio: a step per rollout, or per round.
+    """Draw recorded rollouts in TensorBoard or trackio, with one step per rollout or per round.
 
     ```
     vllm-rollout export trace.jsonl --to tensorboard && tensorboard --logdir runs
     vllm-rollout export trace.jsonl --to trackio && trackio show
     ```
 
-    Seconds, tokens and what stopping saved, lengths, rewards, ends, moves (docs/guides/watching.md). Run it again when
-    the file has grown: it replaces what it wrote before.
+    Curves: seconds, tokens, savings, lengths, rewards, ends, moves (docs/guides/watching.md). When the file has grown,
+    run the command again: it replaces its earlier output.
     """
     from vllm_rollout.trace.file import told_reasons
     from vllm_rollout.watching.export import SESSIONS, check_installed, read_curves, to_tensorboard, to_trackio

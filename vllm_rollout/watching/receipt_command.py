@@ -17,46 +17,48 @@ def receipt(
         str,
         typer.Argument(
             metavar="FILE|URL",
-            help="What `serve --rollout-record FILE` wrote, an answer of /v1/rollouts or of a round saved as JSON, or "
-            "the URL of a server, which tells of its last 64 rollouts.",
+            help="File that `serve --rollout-record FILE` wrote, or an answer of /v1/rollouts or of a round, saved "
+            "as JSON. A server's URL is possible, too: the server reports its last 64 rollouts.",
         ),
     ],
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="What `vllm-rollout profile MODEL` wrote, for the next setting. Without it every step takes the same "
-            "time, and spare candidates look cheaper than they are."
+            help="Profile that `vllm-rollout profile MODEL` wrote, for the next setting. Default: every step takes "
+            "the same time, so spare candidates look cheaper than they are."
         ),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="If the server asks for one.", show_envvar=True)
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="Key, if the server asks for one.", show_envvar=True)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say what rollouts spent, and what stopping candidates saved against waiting for all of them.
+    """Report the cost of rollouts, and the savings of stopping candidates against waiting for all of them.
 
-    **Of what was recorded**, with the setting to try next:
+    **Recorded rollouts**, with the setting to try next:
 
         vllm-rollout receipt trace.jsonl --profile ptl.json
 
-    **Of a server**, for a program:
+    **Rollouts of a server**, for a program:
 
         vllm-rollout receipt http://127.0.0.1:8000 --json
 
-    **Counted** are tokens and seconds that passed, candidates that were stopped, and the share of places that stood
-    empty until the end (*bubble*).
+    **Counted:** tokens, seconds, stopped candidates, and the share of places that stood empty until the end (*bubble*).
 
-    **Predicted**, from lengths in which a stopped candidate counts as longer than its stop: the tokens it would still
-    have generated (*saved*), and the seconds that waiting for all would have taken (*waiting*). *Error* is that of the
-    same prediction where the remainder did run: in audit groups, and in rollouts that stop nobody. -10 % means that
-    a tenth too few were predicted. A dash means that nobody can tell.
+    **Predicted:** *saved* is the number of tokens that stopped candidates would still have generated. *Waiting* is the
+    time that waiting for all candidates would have taken. The prediction uses lengths in which a stopped candidate
+    counts as longer than its stop.
 
-    **Groups of sessions** (docs/guides/agents.md) have a table of their own, of what is counted.
+    *Error* is the error of this prediction where the remainder did run: in audit groups, and in rollouts without stops.
+    With -10 %, a tenth too few tokens were predicted. A dash means that the value is unknown.
 
-    **The sum** takes off what long rounds took: waiting for all in the short rounds would have left them nothing to do.
+    **Groups of sessions** (docs/guides/agents.md) have a table of their own, with counts only.
 
-    **Next**, of a trace: the one setting that `vllm-rollout simulate` expects to save most. How right all of
-    this is: docs/guides/watching.md.
+    **The sum** subtracts the cost of long rounds from the savings. If short rounds waited for all candidates, long
+    rounds would have nothing to do.
+
+    **Next** (for a trace): the setting that `vllm-rollout simulate` expects to save most. The accuracy of all these
+    numbers: docs/guides/watching.md.
     """
     from vllm_rollout.client.connection import RolloutError
     from vllm_rollout.watching.receipt import show

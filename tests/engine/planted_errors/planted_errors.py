@@ -16,7 +16,7 @@ ONE_IN = "PLANTED_ERRORS"
 
 
 class Planted(RuntimeError):
-    """Ours, whatever it stands for."""
+    """An exception that a test raises in our code."""
 
 
 def plant() -> None:

@@ -1,4 +1,4 @@
-"""The class that `ray_on_cpu.platform` names."""
+"""The platform class that `ray_on_cpu.platform` names."""
 
 from vllm.platforms.cpu import CpuPlatform
 

@@ -70,62 +70,65 @@ class PruningFields:
 
     detection_length: int | list[int] | Literal["auto"] = row(
         Either((_LENGTH, Several(_LENGTH, config.MAX_TRIAL_LENGTHS), Names((AUTO,)))),
-        "Output tokens after which a candidate is scored, L_detect; one that ends before is not scored and is kept. A "
-        "list scores at each and stops nobody (mode shadow), for GET /v1/quality_head/detection_lengths to compare. "
-        '"auto" is the length that is recommended there; until there is one it compares '
-        f"{', '.join(map(str, config.TRIAL_LENGTHS))}.",
+        "Output tokens after which a candidate is scored (L_detect). A candidate that ends before is not scored and "
+        "is kept. A list scores at each length and stops no candidate (mode shadow), for a comparison by GET "
+        '/v1/quality_head/detection_lengths. "auto" is the length recommended there. Before there is a '
+        f'recommendation, "auto" compares {", ".join(map(str, config.TRIAL_LENGTHS))}.',
         flat=_LENGTH,
     )
     rule: PruningRule = row(
         Names(get_args(PruningRule)),
-        'Who is kept; each rule keeps keep_ratio. "balance" steers survivors towards target_positive_ratio; "gradient" '
-        'steers where a group would end without reward variance and prunes at random elsewhere; "paper" is ARRoL\'s '
-        "Eq. 2 as printed.",
+        'Rule that selects the kept candidates. Each rule keeps keep_ratio. "balance" steers survivors towards '
+        'target_positive_ratio. "gradient" steers if a group would end without reward variance, and prunes at random '
+        'otherwise. "paper" is ARRoL\'s Eq. 2 as printed.',
         default="balance",
         xarg="pruning_rule",
     )
     keep_ratio: float = row(
         SHARE,
-        "Share of scored candidates to keep on average, within the bounds of survival; 1 scores and keeps everything.",
+        "Share of scored candidates to keep on average, between min_survival and max_survival. With 1 all candidates "
+        "are scored and kept.",
         default=0.5,
     )
     target_positive_ratio: float = row(
         Number(0, 1, above=True, below=True),
-        "Success rate wanted among survivors by balance and paper, rho.",
+        "Success rate that balance and paper aim at among survivors (rho).",
         default=0.5,
     )
     strength: float = row(
         Number(0, MAX_STRENGTH),
-        "Lambda of the paper's rule; the others find their own.",
+        "Lambda of the paper's rule. The other rules find their own lambda.",
         default=0.5,
         xarg="pruning_strength",
     )
-    min_survival: float = row(SHARE, "No candidate is kept with a smaller probability.", default=0.05)
-    max_survival: float = row(SHARE, "No candidate is kept with a larger probability.", default=0.95)
+    min_survival: float = row(SHARE, "Lower bound of the probability that a candidate is kept.", default=0.05)
+    max_survival: float = row(SHARE, "Upper bound of the probability that a candidate is kept.", default=0.95)
     mode: PruningMode = row(
         Names(get_args(PruningMode)),
-        '"shadow": decide and report (would_prune), stop nothing.',
+        '"shadow": decide and report (would_prune), but stop no candidate.',
         default="active",
         xarg="pruning_mode",
     )
     signal: Signal = row(
         Names(get_args(Signal)),
-        "What to judge by: the quality head (trace confidence stands in while it knows too little), or confidence.",
+        "Signal that candidates are scored by: the quality head, or trace confidence. While the head knows too "
+        "little, trace confidence stands in.",
         default="head",
     )
     allow_fewer: bool = row(
         Flag(),
-        "Prune even when fewer than group_size candidates are left to finish; the group is then complete with those.",
+        "Prune even if fewer than group_size candidates are left to finish. The group is then complete with those.",
         default=False,
     )
     min_labels: int = row(
         Integer(1, MAX_MIN_LABELS),
-        "Rewards of either kind, positive and negative, before anything is pruned.",
+        "Number of positive rewards, and of negative rewards, that pruning needs before it stops a candidate.",
         default=64,
     )
     final_score: bool = row(
         Flag(),
-        "Score trajectories by their last token as well, by a head of its own, which learns from the same rewards.",
+        "Also score trajectories by their last token. A head of its own gives this score, and learns from the same "
+        "rewards.",
         default=False,
     )
 
@@ -136,15 +139,15 @@ class DualEndFields:
 
     num_longest: int | None = row(
         _SPARE,
-        "L, below group_size: the longest trajectories of the pool; the other group_size - L are its shortest. Default "
-        "1, and 0 with a group_size of 1.",
+        "Number of the pool's longest trajectories in the group (L), below group_size. The other group_size - L "
+        "trajectories are the pool's shortest. Default: 1, and 0 with a group_size of 1.",
         *OWN,
         default=None,
     )
     patience: float | None = row(
         Number(1, config.MAX_PATIENCE),
-        "Once group_size valid candidates have finished, the others get this many times the tokens of the longest of "
-        "those, then they are stopped. Default: the whole pool runs to its end.",
+        "Once group_size valid candidates have finished, the other candidates get this many times the tokens of the "
+        "longest finished one. Then they are stopped. Default: the whole pool runs to its end.",
         *OWN,
         default=None,
     )
@@ -161,7 +164,8 @@ class AutoFields:
 
     tradeoff: float = row(
         Number(0, config.MAX_TRADEOFF, above=True),
-        "lambda of DARTS Eq. 8, what time is worth, in costs of a rollout without redundancy: more, fewer candidates.",
+        "Price of time (lambda of DARTS Eq. 8), in costs of a rollout without redundancy. A larger value means fewer "
+        "candidates.",
         "body",
         default=config.DEFAULT_TRADEOFF,
     )
@@ -178,65 +182,69 @@ class RaceFields:
 
     redundancy: int | Literal["auto"] | AutoRedundancyFields = row(
         Either((_SPARE, Names((AUTO,)), Object(AutoRedundancyFields, '{"auto": {"tradeoff": 1.0}}'))),
-        "Spare candidates beyond group_size (M' - M); the sum is at most the server's --max-num-seqs. \"auto\": up to "
-        "group_size of them for each prompt, more where lengths vary more (DARTS).",
+        "Spare candidates beyond group_size (M' - M). group_size + redundancy is at most the server's "
+        '--max-num-seqs. "auto": up to group_size spare candidates for each prompt, more where lengths vary more '
+        "(DARTS).",
         *OWN,
         default=0,
         flat=_SPARE,
     )
     early_stop: EarlyStop = row(
         Either((Flag(), Names((AUTO,)))),
-        'Stop a group\'s other candidates when group_size valid ones have finished. "auto", the default: wherever the '
-        "selection allows it, which dual_end does not.",
+        'Stop a group\'s other candidates when group_size valid ones have finished. "auto", the default: stop them if '
+        "the selection allows it. Selection dual_end does not allow it.",
         *OWN,
         *JOIN,
         default=None,
     )
     selection: Literal["first", "shortest"] | DualEndSelectionFields = row(
         Either((Names(("first", "shortest")), Object(DualEndSelectionFields, '{"dual_end": {"num_longest": 1}}'))),
-        "Which finished candidates make the group.",
+        "Rule that selects a group's trajectories among its finished candidates.",
         *OWN,
         default="first",
         flat=Names(get_args(SelectionRule)),
     )
     pruning: PruningFields | None = row(
         Object(PruningFields, '{"detection_length": 512, "keep_ratio": 0.5}'),
-        "Score candidates at a detection length and stop those that will not help. Default: no pruning.",
+        "Score candidates at a detection length and stop candidates that will not help training. Default: no pruning.",
         "body",
         default=None,
     )
     migration: Migration = row(
         Names(get_args(Migration)),
-        'What groups may move to other ranks for, when that pays: "spread", away from a rank that lags; "consolidate", '
-        'the tail of a rollout on fewer ranks; "auto", both. Needs a profile.',
+        'When groups may move to another rank: with "spread", if their rank lags, with "consolidate", if the tail of a '
+        "rollout fits on fewer ranks. Groups move only if that pays by the profile, which is required. With "
+        '"auto" both are possible.',
         "body",
         default="off",
     )
     scale_down: Literal["off", "auto"] = row(
         Names(("off", AUTO)),
-        '"auto": when 20 to 50 % of the candidates have ended and the others fit on half of the ranks, the other half '
-        "is emptied and kept empty until the rollout is over; a stream has a `ranks_free` event.",
+        '"auto": free half of the ranks once 20 to 50 % of the candidates have ended and the others fit on the other '
+        "half. The freed ranks stay empty until the rollout is over. A stream has a `ranks_free` event.",
         "body",
         default="off",
     )
     on_engine_failure: OnEngineFailure = row(
         Names(get_args(OnEngineFailure)),
-        'What becomes of groups whose data-parallel rank dies while others live: "fail", what had not ended of them '
-        'has failed; "retry", they run again on another rank, and a stream has a `restarted` event.',
+        'If a data-parallel rank dies while others live, "fail" ends its groups: their unfinished candidates have '
+        'failed. "retry" runs these groups again on another rank, and a stream has a `restarted` event.',
         "body",
         default="fail",
     )
     until: Until = row(
         Names(get_args(Until)),
-        '"variance": a group is complete when group_size of its candidates are graded and their rewards differ; until '
-        "then spares run, and more candidates are launched. Needs reward, selection first, and redundancy as a number.",
+        '"variance": a group is complete when group_size of its candidates are graded and their rewards differ. '
+        "Until then spare candidates run, and more candidates are launched. Needs reward, selection first, and "
+        "redundancy as a number.",
         "body",
         default="complete",
     )
     max_candidates: int | None = row(
         Integer(1, 8 * config.MAX_GROUP_SIZE),
-        "Candidates that a group may ever have: those it begins with, those in the place of void ones, those launched "
-        'until rewards differ. Default: four times group_size with until "variance", else twice what it begins with.',
+        "Upper bound of a group's candidates: those at its start, those in the place of void ones, and those "
+        'launched until rewards differ. Default: four times group_size with until "variance", otherwise twice the '
+        "number at its start.",
         "body",
         default=None,
     )
@@ -246,32 +254,32 @@ class RaceFields:
 class GroupFields(RaceFields):
     """Fields of the groups of a rollout."""
 
-    group_size: int = row(_SIZE, "Trajectories you want for each prompt (M, OpenAI's n).", "body", *JOIN)
+    group_size: int = row(_SIZE, "Trajectories that a group returns for its prompt (M, OpenAI's n).", "body", *JOIN)
     order: LaunchRule = row(
         Names(get_args(LaunchRule)),
-        'Which groups start first where not all candidates can run at once: "auto", the longest, or the shortest, by '
-        'the lengths of each prompt\'s earlier answers, where that is expected to end the rollout sooner; "prompts", '
-        "as they stand.",
+        'Order in which groups start if not all candidates can run at once. "auto": the longest or the shortest '
+        "groups first, if that is expected to end the rollout sooner. Lengths are predicted from each prompt's "
+        'earlier answers. "prompts": the order of the prompts.',
         "body",
         default=AUTO,
     )
     priority: int = row(
         Integer(-config.MAX_PRIORITY, config.MAX_PRIORITY),
-        "Of rollouts that wait for places, groups with the lowest number start first, as in vLLM; with "
-        "--scheduling-policy priority they also overtake what waits in the engine, and are preempted last.",
+        "Priority among rollouts that wait for places. Groups with the lowest number start first, as in vLLM. With "
+        "--scheduling-policy priority they also overtake requests that wait in the engine, and are preempted last.",
         "body",
         default=0,
     )
     audit_ratio: float | None = row(
         Number(0, 1),
-        "Share of groups in which nobody is stopped, so that what is learned stays true. Default: the server's "
-        "--rollout-audit-ratio with pruning or redundancy auto, which learn; otherwise 0.",
+        "Share of groups in which no candidate is stopped, so that learned estimates stay true. Default with pruning "
+        "or redundancy auto, which learn: the server's --rollout-audit-ratio. Default otherwise: 0.",
         default=None,
     )
     audit_unit: Literal["auto", "group", "rollout"] = row(
         Names((AUTO, "group", "rollout")),
-        'What is audited: each "group" by chance, or by count the whole "rollout", since one audited group holds up an '
-        'answer as long as all of them would; "auto", groups of a stream, and rollouts otherwise.',
+        'Unit of audits. "group": each group by chance. "rollout": whole rollouts by count, since one audited group '
+        'delays an answer as much as audits of all groups. "auto": "group" for a stream, otherwise "rollout".',
         "body",
         default=AUTO,
         flat=Names(("group", "rollout")),
@@ -283,14 +291,17 @@ class JoinFields:
     """Fields of a request that joins a group, beside those of other tables."""
 
     group_id: str | None = row(
-        Text(MAX_NAME_CHARS), "The group's name. Default: whichever group of the prompt is open.", *JOIN, default=None
+        Text(MAX_NAME_CHARS), "The group's name. Default: the open group of the same prompt.", *JOIN, default=None
     )
     namespace: str | None = row(
-        Text(MAX_NAME_CHARS), "Your run's name: two trainers at one server may use the same ids.", "join", default=None
+        Text(MAX_NAME_CHARS),
+        "Your run's name, so that two trainers at one server may use the same ids.",
+        "join",
+        default=None,
     )
     num_candidates: int | None = row(
         Integer(1, 2 * config.MAX_GROUP_SIZE),
-        "How many siblings there are. Default: rollout_group_size.",
+        "Number of candidates in the group. Each joins by a request of its own. Default: rollout_group_size.",
         *JOIN,
         default=None,
     )
@@ -302,32 +313,34 @@ class SessionFields:
 
     max_turns: int | None = row(
         Integer(1, config.MAX_TURNS),
-        "Turns of a session; after so many it is over, as truncated. Default: no limit.",
+        "Upper bound of a session's turns. After so many turns the session is over, as truncated. Default: no limit.",
         *SESSION,
         default=None,
     )
     max_tokens: int | None = row(
         Integer(1, config.MAX_SESSION_TOKENS),
-        "Tokens that the policy generates in all turns of a session; then it is over, as truncated. Default: no limit.",
+        "Upper bound of the tokens that the policy generates in all turns of a session. At the bound the session is "
+        "over, as truncated. Default: no limit.",
         *SESSION,
         default=None,
     )
     idle_timeout_s: float = row(
         Number(0, config.MAX_SESSION_IDLE_S, above=True),
-        "A session of which nobody hears for so many seconds between two turns is void.",
+        "If a session gets no request for so many seconds between two turns, it is void.",
         *SESSION,
         default=config.SESSION_IDLE_S,
     )
     cut_turn: CutTurn = row(
         Names(get_args(CutTurn)),
-        'What a turn means that was cut at its own max_tokens: "ends", the session is over, as truncated; "goes_on".',
+        'Effect of a turn that was cut at its own max_tokens. "ends": the session is over, as truncated. "goes_on": '
+        "the session continues.",
         *SESSION,
         default="ends",
     )
     history: HistoryRule = row(
         Names(get_args(HistoryRule)),
-        'What happens to a turn whose messages tell another history than the turns before: "strict", it is refused; '
-        '"rewritable", it begins a new segment of the trajectory.',
+        'Effect of a turn whose messages change the history of earlier turns. "strict": the turn is refused. '
+        '"rewritable": the turn begins a new segment of the trajectory.',
         *SESSION,
         default="strict",
     )
@@ -338,33 +351,36 @@ class TurnFields:
     """Fields of a request that is one turn of a session."""
 
     session: str | None = row(
-        Text(MAX_NAME_CHARS), "The session. Default: the header X-Session-ID.", "session", default=None
+        Text(MAX_NAME_CHARS), "The session's id. Default: the header X-Session-ID.", "session", default=None
     )
-    last: bool = row(Flag(), "No turn follows: when this one ends the session has finished.", "session", default=False)
+    last: bool = row(
+        Flag(), "No turn follows this one. When this turn ends, the session has finished.", "session", default=False
+    )
 
 
 @dataclass(frozen=True)
 class RunFields:
     """Fields of the rounds of a run."""
 
-    group_size: int = row(_SIZE, "Trajectories you want for each prompt (R0).", "body")
+    group_size: int = row(_SIZE, "Trajectories that a round returns for each of its prompts (R0).", "body")
     prompts_per_round: int = row(Integer(1, config.MAX_PROMPTS), "Prompts that a round returns (P0).", "body")
     prompt_speculation: float = row(
         Number(1, config.MAX_SPECULATION),
-        "eta for prompts: a short round runs this many times prompts_per_round and returns those that complete first.",
+        "eta for prompts. A short round runs this many times prompts_per_round and returns the prompts that complete "
+        "first.",
         "body",
         default=config.DEFAULT_SPECULATION,
     )
     response_speculation: float | None = row(
         Number(1, config.MAX_SPECULATION),
-        "eta for responses: in a short round a prompt has this many times group_size candidates. Default: "
-        f"{config.DEFAULT_SPECULATION:g}, or what redundancy says.",
+        "eta for responses. In a short round a prompt has this many times group_size candidates. Default: "
+        f"{config.DEFAULT_SPECULATION:g}. If redundancy is set, redundancy decides.",
         "body",
         default=None,
     )
     queue_order: QueueOrder = row(
         Names(get_args(QueueOrder)),
-        "Which of the waiting prompts a long round takes: by age, or by predicted length.",
+        "Order in which a long round takes waiting prompts: by age, or by predicted length.",
         "body",
         default="first_in",
     )

@@ -18,8 +18,8 @@ NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row i
 """Name among the xargs, by field of a plan."""
 PRUNING_XARGS: Mapping[str, str] = {field: NAMES[field] for field in rows(PruningFields)}
 GRADING: Mapping[str, str] = {
-    f"{PREFIX}reward": "The name of the reward by which the server grades the choices before it answers.",
-    f"{PREFIX}data": "What the reward gets beside the text: a string of JSON, or a plain string or number.",
+    f"{PREFIX}reward": "Name of the reward by which the server grades the choices before it answers.",
+    f"{PREFIX}data": "Data that the reward gets beside the text: a string of JSON, or a plain string or number.",
 }
 """Fields of a request whose choices the server grades: what each says."""
 

@@ -28,8 +28,8 @@ class DrainRequest(Body):
 
     timeout_s: Annotated[StrictFloat, Field(ge=0, le=MAX_DRAIN_S)] = Field(
         default=DEFAULT_DRAIN_S,
-        description="So long the answer waits for the rank to be empty, in seconds: what is in no group, or cannot "
-        f"move, runs to its end there. From 0 to {MAX_DRAIN_S:g}.",
+        description="Time that the answer waits for the rank to be empty, in seconds. Requests outside of groups, "
+        f"and groups that cannot move, run to their end there. From 0 to {MAX_DRAIN_S:g}.",
     )
 
 

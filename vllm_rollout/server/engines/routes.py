@@ -29,7 +29,7 @@ from vllm_rollout.server.service import RolloutService
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
 
 MAX_RANK = 1 << 16
-Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Of the engine, from 0.")]
+Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Number of the rank, from 0.")]
 DEFAULT_DRAIN = DrainRequest()
 
 
@@ -58,7 +58,9 @@ async def get_engines(request: Request) -> Response:
     return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
 
 
-@router.get("/v1/engines/advice", summary="Whether ranks could be freed", response_model=AdviceAnswer, responses=ERRORS)
+@router.get(
+    "/v1/engines/advice", summary="Advice: could ranks be freed?", response_model=AdviceAnswer, responses=ERRORS
+)
 async def get_advice(request: Request) -> Response:
     """Ask whether half of the ranks could be freed before a rollout is over.
 

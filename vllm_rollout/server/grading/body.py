@@ -17,15 +17,19 @@ RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 class RewardOptions(Body):
     """A reward by name, and how it is used."""
 
-    name: RewardName = Field(description="Built in (exact, regex, math), or of a --rollout-reward of the server.")
+    name: RewardName = Field(
+        description="Name of a built-in reward (exact, regex, math), or of a --rollout-reward of the server."
+    )
     timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_SECONDS)] | None = Field(
         default=None,
-        description="The longest that grading a trajectory may take, in seconds, with code each of its tests, also "
-        "where the server has learned that it needs more. Default: the server's limits.",
+        description="Upper bound, in seconds, of the time to grade a trajectory, with reward code of the time for "
+        "each test. It holds even if the server has learned that more time is needed. Default: the server's limits.",
     )
-    estimator: Estimator = Field(default="grpo", description="Of the advantages in the answer: grpo, rloo or mean.")
+    estimator: Estimator = Field(
+        default="grpo", description="Estimator of the advantages in the answer: grpo, rloo or mean."
+    )
     threshold: StrictFloat = Field(
-        default=REWARD_THRESHOLD, description="A reward above it is positive for what the server learns."
+        default=REWARD_THRESHOLD, description="A reward above this value is positive for what the server learns."
     )
 
 

@@ -47,8 +47,10 @@ PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 class RewardEntry(Body):
     """The reward of one trajectory of a rollout."""
 
-    prompt_id: PromptId = Field(description="As in the rollout's answer.")
-    index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(description="Of the trajectory in its group, from 0.")
+    prompt_id: PromptId = Field(description="The prompt's id, as in the rollout's answer.")
+    index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(
+        description="Index of the trajectory in its group, from 0."
+    )
     reward: RewardValue = Field(description=FINITE)
 
     def judged(self, threshold: float) -> Reward:
@@ -67,12 +69,12 @@ class RewardsRequest(Body):
     )
     filter: Filter | None = Field(
         default=None,
-        description='"zero_variance", for the rollout of a round that filters: groups whose rewards are all the same '
-        "leave it. Said again by the round; here it makes sure that it does.",
+        description='"zero_variance": groups whose rewards are all the same leave the rollout. It is for the rollout '
+        "of a round that filters, and makes sure that the round does.",
     )
     threshold: StrictFloat = Field(
         default=REWARD_THRESHOLD,
-        description=f"A reward above it is positive, any other negative: a finite number. The default, "
+        description="A reward above this value is positive, any other negative: a finite number. The default, "
         f"{REWARD_THRESHOLD}, is right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1].",
     )
 
@@ -81,12 +83,14 @@ class NamedRewardEntry(Body):
     """The reward of one candidate, named by exactly one of `request_id` and `group_id`, and by its index."""
 
     request_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = Field(
-        default=None, description="The `id` of an OpenAI answer; the index is that of the choice in it."
+        default=None, description="The `id` of an OpenAI answer. index is then the index of its choice."
     )
     group_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = Field(
-        default=None, description="The `group_id` of a rollout's answer; the index is that of the trajectory in it."
+        default=None, description="The `group_id` in a rollout's answer. index is then the index of its trajectory."
     )
-    index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(default=0, description="From 0.")
+    index: Annotated[StrictInt, Field(ge=0, le=MAX_INT)] = Field(
+        default=0, description="Index of the choice or the trajectory, from 0."
+    )
     reward: RewardValue = Field(description=FINITE)
 
     @model_validator(mode="after")
@@ -125,9 +129,12 @@ class NamedRewardsRequest(Body):
     rewards: Annotated[list[NamedRewardEntry], Field(min_length=1, max_length=MAX_REWARDS, fail_fast=True)] = Field(
         description=f"From 1 to {MAX_REWARDS} rewards. Pruned candidates need none."
     )
-    threshold: StrictFloat = Field(default=REWARD_THRESHOLD, description="As in a rollout's rewards.")
+    threshold: StrictFloat = Field(
+        default=REWARD_THRESHOLD,
+        description="A reward above this value is positive, any other negative, as for the rewards of a rollout.",
+    )
     namespace: PromptId | None = Field(
-        default=None, description="The rollout_namespace that these requests came with; group_ids have none."
+        default=None, description="The rollout_namespace of these requests. group_ids have no namespace."
     )
 
 

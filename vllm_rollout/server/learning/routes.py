@@ -54,13 +54,14 @@ DetectionLength = Annotated[
     Query(
         ge=WHOLE,
         le=MAX_DETECTION_LENGTH,
-        description=f"Of which head. Default: the only one there is, beside {WHOLE}, the one of whole trajectories.",
+        description=f"Detection length of the head. {WHOLE}: the head of whole trajectories. "
+        "Default: the only other head.",
     ),
 ]
 
 ServedName = Annotated[
     str | None,
-    Query(min_length=1, description="Of the base model or a LoRA adapter. Default: the base model."),
+    Query(min_length=1, description="Name of the base model or of a LoRA adapter. Default: the base model."),
 ]
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
@@ -79,13 +80,13 @@ async def _in_parts(answer: RewardsAnswer | NamedRewardsAnswer) -> Response:
 
 @router.post(
     "/v1/rollouts/{rollout_id}/rewards",
-    summary="What the trajectories of a rollout were worth",
-    description=f"""Teaches calibration at once and the quality head in the background.
+    summary="Post rewards of a rollout's trajectories",
+    description=f"""Calibration learns from the rewards at once, and the quality head in the background.
 
-A reward above `threshold` ({REWARD_THRESHOLD} unless the body says otherwise) is positive, any other negative. Safe to
-repeat: a (prompt_id, index) learns from its first reward; the same one again is a `duplicate`, another one a
-`conflict`. Every entry gets a status of its own: `accepted`, `duplicate`, `conflict`, `unknown`, `unfinished` or
-`unscored`, and unless accepted a message. Pruned candidates need no reward.""",
+A reward above `threshold` ({REWARD_THRESHOLD} unless the body has another) is positive, any other negative. A
+request may be repeated: a (prompt_id, index) learns from its first reward. The same reward again is a `duplicate`,
+another reward is a `conflict`. Every entry gets a status: `accepted`, `duplicate`, `conflict`, `unknown`,
+`unfinished` or `unscored`. Each status but `accepted` comes with a message. Pruned candidates need no reward.""",
     response_model=RewardsAnswer,
     responses=CONFLICTS,
 )
@@ -96,11 +97,12 @@ async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) 
 
 @router.post(
     "/v1/rewards",
-    summary="What candidates of any groups were worth",
-    description="""For groups behind the OpenAI endpoints and requests that joined a group, by the `id` of their answer
-and the index of the choice (`request_id`, `index`), and for groups of rollouts by `group_id` and index; many of them in
-one request. They learn if they were asked for with `rollout_detection_length` (or `pruning`). Statuses as above; a name
-that no candidate is known by is `unknown`. Clients with different API keys do not name each other's requests.""",
+    summary="Post rewards of any groups' candidates",
+    description="""One request can have rewards of many groups. A candidate of an OpenAI endpoint is named by the
+`id` of its answer and the index of its choice (`request_id`, `index`). A candidate of a rollout is named by
+`group_id` and `index`. Candidates are learned from if their request had `rollout_detection_length` (or `pruning`).
+Statuses are as for the rewards of a rollout, and a name without a candidate is `unknown`. Clients with different
+API keys cannot name each other's requests.""",
     response_model=NamedRewardsAnswer,
     responses=ERRORS,
 )
@@ -119,7 +121,10 @@ async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Res
             "description": "safetensors with metadata.",
             "content": BYTES_SCHEMA,
             "headers": {
-                HEAD_HEADER: {"description": "What the head is for, as JSON.", "schema": {"type": "string"}},
+                HEAD_HEADER: {
+                    "description": "Detection length, size, version, steps, labels and adapter, as JSON.",
+                    "schema": {"type": "string"},
+                },
             },
         },
     },
@@ -138,9 +143,9 @@ async def get_quality_head(
 
 @router.put(
     "/v1/quality_head",
-    summary="Put a quality head in place",
-    description="Takes what the GET gave; its metadata says for which detection length. 400 for what is no head, 409 "
-    f"for one of another model or hidden size. At most {MAX_BODY_BYTES} bytes.",
+    summary="Replace a quality head",
+    description="Send the bytes of the GET. Their metadata names the detection length. 400: the body is no head. "
+    f"409: the head is for another model or hidden size. At most {MAX_BODY_BYTES} bytes.",
     response_model=HeadAnswer,
     responses=PUT_ERRORS,
     dependencies=[Depends(require_admin)],
@@ -152,7 +157,7 @@ async def put_quality_head(request: Request, model: ServedName = None) -> HeadAn
 
 @router.get(
     "/v1/quality_head/report",
-    summary="What calibration and quality head are worth",
+    summary="Quality of calibration and quality head",
     response_model=LearningReport,
     responses=CONFLICTS,
 )
@@ -168,20 +173,21 @@ async def get_report(request: Request, detection_length: DetectionLength = None,
 
 @router.get(
     "/v1/quality_head/detection_lengths",
-    summary="Which detection length is best",
-    description="""What rollouts that named several lengths (`"detection_length": [16, 48, 128]`) say of them: at each
-AUC with its standard error, the share of all tokens that has to be generated before anybody can be stopped
-(`cost_ratio`), the share that is saved when `1 - keep_ratio` of those that get there are stopped (`saving_ratio`), and
-what that is worth, `saving_ratio * (2 AUC - 1)`. `recommended` is the shortest length within a standard error of the
-best, null with a `reason` while too little is known; `"detection_length": "auto"` uses it.""",
+    summary="Comparison of detection lengths",
+    description="""The comparison is from rollouts that named several lengths (`"detection_length": [16, 48, 128]`).
+Each length has its AUC with a standard error. `cost_ratio` is the share of all tokens that must be generated before
+a candidate can be stopped. `saving_ratio` is the share of tokens saved if `1 - keep_ratio` of the candidates at
+that length are stopped. The value of a length is `saving_ratio * (2 AUC - 1)`. `recommended` is the shortest length
+within a standard error of the best. It is null, with a `reason`, while too little is known. `"detection_length":
+"auto"` uses it.""",
     response_model=LengthTrialReport,
     responses=ERRORS,
 )
 async def get_detection_lengths(
     request: Request,
-    keep_ratio: Annotated[float, Query(**limits(SHARE), description="Of the pruning that is considered.")] = (
-        DEFAULT_KEEP_RATIO
-    ),
+    keep_ratio: Annotated[
+        float, Query(**limits(SHARE), description="Share of candidates that pruning would keep.")
+    ] = DEFAULT_KEEP_RATIO,
     model: ServedName = None,
 ) -> Response:
     report = await _learning(request).length_trial(keep_ratio, model)
@@ -190,10 +196,11 @@ async def get_detection_lengths(
 
 @router.get(
     "/v1/rollouts/prompts",
-    summary="What is known of each prompt",
-    description="""Lengths over its groups, success over its rewarded candidates, and how long ago it was seen: for a
-trainer that leaves out what is solved or hopeless. `sort` is `last_seen` (the last one first) or `success` (the least
-successful first, without rewards last). The next page: `after` is the `key` of the last prompt of this one.""",
+    summary="Statistics of each prompt",
+    description="""A trainer can use these statistics to leave out prompts that are solved or hopeless. Each prompt has
+lengths over its groups, success over its rewarded candidates, and `prompts_ago`. `sort` is `last_seen` (the most recent
+prompt first) or `success` (the least successful prompt first, prompts without rewards last). For the next page, `after`
+is the `key` of the last prompt of this page.""",
     response_model=PromptsAnswer,
     responses=ERRORS,
 )
@@ -211,7 +218,8 @@ async def get_prompts(
     sort: Annotated[
         PromptOrder,
         Query(
-            description="`last_seen`: the last one first. `success`: the least successful first, without rewards last."
+            description="`last_seen`: the most recent prompt first. `success`: the least successful prompt first, "
+            "prompts without rewards last."
         ),
     ] = "last_seen",
     model: ServedName = None,
@@ -222,7 +230,7 @@ async def get_prompts(
 
 @router.get(
     "/v1/rollouts/state",
-    summary="All that was learned, and all runs",
+    summary="Learned state and all runs",
     response_class=Response,
     responses={**ERRORS, 200: {"description": "Opaque bytes, for the PUT.", "content": BYTES_SCHEMA}},
 )
@@ -234,9 +242,9 @@ async def get_state(request: Request) -> Response:
 
 @state_router.put(
     "/v1/rollouts/state",
-    summary="Restore all that was learned",
-    description=f"Takes the bytes of the GET as they are, at most {MAX_STATE_BYTES}, in place of what was learned "
-    "since and of all runs. 400 for what is no state, 409 for one of another model and while a round runs.",
+    summary="Restore learned state and all runs",
+    description=f"Send the bytes of the GET, at most {MAX_STATE_BYTES}. They replace learned state and all runs. "
+    "400: the body is no state. 409: the state is of another model, or a round runs.",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
     responses=PUT_ERRORS,

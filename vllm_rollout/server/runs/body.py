@@ -26,11 +26,11 @@ Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 B = TypeVar("B", bound=RolloutFields)
 _IN_ROUNDS = {
-    "redundancy": "Of short rounds: in place of response_speculation.",
-    "early_stop": "Of short rounds.",
-    "selection": "Of short rounds.",
-    "pruning": "A long round scores in shadow mode: it has nobody to spare.",
-    "sampling_params": "A round's replace those of its run.",
+    "redundancy": "Applies to short rounds, in place of response_speculation.",
+    "early_stop": "Applies to short rounds.",
+    "selection": "Applies to short rounds.",
+    "pruning": "A long round scores in shadow mode: it has no spare candidates.",
+    "sampling_params": "Values of a round replace all values of its run.",
 }
 
 
@@ -83,27 +83,28 @@ class RunRequest(SaidFields, RunFields):
 
     id: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")] | None = Field(
         default=None,
-        description="Your name for the run: letters, digits and . _ : -, at most 128. Creating it again on the same "
-        "terms is no error. Default: the server makes one.",
+        description="Your name for the run: letters, digits and . _ : -, at most 128 characters. Creating it again "
+        "on the same terms is no error. Default: the server makes one.",
     )
     model: Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        default=None, description="The name of a served model, of all its rounds. Default: the first."
+        default=None, description="Name of a served model, for all rounds of the run. Default: the first."
     )
     resume: StrictBool = Field(
         default=False,
-        description="Keep what a deferred prompt has generated, and go on from there in its long round. It may cross a "
-        "change of weights: then the answer says off_policy. Rounds take sampling_params and include from the run.",
+        description="Keep the tokens that a deferred prompt has generated, and continue them in its long round. If "
+        "the weights change in between, the answer says off_policy. Rounds take sampling_params and include from the "
+        "run.",
     )
     filter: Filter | None = Field(
         default=None,
-        description='"zero_variance": a round takes out groups whose rewards are all the same and runs prompts of its '
+        description='"zero_variance": a round removes groups whose rewards are all the same, and runs prompts of its '
         "reserve in their place (DAPO). Its rounds need stream, or a reward.",
     )
 
     sessions: SessionOptions | None = Field(
         default=None,
-        description="The candidates of its rounds are sessions, which a harness runs: what their groups have in "
-        "common, as of POST /v1/groups. {} for what is said there by default.",
+        description="The candidates of its rounds are sessions, which a harness runs. The object has the fields that "
+        "its groups share, as in POST /v1/groups. {} takes all defaults.",
     )
 
     @model_validator(mode="after")
@@ -173,7 +174,7 @@ class RunRequest(SaidFields, RunFields):
 class RoundPrompt(Prompt):
     """A prompt of a run. Its id identifies it from round to round."""
 
-    id: Name = Field(description="Your name for the prompt. Needed: it may come back rounds later.")
+    id: Name = Field(description="Your name for the prompt. It is required: the prompt may come back rounds later.")
 
 
 @_of_rollout
@@ -190,29 +191,30 @@ class RoundRequest(SaidFields, StreamFields):
 
     prompts: Annotated[list[RoundPrompt], Field(max_length=MAX_PROMPTS)] = Field(
         default_factory=list,
-        description="As many as the run's num_fresh_prompts says; none for a long round. Each with an id.",
+        description="Prompts of the round, each with an id: as many as the run's num_fresh_prompts, and none for a "
+        "long round.",
     )
     reserve: Annotated[list[RoundPrompt], Field(max_length=MAX_PROMPTS)] = Field(
         default_factory=list,
-        description="Prompts to run in place of filtered ones. Those that are not needed are the first of the next "
+        description="Prompts to run in place of filtered ones. Prompts that are not needed are the first of the next "
         "short round.",
     )
     kind: RoundKind | None = Field(
         default=None,
-        description='Default: the run\'s next_round. "long" before its time runs the queue, and prompts beside it: so '
-        "an epoch ends.",
+        description='Default: the run\'s next_round. "long" ends an epoch early: the round runs the queue, and the '
+        "given prompts beside it.",
     )
     idempotency_key: Name | None = Field(
         default=None,
-        description="Your name for this round: repeated, it gives the same answer, or the round anew if there was "
-        "none. Default: the server makes one, and says it in the round event.",
+        description="Your name for this round. If it is repeated, the server sends the same answer, or runs the "
+        "round anew if there was no answer. Default: the server makes a key, which is in the round event.",
     )
     epoch: Annotated[StrictInt, Field(ge=0, le=MAX_INT // 2**11)] | None = Field(
         default=None,
-        description="Which time these prompts come. With it, one that still waits from the same epoch is an error, and "
-        "with a seed each epoch samples anew.",
+        description="Number of the pass over the data. With it, a prompt that still waits from the same epoch is an "
+        "error, and with a seed each epoch samples anew.",
     )
-    filter: Filter | None = Field(default=None, description="As of the run; default: what the run says.")
+    filter: Filter | None = Field(default=None, description="As in the run. Default: the run's value.")
 
     @property
     def is_repeat(self) -> bool:

@@ -36,13 +36,13 @@ def _runs(request: Request) -> RunService:
 
 @router.post(
     "/v1/runs",
-    summary="Make a run: tail batching over the rounds of a training",
+    summary="Create a run: tail batching over the rounds of a training",
     response_model=RunAnswer,
     status_code=HTTPStatus.CREATED,
     responses={
         **RUN_ERRORS,
         **ROLLOUT_ERRORS,
-        200: {"model": RunAnswer, "description": "There is one on the same terms."},
+        200: {"model": RunAnswer, "description": "A run on the same terms exists already."},
     },
 )
 async def create_run(body: RunRequest, request: Request) -> Response:
@@ -69,7 +69,7 @@ async def get_run(run_id: str, request: Request) -> RunAnswer:
 
 @router.delete(
     "/v1/runs/{run_id}",
-    summary="Forget a run and the prompts that wait in it",
+    summary="Delete a run and its waiting prompts",
     status_code=HTTPStatus.NO_CONTENT,
     response_class=Response,
     responses=RUN_ERRORS,
@@ -89,7 +89,7 @@ async def delete_run(run_id: str, request: Request) -> Response:
         **ROLLOUT_ERRORS,
         **errors_of(410, 504),
         200: {
-            "description": "The groups that the round returns; with `stream`, server-sent events.",
+            "description": "The groups that the round returns. With `stream`: server-sent events.",
             "content": {"text/event-stream": event_stream_schema(RoundStreamEvent | SessionRoundEvent)},
         },
     },
@@ -121,7 +121,7 @@ async def create_round(run_id: str, body: RoundRequest, request: Request) -> Res
 
 @router.delete(
     "/v1/runs/{run_id}/rounds/{number}",
-    summary="Give an interrupted round up",
+    summary="Give up an interrupted round",
     response_model=RunAnswer,
     responses=RUN_ERRORS,
 )

@@ -30,23 +30,27 @@ class SessionOptions(Body, SessionFields):
     early_stop: StrictBool = Field(
         default=True, description="Stop a group's other sessions when group_size of them have finished."
     )
-    selection: SessionSelection = Field(default="first", description="Which finished sessions make the group.")
+    selection: SessionSelection = Field(
+        default="first", description="Rule that selects a group's sessions among its finished ones."
+    )
     until: Until = Field(
         default="complete", description='"variance": the group is over when group_size rewards are known and differ.'
     )
     max_sessions: Size | None = Field(
         default=None,
-        description="Sessions that the group may ever have, with those in the place of void ones. Default: four times "
-        'group_size with until "variance", else twice what it begins with.',
+        description="Upper bound of a group's sessions, with those in the place of void ones. Default: four times "
+        'group_size with until "variance", otherwise twice the number at its start.',
     )
     pruning: Pruning | None = Field(
-        default=None, description="Score each session in one of its turns, and stop those that will not help training."
+        default=None,
+        description="Score each session in one of its turns, and stop sessions that will not help training.",
     )
     pruning_turn: Annotated[StrictInt, Field(ge=1, le=MAX_TURNS)] = Field(
         default=1, description="The turn in which detection_length counts tokens."
     )
     reward: RewardField | None = Field(
-        default=None, description="Grades a finished session whose finish brings no reward (docs/guides/rewards.md)."
+        default=None,
+        description="Reward that grades a finished session whose finish brings no reward (docs/guides/rewards.md).",
     )
 
 
@@ -60,16 +64,19 @@ class SessionGroupRequest(SessionOptions):
 
     id: DeclaredName | None = Field(
         default=None,
-        description="The group's name, in printable ASCII, since a header names its sessions. Default: one is made.",
+        description="The group's name, in printable ASCII, since a header names its sessions. Default: the server "
+        "makes a name.",
     )
     group_size: Size = Field(description=ROWS["group_size"].help)
     redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
         default=0, description="Spare sessions beyond group_size."
     )
     audit_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Chance that nobody of this group is stopped. Default: the server's, with pruning."
+        default=None,
+        description="Chance that no session of this group is stopped. Default with pruning: the server's "
+        "--rollout-audit-ratio.",
     )
-    data: Any = Field(default=None, description="Handed to the reward function, such as the solution.")
+    data: Any = Field(default=None, description="Any JSON for the reward function, such as the solution.")
 
     @model_validator(mode="after")
     def _data_is_json(self) -> Self:
@@ -81,11 +88,14 @@ class FinishRequest(Body):
     """Finish a session, with its reward or as void."""
 
     reward: RewardValue | None = Field(
-        default=None, description="Of the whole session. Default: the group's reward function grades it, if it has one."
+        default=None,
+        description="Reward of the whole session. Default: the group's reward function grades the session, "
+        "if the group has one.",
     )
     void: StrictBool = Field(
         default=False,
-        description="The session counts for nothing: a tool or a sandbox failed, which is not the policy's fault.",
+        description="If a tool or a sandbox failed, true makes the session count for nothing: it is not the policy's "
+        "fault.",
     )
 
 

@@ -82,7 +82,7 @@ async def delete_group(group_id: Id, request: Request) -> Response:
 
 @router.get(
     "/v1/sessions/events",
-    summary="What becomes of a group's sessions, as it happens",
+    summary="Events of a group's sessions, as they happen",
     response_class=Response,
     responses={
         **ERRORS,
@@ -117,7 +117,7 @@ async def get_session(session_id: Id, request: Request) -> Response:
 
 @router.post(
     "/v1/sessions/{session_id:name}/finish",
-    summary="A session is over",
+    summary="Finish a session",
     response_model=FinishAnswer,
     responses=SESSION_ERRORS,
 )

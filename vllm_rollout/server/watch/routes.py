@@ -26,7 +26,7 @@ def _viewers(request: Request) -> Viewers:
 
 @router.get(
     "/v1/rollouts/watch",
-    summary="What runs, as it happens",
+    summary="Events of running rollouts, as they happen",
     response_class=Response,
     responses={
         **ERRORS,

@@ -22,27 +22,27 @@ MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Emulation",
-        description="A server without a model: made-up tokens, after the time that a step would take on a device. "
-        "docs/guides/emulation.md.",
+        description="A server without a model: tokens are made up, and each step takes the time that it would take "
+        "on a device. docs/guides/emulation.md.",
     )
     group.add_argument(
         "--rollout-emulate",
         metavar="FILE",
-        help="What a step costs and what candidates become: JSON, or a profile made by `vllm-rollout profile`. Only "
-        "configuration and tokenizer of MODEL are read. Default: off.",
+        help="File with step times and the behaviour of candidates: JSON, or a profile made by "
+        "`vllm-rollout profile`. Only configuration and tokenizer of MODEL are read. Default: off.",
     )
     group.add_argument(
         "--rollout-emulate-speed",
         metavar="X",
         type=number_in(MIN_SPEED, MAX_SPEED),
         default=1.0,
-        help="0.25 stretches every step to four times its time, so that a slow host can play a fast device. Default: "
-        "%(default)s.",
+        help="Speed of the emulated device. 0.25 makes every step four times as long, so that a slow host can "
+        "emulate a fast device. Default: %(default)s.",
     )
     group.add_argument(
         "--rollout-emulate-log",
         metavar="DIR",
-        help="Write one row per step into this folder, a file for each engine core, for `vllm-rollout "
+        help="Write one row per step into this folder, with a file for each engine core, for `vllm-rollout "
         "emulation-report DIR`. Default: only a line in the server's log every ten seconds.",
     )
 

@@ -26,24 +26,25 @@ logger = init_logger("vllm.vllm_rollout")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Parallelism",
-        description="How many devices a model is spread over, between rounds of runs (docs/guides/rounds.md).",
+        description="Change of the tensor-parallel size between rounds of runs (docs/guides/rounds.md).",
     )
     group.add_argument(
         "--rollout-parallelism",
         choices=("fixed", "auto"),
         default="fixed",
-        help="auto: a round that preempts more candidates than the rounds before it makes the engine start anew with "
-        "twice the tensor-parallel size, so that there is more room for KV cache; four rounds without a preemption "
-        "halve it. It begins at --tensor-parallel-size, and with --rollout-profile of several sizes at the one that is "
-        "expected to be the best for the first run's rounds. Requests wait meanwhile, what was learned is kept; "
-        "weights are read from MODEL again, so send yours before each round. Default: %(default)s.",
+        help="auto: restart the engine with another tensor-parallel size when rounds need more or less room for KV "
+        "cache. If a round preempts more candidates than the rounds before it, the size is doubled. After four "
+        "rounds without a preemption, the size is halved. The first size is --tensor-parallel-size. If "
+        "--rollout-profile has several sizes, the first size is the best expected for the first run's rounds. During "
+        "a restart requests wait, and what was learned is kept. Weights are read from MODEL again, so send yours "
+        "before each round. Default: %(default)s.",
     )
     group.add_argument(
         "--rollout-parallelism-devices",
         metavar="N",
         type=int,
-        help="With --rollout-parallelism auto: how many devices of this machine the engine may use, the largest "
-        "tensor-parallel size.",
+        help="With --rollout-parallelism auto: number of devices of this machine that the engine may use. It is the "
+        "largest tensor-parallel size.",
     )
 
 

@@ -44,8 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout-port",
         metavar="PORT",
         type=int,
-        help=f"With {VARIABLE}=1: where /v1/rollouts and all other endpoints are served in Python, while --port is the "
-        "Rust front end's. Default: --port + 1.",
+        help=f"With {VARIABLE}=1: the port of the Python front end, which has /v1/rollouts and all other endpoints. "
+        "The Rust front end listens on --port. Default: --port + 1.",
     )
 
 

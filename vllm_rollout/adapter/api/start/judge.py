@@ -49,46 +49,48 @@ LOOK_S = 0.2
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Judge", description="A model that grades, in a second engine. docs/guides/rewards.md."
+        title="Judge",
+        description="A model that grades trajectories, in an engine of its own beside this one. "
+        "docs/guides/rewards.md.",
     )
     group.add_argument(
         "--rollout-judge",
         metavar="MODEL",
-        help="Start stock vLLM with this model before this server, and ask it for every judge that names no url. It "
-        "ends with this server. Default: off.",
+        help="Start stock vLLM with this model before this server. Every judge that names no url asks this model. "
+        "The judge's engine ends with this server. Default: off.",
     )
     group.add_argument(
         "--rollout-judge-gpu-memory-utilization",
         metavar="SHARE",
         type=number_in(0.01, 1),
-        help="GPUs: its share of each GPU's memory, which this engine's --gpu-memory-utilization must leave free. "
-        "Needed on GPUs.",
+        help="On GPUs: the judge's share of each GPU's memory. This engine's --gpu-memory-utilization must leave the "
+        "share free. Required on GPUs.",
     )
     group.add_argument(
         "--rollout-judge-memory-gib",
         metavar="GIB",
         type=int,
-        help=f"CPUs: memory for the judge's KV cache. Default: {DEFAULT_KV_GIB}.",
+        help=f"On CPUs: memory for the judge's KV cache. Default: {DEFAULT_KV_GIB}.",
     )
     group.add_argument(
         "--rollout-judge-cores",
         metavar="N",
         type=int,
-        help="CPUs: how many cores are the judge's alone, the last ones. With 0 it runs on the last one, which is this "
-        "engine's too, for all but its model. Default: 0.",
+        help="On CPUs: number of cores for the judge alone, counted from the last core. With 0 the judge shares the "
+        "last core with this engine, which does not run its model there. Default: 0.",
     )
     group.add_argument(
         "--rollout-judge-offload",
         metavar="N",
         type=int,
-        help="GPUs: every N-th layer of the judge stays in host memory and is fetched ahead of its turn, by vLLM's "
-        "--offload-group-size. Default: none.",
+        help="On GPUs: every N-th layer of the judge stays in host memory and is fetched ahead of its turn, by "
+        "vLLM's --offload-group-size. Default: none.",
     )
     group.add_argument(
         "--rollout-judge-args",
         metavar="'--FLAG VALUE …'",
-        help="Further flags of its `vllm serve` in one string, behind an equals sign, since it begins with a dash: "
-        "--rollout-judge-args='--max-model-len 4096 --enforce-eager'.",
+        help="More flags for the judge's `vllm serve`, in one string. The string begins with a dash, so it needs an "
+        "equals sign: --rollout-judge-args='--max-model-len 4096 --enforce-eager'.",
     )
 
 

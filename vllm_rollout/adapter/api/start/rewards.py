@@ -24,7 +24,7 @@ DEFAULT_LIMITS = f"{LimitTerms().shortest_s:g},{LimitTerms().longest_s:g}"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Rewards",
-        description="What grades trajectories as they end, for requests that name a reward. Built in: "
+        description="Rewards grade trajectories as they end. A request names its reward. Built in: "
         f"{', '.join(ALWAYS)}.",
     )
     group.add_argument(
@@ -33,23 +33,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_reward,
         action="append",
         default=[],
-        help="A reward that requests may name: package.module:function (TRL's, verl's or f(text, data)), the URL of a "
-        "reward server, a judge's .toml file, or a built-in one under another name. `code` alone, or NAME=code, runs "
-        "programs of the policy in a sandbox. May be repeated.",
+        help="A reward that requests may name. WHAT is a function, package.module:function (TRL's, verl's or f(text, "
+        "data)), or the URL of a reward server. WHAT may also be a judge's .toml file, or a built-in reward under "
+        "another name. `code` alone, or NAME=code, runs programs of the policy in a sandbox. May be repeated.",
     )
     group.add_argument(
         "--rollout-reward-processes",
         metavar="N",
         type=_count,
-        help="How many trajectories are graded at once, each in a process of its own. Default: as many as cores, "
-        "four at least, shared out among the API processes.",
+        help="Number of trajectories that are graded at once, each in a process of its own. Default: the number of "
+        "cores, at least four, shared out among the API processes.",
     )
     group.add_argument(
         "--rollout-reward-limits",
         metavar="SHORTEST,LONGEST",
         type=_limits,
         default=DEFAULT_LIMITS,
-        help="Bounds in seconds of the time limit that the server learns for each test case. Default: %(default)s.",
+        help="Bounds, in seconds, of the time limit that the server learns for each test case. Default: %(default)s.",
     )
 
 

@@ -55,10 +55,10 @@ GROUPS = (rewards, judge, emulate, parallelism, trainers, front_ends)
 """Modules with more flags, a group of them each."""
 
 EPILOG = f"""
-vllm-rollout is `vllm serve` with group rollouts: every flag is vLLM's own but the groups Rollout, Rewards, Judge,
-Emulation, Parallelism, Trainers and Front ends (--help=Rollout).
-Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts and what belongs to it
-(rewards, quality heads, votes, state), and rollout_* fields in vllm_xargs of the OpenAI endpoints.
+vllm-rollout is `vllm serve` with group rollouts. It adds the flags of the groups Rollout, Rewards, Judge, Emulation,
+Parallelism, Trainers and Front ends (--help=Rollout). All other flags are vLLM's own.
+Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts with its endpoints for rewards,
+quality heads, votes and state, and rollout_* fields in vllm_xargs of the OpenAI endpoints.
 """
 
 
@@ -133,66 +133,69 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Rollout",
-        description="What POST /v1/rollouts learns, from rewards and from lengths, and what it leaves behind.",
+        description="Group rollouts (POST /v1/rollouts): learning, recording, the page, and access to them.",
     )
     group.add_argument(
         "--rollout-profile",
         metavar="FILE",
-        help="What a step costs here, made by `vllm-rollout profile`: redundancy auto weighs it, and live step times "
-        "are compared with it. Default: redundancy auto takes half as many candidates again as wanted.",
+        help="Step times of this machine, in a file made by `vllm-rollout profile`. Redundancy auto weighs them, and "
+        "live step times are compared with them. Default: redundancy auto runs 1.5 times as many candidates as "
+        "wanted.",
     )
     group.add_argument(
         "--rollout-record",
         metavar="FILE",
-        help="Append to this file one JSON line per rollout: lengths, ends and scores of its candidates, for "
-        "`vllm-rollout simulate`; and one per group of sessions. No token and no text is in it. Default: off.",
+        help="Append one JSON line per rollout, and one per group of sessions, to this file, for "
+        "`vllm-rollout simulate`. A line has lengths, ends and scores of candidates, but no token and no text. "
+        "Default: off.",
     )
     group.add_argument(
         "--rollout-record-max-mib",
         type=_mib,
         default=RECORD_MAX_MIB,
         metavar="MIB",
-        help="The most that it may have, with its older piece FILE.1, which it becomes when it has half of that. 0: no "
-        "bound. Default: %(default)s.",
+        help="Upper bound for the file of --rollout-record together with its older piece, FILE.1. At half of this "
+        "size the file becomes FILE.1. 0: no bound. Default: %(default)s.",
     )
     group.add_argument(
         "--enable-rollout-page",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="The page /rollouts, which shows what runs, and its feed, which needs --api-key where that is set. "
-        "Default: on.",
+        help="Serve the page /rollouts, which shows running rollouts, and its feed. If --api-key is set, the feed "
+        "needs that key. Default: on.",
     )
     group.add_argument(
         "--rollout-state",
         metavar="FOLDER",
-        help="Keep in this folder what the server learns (calibration, quality heads, lengths: loaded at start, "
-        "written while something is learned, every 30 s at most, and when the server stops) and its runs (written "
-        "with every round). Default: forget them.",
+        help="Keep in this folder the server's runs and learned state: calibration, quality heads and lengths. "
+        "Learned state is loaded at start. It is written while it changes, every 30 s at most, and when the server "
+        "stops. Runs are written with every round. Default: a restart forgets both.",
     )
     group.add_argument(
         "--rollout-admin-key",
         metavar="KEY",
         type=_admin_key,
-        help=f"What changes all that is served (PUT of quality heads and of the state, drains, weights by "
-        f"--rollout-compat) needs this key, in the header {ADMIN_HEADER} or as a bearer token. Default: whoever may "
-        "call the server may.",
+        help="Key for requests that change the whole server: PUT of quality heads and of the state, drains, weights "
+        f"by --rollout-compat. Clients send it in the header {ADMIN_HEADER} or as a bearer token. Default: every "
+        "client of the server may send these requests.",
     )
     group.add_argument(
         "--rollout-allowed-hosts",
         metavar="NAME",
         nargs="+",
         default=[],
-        help="Host names under which web pages may use this server, and clients may call it where it has no --api-key; "
-        "'*': any. Default: IP addresses, names without a dot or that nobody can register (.local, .internal), the "
-        "name of --host, and this host's own. To read answers, pages need vLLM's --allowed-origins, too.",
+        help="Host names under which web pages may use this server. Without --api-key, other clients need one of "
+        "these names, too. '*': any name. Default: IP addresses, names without a dot, names that cannot be "
+        "registered (.local, .internal), the name of --host, and this host's own name. To read answers, pages need "
+        "vLLM's --allowed-origins, too.",
     )
     group.add_argument(
         "--rollout-audit-ratio",
         metavar="SHARE",
         type=emulate.number_in(0, 1),
         default=DEFAULT_AUDIT_RATIO,
-        help="Share of groups, where pruning or redundancy auto learn, in which nobody is stopped, so that what is "
-        "learned stays true; a request may say its own audit_ratio. Default: %(default)s.",
+        help="Share of groups in which no candidate is stopped, so that learned estimates stay true. It applies to "
+        "pruning and to redundancy auto. A request may set its own audit_ratio. Default: %(default)s.",
     )
     group.add_argument(
         "--rollout-train-budget-ms",
@@ -213,29 +216,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--enable-rollout-move-kv",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="A group that moves to another rank of this host takes its KV cache along, if possible. Otherwise the "
-        "other rank computes it again. Default: on.",
+        help="If possible, a group that moves to another rank of this host takes its KV cache along. Otherwise the "
+        "other rank computes the KV cache again. Default: on.",
     )
     group.add_argument(
         "--enable-rollout-nixl",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="A group takes its KV cache to ranks on other hosts, too, by the package nixl. Default: off.",
+        help="Groups that move to ranks on other hosts take their KV cache along, too, by the package nixl. Default: "
+        "off.",
     )
     group.add_argument(
         "--enable-rollout-drafts",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="Tokens of a candidate's siblings, and of earlier answers of its prompt, are drafts that vLLM "
-        "verifies several at a time where that is faster; no probability changes. Needs model runner V1, and vLLM "
-        "schedules synchronously then. Default: off.",
+        help="Use tokens of a candidate's siblings, and of earlier answers to its prompt, as drafts. vLLM verifies "
+        "several drafts at a time where that is faster. Drafts change no probability. They need model runner V1, and "
+        "make vLLM schedule synchronously. Default: off.",
     )
     group.add_argument(
         "--rollout-draft-memory-mib",
         metavar="MIB",
         type=_positive,
         default=DRAFT_MEMORY_BYTES / 2**20,
-        help="Host memory for answers that serve as drafts; those not used for longest go first. Default: %(default)s.",
+        help="Host memory for answers that serve as drafts. If the memory is full, answers that were not used for "
+        "longest are removed first. Default: %(default)s.",
     )
 
 

@@ -32,13 +32,15 @@ NEEDS_DEV_MODE = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(title="Trainers", description="What they ask for beside vLLM (docs/recipes).")
+    group = parser.add_argument_group(
+        title="Trainers", description="Endpoints that trainers call beside vLLM's own (docs/recipes)."
+    )
     group.add_argument(
         "--rollout-compat",
         choices=sorted(COMPAT),
         action="append",
         default=[],
-        help="Also answer what this trainer sends beside vLLM's own endpoints; may be repeated. Default: nothing.",
+        help="Add the endpoints that this trainer calls beside vLLM's own. May be repeated. Default: none.",
     )
 
 
