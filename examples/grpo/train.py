@@ -301,9 +301,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
     add("--race", action="store_true", help="as many spare candidates as --group-size: the first to finish count")
     add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="number of spare candidates, or auto")
-    add(
-        "--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="keep the shortest and the longest one"
-    )
+    add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest answers and the longest")
     add("--prune", nargs="?", const="gradient", choices=PRUNING, help="twice as many, half are stopped. shadow: none")
     add("--detection-length", type=int, default=24, help="tokens after which --prune judges candidates")
     add("--rounds", action="store_true", help="short rounds, and a long one for prompts that took too long")
