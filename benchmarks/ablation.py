@@ -400,13 +400,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = workload_arguments(__doc__, "ablation", ranks=8, prompts=64, speed=0.25)
     add = parser.add_argument
-    add("--repeats", type=int, default=2, help="how many seeds, from --seed on (default %(default)s)")
+    add("--repeats", type=int, default=2, help="number of seeds, from --seed on (default %(default)s)")
     add(
         "--output-picture",
         dest="plot",
         type=Path,
         default=ROOT / "docs/images/ablation.png",
-        help="the picture (default %(default)s)",
+        help="file for the picture (default %(default)s)",
     )
     arguments = parser.parse_args()
     exit_on_sigterm()

@@ -1,4 +1,4 @@
-"""How races bias labels, how far audit groups remove the bias, and what audits cost.
+"""Bias of labels by races, how far audit groups remove it, and the cost of audits.
 
 Bias: a synthetic stream through the real rules (Learning). Groups want 8 of 16 candidates. 31 % of all answers are
 right. Wrong answers are longer by 0, 0.5 or 1.0 in log length. Scores have an AUC of 0.80. After each step of 16
@@ -51,7 +51,7 @@ NUM_PROMPTS = (1, 16, 64)
 
 def main() -> None:
     parser = arguments_of(__doc__, "audits", repeats=8)
-    parser.add_argument("--groups", type=int, default=2000, help="of each stream; default %(default)s")
+    parser.add_argument("--groups", type=int, default=2000, help="groups per stream (default %(default)s)")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     workload = {

@@ -178,17 +178,17 @@ def arguments_of(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seed", type=int, default=seed, help="of all that is drawn (default %(default)s)")
+    add("--seed", type=int, default=seed, help="seed of all random draws (default %(default)s)")
     if repeats is not None:
-        add("--repeats", type=int, default=repeats, help="of each measurement, or seeds (default %(default)s)")
-    add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="the result, as JSON")
+        add("--repeats", type=int, default=repeats, help="repeats of each measurement, or seeds (default %(default)s)")
+    add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="file for the result, as JSON")
     if plot:
         add(
             "--output-picture",
             dest="plot",
             type=Path,
             default=ROOT / f"docs/images/{name}.png",
-            help="the picture (default %(default)s)",
+            help="file for the picture (default %(default)s)",
         )
     return parser
 

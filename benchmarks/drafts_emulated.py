@@ -84,10 +84,10 @@ class Cell(NamedTuple):
 
 def main() -> None:
     parser = arguments_of(__doc__, "drafts_emulated", repeats=3)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of a batch")
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.3], help="of log lengths")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which of them (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes; no result depends on them (%(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="batch sizes")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.3], help="deviation of log length")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, which change no result (%(default)s)")
     arguments = parser.parse_args()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     workload = {

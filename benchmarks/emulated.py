@@ -1,4 +1,4 @@
-"""The same prompts, lengths and machine for an emulated device and for the simulator, at RollPacker's scale.
+"""Shared by an emulated device and the simulator: prompts, lengths and machine at RollPacker's scale.
 
 Invariant: `emulation.fate` draws a candidate's length, and the length is the same each time the prompt runs.
 """
@@ -109,10 +109,10 @@ def workload_arguments(
 ) -> argparse.ArgumentParser:
     parser = arguments_of(description, name, seed=3)
     add = parser.add_argument
-    add("--model", choices=MODEL_NAMES, default=MODEL_NAMES[0], help="costs, lengths, cap (default %(default)s)")
+    add("--model", choices=MODEL_NAMES, default=MODEL_NAMES[0], help="model: costs, lengths, cap (default %(default)s)")
     add("--ranks", type=int, default=ranks, help="data-parallel engines (default %(default)s)")
-    add("--prompts", type=int, default=prompts, help="of a round or a rollout (default %(default)s)")
-    add("--group-size", type=int, default=8, help="default %(default)s")
+    add("--prompts", type=int, default=prompts, help="prompts per round or rollout (default %(default)s)")
+    add("--group-size", type=int, default=8, help="answers per group (default %(default)s)")
     add("--speed", type=float, default=speed, help="--rollout-emulate-speed of the server (default %(default)s)")
     return parser
 

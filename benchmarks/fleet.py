@@ -45,11 +45,11 @@ MAX_TOKENS = 300
 def main() -> None:
     parser = arguments_of(__doc__, "fleet", repeats=5)
     add = parser.add_argument
-    add("--router", type=Path, required=True, help="an interpreter whose environment has vllm-router")
-    add("--prompts", type=int, default=32, help="of a rollout (default %(default)s)")
-    add("--group-size", type=int, default=4, help="default %(default)s")
-    add("--redundancy", type=int, default=2, help="default %(default)s")
-    add("--max-num-seqs", type=int, default=32, help="of each engine (default %(default)s)")
+    add("--router", type=Path, required=True, help="an interpreter with vllm-router")
+    add("--prompts", type=int, default=32, help="prompts per rollout (default %(default)s)")
+    add("--group-size", type=int, default=4, help="answers per group (default %(default)s)")
+    add("--redundancy", type=int, default=2, help="spare candidates per group (default %(default)s)")
+    add("--max-num-seqs", type=int, default=32, help="--max-num-seqs of each engine (default %(default)s)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     workload = {

@@ -522,15 +522,15 @@ def _draw_concurrency(axes: Any, races: Sequence[dict[str, Any]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = arguments_of(__doc__, "group_race", seed=7, repeats=3, plot=True)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, help="of the first part (default %(default)s)")
+    add("--model", default=DEFAULT_MODEL, help="model of the first part (default %(default)s)")
     add("--prompts", type=int, default=8, help="groups at once on the model (default %(default)s)")
     add("--max-tokens", type=int, default=1024, help="length cap on the model (default %(default)s)")
     add("--groups", type=int, nargs="*", default=[4, 16, 64], help="groups at once on the tiny random model (default "
-        "4 16 64; none: leave this part out)")  # fmt: skip
+        "4 16 64). Without a number this part is left out")  # fmt: skip
     add("--tiny-max-tokens", type=int, default=512, help="length cap on the tiny model (default %(default)s)")
     add("--group-size", type=int, default=8, help="M, trajectories kept per prompt (default %(default)s)")
     add("--candidates", type=int, default=16, help="M', candidates per prompt in ways a, c and d (default %(default)s)")
-    add("--ways", default="abcd", help="which ways to run, in this order, e.g. cd (default %(default)s)")
+    add("--ways", default="abcd", help="ways to run, in this order, e.g. cd (default %(default)s)")
     arguments = parser.parse_args()
     if not arguments.ways or set(arguments.ways) - set(WAYS) or len(set(arguments.ways)) < len(arguments.ways):
         parser.error(f"--ways must be some of {''.join(WAYS)}, each once, got {arguments.ways!r}")

@@ -40,7 +40,7 @@ EPOCHS = ("no history", "1 epoch", "2 epochs", "lying", "after lies")
 
 def main() -> None:
     parser = arguments_of(__doc__, "launch_order", seed=1, repeats=20)
-    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 8), help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 8), help="numbers of ranks (default %(default)s)")
     arguments = parser.parse_args()
     workload = {
         "conditions": __doc__, "device": DEVICE, "prompts": NUM_PROMPTS, "group_size": GROUP_SIZE, "sigmas": SIGMAS,

@@ -217,18 +217,18 @@ def parse(
     )
     option = parser.add_argument
     option("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
-    option("--again", action="store_true", help="forget earlier runs of this output")
-    option("--output", type=Path, help=f"results (default benchmarks/results/{name}.json, with --quick "
-           f".scratch/{name}_quick.json); logs and state go into the folder of that name beside it")  # fmt: skip
+    option("--again", action="store_true", help="drop earlier runs of this output")
+    option("--output", type=Path, help=f"file for results (default benchmarks/results/{name}.json, with --quick "
+           f".scratch/{name}_quick.json). Logs and state go into a folder of the same name")  # fmt: skip
     option(
         "--output-picture",
         dest="plot",
         type=Path,
         default=Path(f"docs/images/{name}.png"),
-        help="the picture (default %(default)s)",
+        help="file for the picture (default %(default)s)",
     )
-    option("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
-    option("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where "
+    option("--plot-only", action="store_true", help="measure nothing, show tables and picture of --output")
+    option("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' if "
            "other engines share the machine")  # fmt: skip
     add(option)
     group = parser.add_argument_group("sizes; defaults are those of the recorded run")

@@ -41,8 +41,8 @@ MAX_TOKENS = 1024
 def main() -> None:
     parser = arguments_of(__doc__, "move", repeats=3)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 1900], help="tokens at the move")
-    parser.add_argument("--group-size", type=int, default=1, help="candidates, which share the prompt")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 1900], help="context in tokens")
+    parser.add_argument("--group-size", type=int, default=1, help="candidates that share the prompt")
     arguments = parser.parse_args()
     exit_on_sigterm()
     workload = {name: getattr(arguments, name) for name in ("model", "contexts", "group_size", "repeats")}

@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = workload_arguments(__doc__, "moves_emulated", ranks=8, prompts=128, speed=0.25)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to run (default: all)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     its = workload_of(arguments)

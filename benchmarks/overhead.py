@@ -48,7 +48,7 @@ WAYS = ("stock", "idle", "tagged", "stock_logprobs", "idle_logprobs", "tagged_lo
 def main() -> None:
     parser = arguments_of(__doc__, "overhead", repeats=15)
     parser.add_argument("--models", nargs="+", default=[TINY, DEFAULT_MODEL])
-    parser.add_argument("--max-tokens", type=int, default=512, help="on the tiny model; an eighth on others, and a "
+    parser.add_argument("--max-tokens", type=int, default=512, help="on the tiny model. Others get an eighth, and a "
         "third of the repeats")  # fmt: skip
     arguments = parser.parse_args()
     exit_on_sigterm()

@@ -53,7 +53,7 @@ PROMPT = 8
 def main() -> None:
     parser = arguments_of(__doc__, "overhead_host")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="candidates that decode")
-    parser.add_argument("--steps", type=int, default=300, help="counted steps of each (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="measured steps of each kind (default %(default)s)")
     arguments = parser.parse_args()
     record = record_of_run(seed=arguments.seed, workload={"ways": __doc__, "steps": arguments.steps})
     with tempfile.TemporaryDirectory() as model:

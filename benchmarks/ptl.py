@@ -1,4 +1,4 @@
-"""How well a profile of this machine predicts: predicted against measured seconds of group rollouts.
+"""Accuracy of a profile of this machine: predicted against measured seconds of group rollouts.
 
 First `vllm-rollout profile` measures the time of decode steps by batch size and context, and fits its curves. Then a
 real server with the same flags runs group rollouts (no early stop, temperature 1, natural lengths).
@@ -88,7 +88,7 @@ def main() -> None:
     parser.set_defaults(seed=None)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--profile", type=Path, default=ROOT / "benchmarks/results/ptl_profile.json")
-    parser.add_argument("--keep-profile", action="store_true", help="use the profile that is there")
+    parser.add_argument("--keep-profile", action="store_true", help="use the existing profile")
     parser.add_argument("--quick", action="store_true", help="a quick profile and three small workloads")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -31,7 +31,7 @@ PROMPTS, GROUP_SIZE, REDUNDANCY, MAX_TOKENS = 32, 8, 8, 2048
 
 def main() -> None:
     parser = arguments_of(__doc__, "receipts", seed=1, repeats=8)
-    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS, help="(default: %(default)s)")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS, help="of log lengths (default %(default)s)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     workload = {

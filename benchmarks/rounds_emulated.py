@@ -59,7 +59,7 @@ class RoundRow(NamedTuple):
 
 def main() -> None:
     parser = workload_arguments(__doc__, "rounds_emulated", ranks=2, prompts=32, speed=0.5)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), help="PROMPTS,RESPONSES: factors, 1,1 first")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), help="factors PROMPTS,RESPONSES; 1,1 is first")
     arguments = parser.parse_args()
     exit_on_sigterm()
     its = workload_of(arguments)

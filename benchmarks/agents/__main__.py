@@ -204,10 +204,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = arguments_of(__doc__, "agents")
     add = parser.add_argument
-    add("--groups", type=int, nargs="+", default=[4, 16, 64], help="at once, of 16 sessions (default %(default)s)")
-    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--rollout-emulate-speed of each")
-    add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds, of each (default %(default)s)")
-    add("--ways", choices=WAYS, nargs="+", default=WAYS, help="of a step; fewer: without the two ranks, too")
+    add("--groups", type=int, nargs="+", default=[4, 16, 64], help="groups of 16 sessions (default %(default)s)")
+    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--rollout-emulate-speed of each size")
+    add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds of each size (default %(default)s)")
+    add("--ways", choices=WAYS, nargs="+", default=WAYS, help="ways to run. Only all of them include two ranks")
     arguments = parser.parse_args()
     exit_on_sigterm()
     raise_file_limit(8192)

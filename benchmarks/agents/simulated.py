@@ -1,4 +1,4 @@
-"""The same conversations by the replay of `vllm-rollout simulate`, with the device's step costs and no server."""
+"""Replay of the conversations by `vllm-rollout simulate`, with the device's step costs and no server."""
 
 from __future__ import annotations
 

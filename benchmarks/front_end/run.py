@@ -56,12 +56,12 @@ IDLE_S = 1.0
 def main() -> None:
     parser = arguments_of(__doc__, "front_end", seed=100, repeats=3)
     add = parser.add_argument
-    add("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
-    add("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients")
+    add("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="candidates at once, in groups of 16")
+    add("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients to run")
     add("--speed", type=float, default=1.0, help="--rollout-emulate-speed of the server")
     add("--ranks", type=int, default=1, help="data-parallel ranks")
     add("--api-servers", type=int, default=1)
-    add("--output-picture", dest="plot", type=Path, help="the picture (default: beside the output)")
+    add("--output-picture", dest="plot", type=Path, help="file for the picture (default: beside the output)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     rust, missing = rust_front_end(arguments)

@@ -46,8 +46,8 @@ RANKS = "EngineCor"
 def main() -> None:
     parser = arguments_of(__doc__, "kills.ranks")
     parser.set_defaults(output=ROOT / "benchmarks/results/kills_ranks.json")
-    parser.add_argument("--kills", type=int, default=200, help="ranks that are killed, in all")
-    parser.add_argument("--ranks", type=int, default=8, help="of each server")
+    parser.add_argument("--kills", type=int, default=200, help="number of ranks to kill, over all servers")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of each server")
     parser.add_argument("--api-servers", type=int, default=1)
     args = parser.parse_args()
     workload = {"model": MODEL, "emulated": EMULATED, "ranks": args.ranks, "api_servers": args.api_servers}

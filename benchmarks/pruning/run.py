@@ -52,8 +52,8 @@ QUICK |= {"sweep_blocks": 2, "sweep_block_prompts": 2}
 
 def main() -> None:
     def add(option: Any) -> None:
-        option("--phases", default=PHASES, type=_phases, help="comma-separated, in the order above (default all); with "
-               "--again they run even if the output has them, and learn takes all others with it")  # fmt: skip
+        option("--phases", default=PHASES, type=_phases, help="comma-separated, in the order above (default all). With "
+               "--again they run even if the output has them, and learn then drops all others")  # fmt: skip
 
     long_run.main("pruning", __doc__, Sizes, QUICK, run, tables, draw, add)
 

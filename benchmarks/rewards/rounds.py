@@ -142,9 +142,9 @@ def main() -> None:
     parser = arguments_of(__doc__, "rewards.rounds", seed=3, repeats=5, plot=True)
     parser.set_defaults(output=ROOT / "benchmarks/results/rewards.json", plot=ROOT / "docs/images/rewards.png")
     add = parser.add_argument
-    add("--prompts", type=int, default=16, help="of a round (default %(default)s)")
-    add("--group-size", type=int, default=8, help="default %(default)s")
-    add("--processes", type=int, default=16, help="that grade, in each way (default %(default)s)")
+    add("--prompts", type=int, default=16, help="prompts per round (default %(default)s)")
+    add("--group-size", type=int, default=8, help="answers per group (default %(default)s)")
+    add("--processes", type=int, default=16, help="processes that grade, in each way (default %(default)s)")
     add("--scale", type=float, default=0.4, help="seconds here for a second of the paper's (default %(default)s)")
     arguments = parser.parse_args()
     exit_on_sigterm()

@@ -54,7 +54,7 @@ def signal(estimator: Estimator, num: int, right: int) -> float:
 
 
 def right_returned(end: End, group_size: int) -> int:
-    """Rewards of 1 among the first `group_size - 1` and the one that differs, or the first `group_size` if none does."""
+    """Rewards of 1 among the first `group_size - 1` and the one that differs, else among the first `group_size`."""
     if end.num_graded == group_size:
         return end.num_right
     return {0: 0, 1: 1, end.num_graded: group_size}.get(end.num_right, group_size - 1)

@@ -106,7 +106,7 @@ class Bench:
     stock: httpx.AsyncClient
 
     async def period(self, name: WayName, repeat: int) -> Run:
-        """Run a period. Between two rounds, where a trainer trains, wait until the engine is idle and count its tokens."""
+        """Run a period. Between two rounds, where a trainer trains, the engine gets idle and its tokens are counted."""
         load, started_s = os.getloadavg()[0], time.time()
         before = await settled_tokens(self.stock)
         rounds: list[Round] = []

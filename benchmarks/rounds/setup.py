@@ -30,12 +30,12 @@ class Sizes:
     """Sizes of rounds, answers and repeats, which are also options of the command line."""
 
     model: str = size(DEFAULT_MODEL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
-    prompts_per_round: int = size(8, "P0")
+    prompts_per_round: int = size(8, "P0, prompts per round")
     group_size: int = size(2, "R0, trajectories per prompt")
     max_tokens: int = size(768, "length cap of an answer")
-    temperature: float = size(TEMPERATURE, "of sampling")
+    temperature: float = size(TEMPERATURE, "temperature of sampling")
     repeats: int = size(2, "repeats of every way")
-    seed: int = size(7, "repeat r has this + 1000 r")
+    seed: int = size(7, "repeat r samples with seed + 1000 r")
 
     @property
     def terms(self) -> RunTerms:

@@ -1,4 +1,4 @@
-"""Logged runs of `benchmarks.shaping` -> numbers. Invariant: pure; each ratio is within one repeat, then comes the median."""
+"""Runs of `benchmarks.shaping` -> numbers. Invariant: pure; a ratio is within one repeat, then comes the median."""
 
 from __future__ import annotations
 

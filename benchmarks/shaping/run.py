@@ -67,8 +67,8 @@ QUICK: dict[str, Any] = {"model": TINY, "prompts": 6, "group_size": 4, "max_toke
 
 def main() -> None:
     def add(option: Any) -> None:
-        option("--profile", type=Path, help=f"what `vllm-rollout profile` wrote (default {PROFILE}; with --quick none: "
-               "the budget is then 1.5 times what is wanted, and simulated times are in steps)")  # fmt: skip
+        option("--profile", type=Path, help=f"file of `vllm-rollout profile` (default {PROFILE}; with --quick none: "
+               "the budget is then 1.5 times the wanted answers, and simulated times are in steps)")  # fmt: skip
 
     long_run.main("shaping", __doc__, Sizes, QUICK, run, tables, draw, add)
 

@@ -61,11 +61,11 @@ class Sizes:
     prompts: int = size(4, "prompts, all at once")
     group_size: int = size(8, "M, answers per prompt")
     max_tokens: int = size(512, "length cap of an answer")
-    temperature: float = size(1.0, "of sampling")
-    num_longest: int = size(1, "L of every dual-end way")
-    patience: float = size(1.5, "of the ways that have one")
-    tradeoff: float = size(DEFAULT_TRADEOFF, "of redundancy auto")
-    epochs: int = size(2, "of history before anything is measured")
+    temperature: float = size(1.0, "temperature of sampling")
+    num_longest: int = size(1, "L, longest answers of every dual-end way")
+    patience: float = size(1.5, "patience of the ways with patience")
+    tradeoff: float = size(DEFAULT_TRADEOFF, "tradeoff of redundancy auto")
+    epochs: int = size(2, "epochs of history before the first measurement")
     repeats: int = size(4, "repeats of every way")
     seed: int = size(7, "repeat r samples with seed + 1000 r")
 
@@ -135,7 +135,7 @@ def prompts(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def order(repeat: int) -> list[WayName]:
-    """The ways in order, starting with another one in each repeat. `auto` comes before `auto_dual_end`, which needs it."""
+    """The ways, starting with another one in each repeat. `auto` comes before `auto_dual_end`, which needs it."""
     turned = in_turn(WAY_NAMES, repeat)
     if turned.index("auto_dual_end") < turned.index("auto"):
         turned.remove("auto_dual_end")

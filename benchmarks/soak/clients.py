@@ -178,7 +178,7 @@ class SoakClient:
         await self._rollout(self._body(group_size=2, redundancy=2, pruning=pruning), 200, 400)
 
     async def large(self) -> None:
-        """Ask for several times what the engine runs at once. Groups start in turn, other clients' groups between them."""
+        """Ask for several times what the engine runs at once: groups start in turn, and others in between."""
         prompts = bodies.prompts(self._rng, f"{self.name}-{self._num_acts}", 60)
         body = self._body(prompts=prompts, group_size=4, redundancy=2, sampling_params={"max_tokens": 16})
         await (self._rollout(body) if self._rng.random() < 0.5 else self._stream(body))

@@ -82,11 +82,11 @@ SHORTEST_FOR_MEMORY_S = 300.0
 def main() -> None:
     parser = arguments_of(__doc__, "soak", seed=1)
     add = parser.add_argument
-    add("--seconds", type=float, default=600.0, help="how long clients act (default: %(default)s)")
-    add("--clients", type=int, default=NUM_CLIENTS, help="how many (default: %(default)s)")
-    add("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="of the server's memory, judged from "
+    add("--seconds", type=float, default=600.0, help="time for which clients act (default: %(default)s)")
+    add("--clients", type=int, default=NUM_CLIENTS, help="number of clients (default: %(default)s)")
+    add("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="limit of the server's growth in soaks from "
         f"{SHORTEST_FOR_MEMORY_S:g} s on (default: %(default)s)")  # fmt: skip
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="only these kinds of clients")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of clients to run (default: all)")
     arguments = parser.parse_args()
     if arguments.seconds <= 0 or arguments.clients < 1:
         parser.error(f"--seconds and --clients must be positive, got {arguments.seconds:g} and {arguments.clients}")

@@ -265,8 +265,8 @@ def styles_of(folders: Mapping[str, Path], earlier: Mapping[str, Sequence[Row]],
 
 def main() -> None:
     arguments = arguments_of(__doc__, "time_to_reward.report", plot=True)
-    arguments.add_argument("folders", nargs="*", metavar="STYLE=FOLDER", help="what `run` has left, by a name")
-    arguments.add_argument("--with", dest="earlier", type=Path, help="a record whose runs count, too")
+    arguments.add_argument("folders", nargs="*", metavar="STYLE=FOLDER", help="a name, and a folder of runs")
+    arguments.add_argument("--with", dest="earlier", type=Path, help="an earlier record, whose runs are added")
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/images/time_to_reward.png"
     )

@@ -55,13 +55,13 @@ def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder of examples.grpo.pretrain")
-    parser.add_argument("runs", type=Path, help="a folder; each run has one in it")
+    parser.add_argument("runs", type=Path, help="a folder, in which each run gets a folder")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--flags", default="", metavar="'...'", help="more flags of examples.grpo.train, for all arms")
-    parser.add_argument("--hours", type=float, default=24.0, help="begin no run later than that")
+    parser.add_argument("--hours", type=float, default=24.0, help="begin no run after this time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     flags = ["--algorithm=dr_grpo", f"--lr={arguments.lr}", f"--steps={arguments.steps}"]

@@ -19,8 +19,8 @@ deviation, ratios clipped at 0.2, no reference model, one thread of torch, weigh
   server, by which it weighs each answer (0 if the ratio is above 3). The reference makes one pass of each, leaves out
   answers whose advantage is 0, and clips the ratio to the server.
 - TRL pads each batch (32 answers, four to an update) to the longest answer of the step. The reference batches answers
-  of similar length, at most 4,096 padded tokens. So the longest answer decides TRL's seconds of training. `learned_from`
-  counts sampled tokens in both.
+  of similar length, at most 4,096 padded tokens. So the longest answer decides TRL's seconds of training.
+  `learned_from` counts sampled tokens in both.
 - TRL grades in its own process after the rollout, which is part of `training`. It sends weights when a step begins: in
   25 steps 25 times, but an evaluation's seconds lack the time to send the evaluated weights.
 - Gradient checkpointing, which TRL turns on, is off: the policy is small, and TRL is faster without.
@@ -142,7 +142,7 @@ def train(arm: str, url: str, model_path: str, output: Path, *, seed: int, steps
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder of examples.grpo.pretrain")
-    parser.add_argument("runs", type=Path, help="a folder; each run has one in it")
+    parser.add_argument("runs", type=Path, help="a folder, in which each run gets a folder")
     parser.add_argument("--arms", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25)

@@ -50,11 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
     names = (*SUPPORTED_VLLM, *NAMED)
     add = parser.add_argument
-    add("versions", nargs="*", metavar="VERSION", help=f"of {', '.join(names)}. Default: all.")
-    add("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
+    add("versions", nargs="*", metavar="VERSION", help=f"One of {', '.join(names)}. Default: all.")
+    add("--folder", type=Path, default=ROOT / ".venvs", help="Folder of environments. Default: %(default)s")
     add("--output", type=Path, default=RESULT)
     add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
-    add("--at-once", type=int, default=1, help="Suites that run at the same time; those that start no engine can.")
+    add("--at-once", type=int, default=1, help="Number of suites at a time. Suites with engines must not overlap.")
     add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
     snapshot = f"Write {SNAPSHOTS} of VERSIONs and {PREFERRED_VLLM}, and run nothing."
     add("--snapshot", action="store_true", help=snapshot)
