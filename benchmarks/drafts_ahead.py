@@ -42,7 +42,7 @@ class Row:
         self.sequence, self.left = sequence, answer
         self.drafts: list[int] = []
         self.guess: list[int] | None = []
-        """What the step in flight makes, as far as it was guessed; None where its drafts follow from a wrong guess."""
+        """Tokens that the step in flight is guessed to make. None if its drafts follow from a wrong guess."""
 
     def verify(self) -> list[int]:
         """One step. Returns the tokens that it makes."""

@@ -264,7 +264,7 @@ class StreamingGroup:
         self.streams = [TokenStream(request, self._ended) for request in requests]
         self.kept: list[TokenStream] = []
         self.remaining: list[TokenStream] = []
-        """Closed by us while they were running."""
+        """Streams that were closed while their candidates still ran."""
         self.over = asyncio.get_running_loop().create_future()
 
     def _ended(self, stream: TokenStream) -> None:

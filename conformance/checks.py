@@ -89,7 +89,7 @@ class Kit:
         self.default_model = model
         """Name of the model that is served if a check names none."""
         self.folder = folder
-        """Scratch, gone afterwards."""
+        """Folder for scratch files, removed afterwards."""
 
     def server(
         self,

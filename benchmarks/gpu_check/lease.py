@@ -91,7 +91,7 @@ class Lease:
             status, reason = "error", f"{type(error).__name__}: {error}"
         seconds = round(time.monotonic() - started, 2)
         if status in ("error", "timeout"):
-            self._keep([])  # nobody knows in which state they are
+            self._keep([])  # their state is unknown
         self.record.write("end", piece=name, sources=sources, status=status, seconds=seconds, reason=reason)
         say(f"{name}: {status} in {seconds:.1f} s" + (f": {reason.strip().splitlines()[-1]}" if reason else ""))
         return status

@@ -34,7 +34,7 @@ class Reader:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.said = ""
-        """Why it stopped."""
+        """Reason for which the reader stopped."""
 
     def read(self) -> None:
         number = 0

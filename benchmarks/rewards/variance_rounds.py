@@ -132,7 +132,7 @@ class Round:
         self.terms = UntilTerms(GROUP_SIZE, way.max_candidates, way.order)
         self.seconds = self.steps = self.tokens = 0.0
         self.starts = 0.0
-        """Sum of the starts of what runs, in steps."""
+        """Sum over running candidates of the step at which each started."""
         self.num_running = self.num_groups = self.num_teach = self.num_idle = 0
         self.ends: list[tuple[float, int, Running]] = []
         self.grades: list[tuple[float, int, Running]] = []

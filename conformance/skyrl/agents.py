@@ -166,7 +166,7 @@ def trajectories_of_a_group_race(kit: Kit) -> dict[str, Any]:
         if role == "finishes":
             assert (output.response_ids, output.loss_mask) == (token_ids, mask), (id, output)
             assert len(output.rollout_logprobs) == len(mask)
-        else:  # what was stopped, then words of the tool that nobody answers
+        else:  # the stopped tokens, then tokens of the tool, without a further turn
             assert output.response_ids[: len(token_ids)] == token_ids, (id, output)
             assert sum(output.loss_mask) == sum(mask), (id, output)
         assert (output.stop_reason == "abort") == (role != "finishes"), (id, output)
