@@ -2,27 +2,30 @@
 
 Seconds of a training step: rollout, rewards, training, new weights. Each row adds one thing to the row before:
 
-  synchronous     rounds that wait for all; graded after the rollout, within 30 s each; trained after that
-  tail batching   short rounds of 1.25 x prompts and 1.25 x responses, and long ones (docs/guides/rounds.md)
-  moves           groups move between ranks where that pays (`"migration": "auto"`). RollPacker's planner changes the
-                  tensor-parallel size when rounds preempt. Ours (`--rollout-parallelism auto`) needs one engine. There
-                  are several, and `preemptions` says what it would have had to decide by
-  rewards         graded as they end, within time limits that learn, 2 to 30 s; the rollouts are those of the row before
-  stream trainer  `"scale_down": "auto"`: from `ranks_free` on the freed ranks compute gradients of groups that are over
-                  and graded, until the rollout ends; then all ranks do
+  synchronous     rounds wait for all answers; they are graded after the rollout, within 30 s each, then trained on
+  tail batching   short rounds of 1.25 x prompts and 1.25 x responses, and long rounds (docs/guides/rounds.md)
+  moves           groups move between ranks if that pays (`"migration": "auto"`). RollPacker's planner changes the
+                  tensor-parallel size when rounds preempt. Our counterpart (`--rollout-parallelism auto`) needs one
+                  engine, and here there are several. `preemptions` counts what it would decide by
+  rewards         answers are graded as they end, within limits that adapt, 2 to 30 s; same rollouts as in "moves"
+  stream trainer  `"scale_down": "auto"`: from `ranks_free` on, the freed ranks compute gradients of complete, graded
+                  groups. When the rollout ends, all ranks do
 
-Real are HTTP, runs, vLLM's scheduler, data-parallel engine cores, moves, drains, and the rule by which limits are
-learned. Made up are three clocks. The device's steps and lengths are those of `benchmarks/rollpacker.py`. Rewards take
-as long as is drawn in `benchmarks.rewards.rounds`, which has real processes: 5 % hang until their limit, the others are
-log-normal around 1 s, half of them right; limits begin with what an epoch before would have taught. A fourth of a
-round's answers may be graded at once, in the order in which they ended, those of deferred groups, too. The trainer is a
-rate: so many tokens in a second on all devices, on freed ones their share of it; it takes one group after the
-other, and asks for no memory. Seconds of a stage are what it adds to the step's end.
+Real: HTTP, runs, vLLM's scheduler, data-parallel engine cores, moves, drains, and the rule that adapts limits.
+Emulated: three clocks.
+- Device: steps and lengths are those of `benchmarks/rollpacker.py`.
+- Rewards: grading takes the time drawn in `benchmarks.rewards.rounds`, which runs real processes. 5 % of runs hang
+  until their limit. The others are log-normal around 1 s, and half of them are right. Limits start at the values that
+  an earlier epoch would give. At most a fourth of a round's answers is graded at once, in the order in which they
+  ended, including answers of deferred groups.
+- Trainer: a rate in tokens per second on all devices, and the proportional share of it on freed devices. It takes one
+  group after the other, and needs no memory.
+Seconds of a stage are what the stage adds to the end of the step.
 
-A row is one period (as many short rounds as fill a long one, and that one), or two rounds where nothing is deferred, on
-a server that has forgotten the lengths it saw. Seconds are the device's: time is stretched (--speed 0.25: four
-times) as far as the host needs. A busy host makes devices wait all the same: how long those did that worked until a
-rollout's end is known, and taken off it; what was measured stands beside it.
+A row is one period: the short rounds that fill a long one, and the long one. If nothing is deferred, a row is two
+rounds. Each row starts on a server without length history. Seconds are the device's: --speed 0.25 makes every step last
+four times as long, so that the host keeps up. On a busy host devices wait all the same. Waits of devices that worked
+until a rollout's end are measured and subtracted. The uncorrected time is in the result too.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ TRAINER_SOURCE = (
 )
 NEARLY = 0.05
 ANSWERS_PER_PLACE = 4
-"""A place to grade for so many answers of a round. The paper does not say; with more places a limit of 30 s decides."""
+"""Answers of a round per grader. The paper gives no number. With more graders, a limit of 30 s decides."""
 MOVES = {"migration": "auto"}
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "synchronous": (1.0, {}),
@@ -84,17 +87,17 @@ RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "moves": (1.25, MOVES),
     "scale_down": (1.25, MOVES | {"scale_down": "auto"}),
 }
-"""What is rolled out: both factors of speculation, fields of the run."""
+"""Way -> factor of speculation for prompts and responses, and further fields of the run."""
 
 
 class Row(NamedTuple):
     title: str
     run: str
     graded: bool = False
-    """As answers end."""
+    """True if answers are graded as they end."""
     streams: bool = False
     paper: float | None = None
-    """Table 2, 7B/8k: faster than the row before. The paper's planner comes after its rewards."""
+    """Speed-up over the row before in the paper's table 2, 7B/8k. The paper adds its planner after its rewards."""
 
 
 ROWS = (
@@ -105,12 +108,12 @@ ROWS = (
     Row("+ stream trainer", "scale_down", True, True, paper=2.03 / 2.01),
 )
 COLORS = {"rollout": "#0f766e", "rewards": "#f59e0b", "training": "#2563eb", "weights": "#94a3b8"}
-"""By stage of a step."""
+"""Color by stage of a step."""
 
 
 class Trainer(NamedTuple):
     tokens_per_s: float
-    """On all devices."""
+    """Tokens per second on all devices."""
     weights_s: float
 
     @classmethod
@@ -121,32 +124,32 @@ class Trainer(NamedTuple):
 
 class Answer(NamedTuple):
     ended_s: float
-    """Since the round began, as all times of a round; of the device's clock."""
+    """Seconds since the round began, on the device's clock, as for all times of a round."""
     prompt_id: str
     tokens: int
-    """To be trained on: the prompt's, too."""
+    """Tokens to train on, with the prompt's."""
     text: str
     is_returned: bool = True
 
 
 class Group(NamedTuple):
     ready_s: float
-    """All of it has ended and is graded."""
+    """Seconds at which all answers of the group have ended and are graded."""
     tokens: int
 
 
 @dataclass
 class Round:
-    """What was measured of a round."""
+    """Measurements of a round."""
 
     kind: str
     began: float = 0.0
-    """By the clock of this host."""
+    """Start, on this host's `time.perf_counter`."""
     free_s: float | None = None
-    """When `num_free` ranks had nothing more to do."""
+    """Seconds at which `num_free` ranks became free."""
     num_free: int = 0
     late_s: float = 0.0
-    """For how long devices waited for the host."""
+    """Seconds for which devices waited for the host."""
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -154,7 +157,7 @@ class Round:
         return max(answer.ended_s for answer in self.answers)
 
     def on_time(self) -> Round:
-        """As if they had not waited."""
+        """The round with the devices' waits for the host subtracted."""
         share = 1 - self.late_s / self.rollout_s
         free_s = None if self.free_s is None else share * self.free_s
         answers = [answer._replace(ended_s=share * answer.ended_s) for answer in self.answers]
@@ -162,14 +165,14 @@ class Round:
 
 
 def lateness_s(ranks: Iterable[Sequence[LoggedStep]], began: float, ended: float) -> float:
-    """For how long ranks that had work until the end of a rollout, or nearly, had waited for the host; their mean."""
+    """Mean seconds that ranks waited for the host, over the ranks that worked nearly until the end of the rollout."""
     mine = [steps for log in ranks if (steps := [step for step in log if began <= step.launched <= ended])]
     end = max(steps[-1].end for steps in mine) - NEARLY * (ended - began)
     return fmean(Summary.of(steps).idle_s for steps in mine if steps[-1].end >= end)
 
 
 class Rewarder:
-    """How long answers take to be graded, and what limits learn of it."""
+    """Grading times of answers, and the limits that adapt to them."""
 
     def __init__(self, rewards: Rewards, terms: LimitTerms) -> None:
         self._places, self._cases, self._limits = rewards.num_processes, rewards.cases, TimeLimits(terms)
@@ -179,7 +182,10 @@ class Rewarder:
                 self._limits.observe(name, seconds, is_correct=kind == "right")
 
     def graded_at(self, answers: Iterable[Answer]) -> list[float]:
-        """When each is graded: in the order in which they ended, as soon as there is a place. In their order."""
+        """Seconds at which each answer is graded, sorted by when the answer ended.
+
+        A free grader takes the answer that ended first.
+        """
         places, learned, found = [0.0] * self._places, [], []
         for answer in sorted(answers):
             start_s = max(answer.ended_s, places[0])
@@ -198,8 +204,10 @@ class Rewarder:
 
 
 def trained_at(groups: Iterable[Group], rollout_s: float, free_s: float, share: float, tokens_per_s: float) -> float:
-    """When the last gradient is there: one group after the other as they get ready, on `share` of the devices from
-    `free_s` on, on all of them from the rollout's end on."""
+    """Seconds at which the last gradient is computed, one group after the other as they are ready.
+
+    `share` of the devices computes from `free_s` on, and all of them from the end of the rollout on.
+    """
     clock = free_s
     for ready_s, tokens in sorted(groups):
         clock, work_s = max(clock, ready_s), tokens / tokens_per_s
@@ -211,7 +219,7 @@ def trained_at(groups: Iterable[Group], rollout_s: float, free_s: float, share: 
 
 
 def stages_of(its: Round, row: Row, rewarder: Rewarder, trainer: Trainer, num_ranks: int) -> dict[str, float]:
-    """What each stage adds to the end of the step, in seconds."""
+    """Seconds that each stage adds to the end of the step."""
     rollout_s, answers = its.rollout_s, sorted(its.answers)
     if not row.graded:
         answers = [answer._replace(ended_s=rollout_s) for answer in answers if answer.is_returned]
@@ -275,7 +283,7 @@ async def one_round(run: AsyncRun, fed: Fed, speed: float) -> Round:
 
 
 async def measure_all(arguments: argparse.Namespace, its: Workload, url: str, steps: Path, result: Any) -> None:
-    """All rows of a seed in turn; each is in the file as soon as it is measured."""
+    """Measure all rows of each seed. Each row is added to the result as soon as it is measured."""
     trainer = Trainer.of(its.model, its.num_ranks)
     async with AsyncRolloutClient(url) as client:
         nothing = await client.state()
@@ -299,7 +307,7 @@ async def measure_all(arguments: argparse.Namespace, its: Workload, url: str, st
 
 
 def rewards_of(its: Workload, seed: int) -> Rewards:
-    """Rewards for the prompts of a period, by the device's clock."""
+    """Rewards for the prompts of a period, on the device's clock."""
     count = num_prompts(terms_of(its, 1.25, 1.25))
     return Rewards(count, its.group_size, its.num_prompts * its.group_size // ANSWERS_PER_PLACE, 1.0, seed)
 
@@ -309,8 +317,7 @@ def preemptions(url: str) -> float:
 
 
 def row_of(rounds: Sequence[Round], row: Row, rewards: Rewards, trainer: Trainer, num_ranks: int) -> dict[str, Any]:
-    """Seconds per group that was trained on, of each stage and all together, as if the host were never late, and as
-    measured; and each round."""
+    """Seconds per trained group by stage and in all, without the host's delays and as measured, and each round."""
     returned = [answer for each in rounds for answer in each.answers if answer.is_returned]
     num_groups = len(returned) // rewards.group_size
     terms = PAPER if row.graded else replace(PAPER, shortest_s=PAPER.longest_s)
@@ -338,7 +345,7 @@ def row_of(rounds: Sequence[Round], row: Row, rewards: Rewards, trainer: Trainer
 
 
 def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Medians over seeds; `factors` and `steps` are of each seed, against the first row and the row before."""
+    """Medians over seeds. `factors` and `steps` are per seed, against the first row and against the row before."""
     found: list[dict[str, Any]] = []
     for row in ROWS:
         runs = {each["seed"]: each for each in result["measured"] if each["row"] == row.title}
@@ -377,7 +384,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A bar per row: what each stage adds."""
+    """A bar per row, made of the seconds that each stage adds."""
     rows = rows_of(result)
     with picture(path, figsize=(9, 3.2), width_ratios=(1,), w_pad=1) as (axes,):
         left = [0.0] * len(rows)
@@ -393,13 +400,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = workload_arguments(__doc__, "ablation", ranks=8, prompts=64, speed=0.25)
     add = parser.add_argument
-    add("--repeats", type=int, default=2, help="how many seeds, from --seed on (default %(default)s)")
+    add("--repeats", type=int, default=2, help="number of seeds, from --seed on (default %(default)s)")
     add(
         "--output-picture",
         dest="plot",
         type=Path,
         default=ROOT / "docs/images/ablation.png",
-        help="the picture (default %(default)s)",
+        help="file for the picture (default %(default)s)",
     )
     arguments = parser.parse_args()
     exit_on_sigterm()

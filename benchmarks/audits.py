@@ -1,13 +1,13 @@
-"""What races make of labels, what audit groups take back of it, and what that costs.
+"""Bias of labels by races, how far audit groups remove it, and the cost of audits.
 
-Bias: a synthetic stream through the real rules (Learning). Groups of 8 wanted of 16; 31 % of all answers are right,
-wrong ones longer by 0, 0.5 or 1.0 in log length; scores with an AUC of 0.80; rewards come for the first 8 that finish
-and survive, after each step of 16 groups. What is believed, less what is true: mean success probability of all
-candidates (`calibrated`), the report's success rate of all (`report`), and the trainer's weighted mean over
-trajectories whose `inclusion_probability` is known (`estimate`). Mean and standard error over seeds.
+Bias: a synthetic stream through the real rules (Learning). Groups want 8 of 16 candidates. 31 % of all answers are
+right. Wrong answers are longer by 0, 0.5 or 1.0 in log length. Scores have an AUC of 0.80. After each step of 16
+groups, rewards come for the first 8 that finish and survive. Each error is an estimate minus the truth: mean success
+probability of all candidates (`calibrated`), the report's success rate of all (`report`), and the trainer's weighted
+mean over trajectories whose `inclusion_probability` is known (`estimate`). Mean and standard error over seeds.
 
-Cost: log-normal lengths (0.7 in the logarithm), requests of so many prompts answered together. Length of the longest
-candidate that a request waits for, and tokens generated, as multiples of what they are without redundancy.
+Cost: log-normal lengths (0.7 in the logarithm), requests whose prompts are answered together. Results are the length of
+the longest candidate that a request waits for, and the tokens generated, as multiples of those without redundancy.
 
 Run from the repository root: python -m benchmarks.audits (some 5 minutes on two cores).
 """
@@ -34,13 +34,13 @@ from vllm_rollout.group.types import Confidence, Observation
 
 NO_NUMBER = float("nan")
 RATE = 0.306
-"""True success rate."""
+"""The true success rate of all answers."""
 SPREAD = 0.7
-"""The standard deviation of log lengths."""
+"""Standard deviation of log lengths."""
 GROUP_SIZE, NUM_CANDIDATES = 8, 16
 GROUPS_PER_STEP = 16
 GAP = 1.2
-"""Between the mean scores of right and wrong answers, in their standard deviation: an AUC of 0.80."""
+"""Difference of the mean scores of right and wrong answers, in standard deviations: an AUC of 0.80."""
 RACED = PruningPlan(16, keep_ratio=1.0, mode="shadow")
 PRUNED = PruningPlan(16, keep_ratio=0.75)
 WAYS = {"raced": RACED, "raced and pruned": PRUNED}
@@ -51,7 +51,7 @@ NUM_PROMPTS = (1, 16, 64)
 
 def main() -> None:
     parser = arguments_of(__doc__, "audits", repeats=8)
-    parser.add_argument("--groups", type=int, default=2000, help="of each stream; default %(default)s")
+    parser.add_argument("--groups", type=int, default=2000, help="groups per stream (default %(default)s)")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     workload = {
@@ -89,10 +89,10 @@ def stream(
     seed: int,
     longer: float = 0.5,
 ) -> Iterator[tuple[Any, ...]]:
-    """What a server and a trainer see: ("trajectory", audited, inclusion probability, right), ("q", probability, right)
-    and ("scored", right).
+    """Events that server and trainer get: ("trajectory", audited, inclusion probability, right), ("q", probability,
+    right) and ("scored", right).
 
-    longer: wrong answers, in log length.
+    longer: how much longer wrong answers are, in log length.
     """
     rng = Random(seed)
     awaited: list[tuple[Any, ...]] = []
@@ -120,7 +120,7 @@ def stream(
 
 
 def errors(*, num_seeds: int, num_groups: int, first_seed: int = 0, **settings: Any) -> dict[str, list[float]]:
-    """What is believed less what is true, by seed; calibration over the second half of a stream."""
+    """Estimate minus truth, one value per seed. Calibration is taken over the second half of a stream."""
     found: dict[str, list[float]] = {"calibrated": [], "report": [], "estimate": []}
     for seed in range(first_seed, first_seed + num_seeds):
         learning = Learning(16)
@@ -143,7 +143,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def cost(num_prompts: int, unit: AuditUnit, ratio: float = 0.05, num_requests: int = 2000) -> dict[str, Any]:
-    """What audits cost requests that race, of which a share is audited; a mean over requests."""
+    """Cost of auditing a share `ratio` of raced requests, as means over requests."""
     rng, turns = Random(0), AuditTurns()
     waits: dict[str, list[float]] = {"plain": [], "raced": [], "audited": []}
     tokens: dict[str, list[float]] = {"plain": [], "raced": [], "audited": []}

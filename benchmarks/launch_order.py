@@ -1,11 +1,11 @@
-"""In which order groups start, and when the last one ends: `python -m benchmarks.launch_order`.
+"""The order in which groups start, and when the last one ends: `python -m benchmarks.launch_order`.
 
-Simulated on an emulated 7B model: 64 prompts of 16 answers, all of them waited for, with fewer places than candidates.
-Lengths are log-normal between prompts and within them, around 1,000 tokens, 16,384 at most. Three epochs of the same
-prompts; a fourth after an update that gave each prompt another prompt's lengths, so that all histories lie; and one
-more after that. Each number is a rollout's seconds over those of the same rollout in the order of its prompts, the
-median of the seeds; *mean* and *worst seed* are those of epochs whose history is true, and so is *all known*: had
-groups started by the true mean of their lengths, the longest first.
+Simulated on an emulated 7B model: 64 prompts of 16 answers, which are all awaited, with fewer places than candidates.
+Lengths are log-normal between prompts and within them, around 1,000 tokens, 16,384 at most. There are three epochs of
+the same prompts. Before the fourth, an update gives each prompt the lengths of another prompt, so that all histories
+are wrong. One more epoch follows. Each number is a rollout's seconds over those of the same rollout in the order of its
+prompts, the median over seeds. *mean* and *worst seed* are over epochs with a correct history. So is *all known*:
+groups start by the true mean of their lengths, the longest first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EPOCHS = ("no history", "1 epoch", "2 epochs", "lying", "after lies")
 
 def main() -> None:
     parser = arguments_of(__doc__, "launch_order", seed=1, repeats=20)
-    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 8), help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 8), help="numbers of ranks (default %(default)s)")
     arguments = parser.parse_args()
     workload = {
         "conditions": __doc__, "device": DEVICE, "prompts": NUM_PROMPTS, "group_size": GROUP_SIZE, "sigmas": SIGMAS,
@@ -90,7 +90,7 @@ def longest_first(trace: Trace) -> Trace:
 
 
 class Seconds(Recording):
-    """The seconds of each rollout."""
+    """Collects the seconds of each rollout."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace, in_steps=False)

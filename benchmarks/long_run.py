@@ -1,6 +1,6 @@
-"""What benchmarks share that measure for long, go on where they stopped, and show tables and a picture.
+"""Shared by benchmarks that measure for long, continue where they stopped, and show tables and a picture.
 
-Invariant: a run that is in the log is not made again, and what is there was made with the sizes that are asked for.
+Invariant: a run in the log is not measured again, and all runs in a folder have the sizes that are asked for.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm, lo
 LOG_INTERVAL_S = 15.0
 
 Progressed = Callable[[float, float, str], None]
-"""Takes done, total and what is going on."""
+"""Takes work done, total work, and a description of the current work."""
 
 
 class Run(Protocol):
-    """What a log keeps: a dataclass."""
+    """An entry of a log: a dataclass."""
 
     @property
     def key(self) -> Any: ...
@@ -45,7 +45,7 @@ RunType = TypeVar("RunType", bound=Run)
 
 
 class RunLog(Generic[RunType]):
-    """Runs by key, in a file of one JSON line each; a run that is made again takes the place of the older one."""
+    """Runs by key, in a file of one JSON line each. A repeated run replaces the older one."""
 
     def __init__(self, path: Path, run_type: type[RunType]) -> None:
         self._path = path
@@ -75,23 +75,23 @@ class RunLog(Generic[RunType]):
 
 TINY = "tiny-random"
 TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 64)]}
-"""The end and 48 other tokens: answers of some 50 tokens, whose lengths are nearly exponential."""
+"""The end token and 48 others: answers of some 50 tokens, whose lengths are nearly exponential."""
 SEED_STRIDE = 1000
-"""Between the seeds of two repeats."""
+"""Difference of the seeds of two repeats."""
 
 
 def speed_up(row: Mapping[str, Any]) -> str:
-    """Over the baseline: the median over repeats, and the least and the most."""
+    """Speed-up over the baseline: the median over repeats, and the range."""
     return f"{row['speed_up']:.2f} ({min(row['speed_ups']):.2f} to {max(row['speed_ups']):.2f})"
 
 
 def size(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> Any:
-    """A field of a benchmark's sizes that is an option of its command line, too."""
+    """A field of a benchmark's sizes that is also an option of its command line."""
     return field(default=default, metadata={"text": text, "parse": parse or type(default)})
 
 
 def check_positive(sizes: Any, names: Iterable[str]) -> None:
-    """Raises: ValueError for one of these sizes that is below 1."""
+    """Raises: ValueError if one of these sizes is below 1."""
     for name in names:
         if getattr(sizes, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(sizes, name)}")
@@ -100,7 +100,7 @@ def check_positive(sizes: Any, names: Iterable[str]) -> None:
 def check_same_sizes(
     made: Mapping[str, Any], asked: Mapping[str, Any], names: Iterable[str], made_what: str, remedy: str
 ) -> None:
-    """Raises: ValueError when `made_what` was made with other sizes than are asked for."""
+    """Raises: ValueError if `made_what` was made with other sizes than are asked for."""
     for name in names:
         if made[name] != asked[name]:
             raise ValueError(
@@ -110,10 +110,10 @@ def check_same_sizes(
 
 
 def begin(folder: Path, sizes: Mapping[str, Any], seed: int, workload: Any, free: Iterable[str] = ()) -> dict[str, Any]:
-    """The record of the run in this folder, which now begins or goes on.
+    """The record of the run in this folder, which begins now or continues.
 
     free: sizes that may change on the way, such as the number of repeats.
-    Raises: ValueError when it was begun with other sizes.
+    Raises: ValueError if the run was begun with other sizes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "begun.json"
@@ -127,13 +127,13 @@ def begin(folder: Path, sizes: Mapping[str, Any], seed: int, workload: Any, free
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
-    """Forget what lies in these files."""
+    """Delete these files of the folder."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
 
 
 async def keep_state(client: AsyncRolloutClient, path: Path) -> None:
-    """Write what the server has learned, whole or not at all."""
+    """Write the server's learned state, whole or not at all."""
     temporary = path.with_suffix(".new")
     temporary.write_bytes(await client.state())
     temporary.replace(path)
@@ -143,7 +143,7 @@ async def keep_state(client: AsyncRolloutClient, path: Path) -> None:
 def running_server(
     model: str, max_num_seqs: int, flags: Sequence[str], more: str, console: Console
 ) -> Iterator[ServerProcess]:
-    """Our server, ready; its log is kept when it fails. `more` are flags as on a command line."""
+    """Our server, ready. Its log is kept if it fails. `more`: flags as on a command line."""
     command = [*server_flags(max_num_seqs), *flags, *shlex.split(more)]
     with log_folder() as logs, server_process("rollout", resolve(model), command, logs / "server.log") as server:
         with console.status(f"starting the server, {model}"):
@@ -177,7 +177,7 @@ def measure_missing(
 
 @asynccontextmanager
 async def client_of(server: ServerProcess) -> AsyncIterator[AsyncRolloutClient]:
-    """A client whose error is the server's death when that is the reason."""
+    """A client. If a call fails because the server ended, the error says so."""
     async with AsyncRolloutClient(server.url) as client:
         try:
             yield client
@@ -206,9 +206,9 @@ def progress(console: Console) -> Iterator[Progressed]:
 def parse(
     name: str, description: str | None, sizes: type, quick: Mapping[str, Any], add: Callable[[Any], None]
 ) -> argparse.Namespace:
-    """Arguments, `sizes` among them; those of `--quick` are in place, and without `--output` it begins anew.
+    """Arguments, `sizes` among them. `--quick` sets its sizes, and without `--output` it begins anew.
 
-    name: of the benchmark's folder, result and picture. add: arguments that no other benchmark has.
+    name: of the benchmark's folder, result and picture. add: adds arguments that no other benchmark has.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
@@ -217,18 +217,18 @@ def parse(
     )
     option = parser.add_argument
     option("--quick", action="store_true", help="small sizes, tiny-random unless --model is given; no picture")
-    option("--again", action="store_true", help="forget earlier runs of this output")
-    option("--output", type=Path, help=f"results (default benchmarks/results/{name}.json, with --quick "
-           f".scratch/{name}_quick.json); logs and state go into the folder of that name beside it")  # fmt: skip
+    option("--again", action="store_true", help="drop earlier runs of this output")
+    option("--output", type=Path, help=f"file for results (default benchmarks/results/{name}.json, with --quick "
+           f".scratch/{name}_quick.json). Logs and state go into a folder of the same name")  # fmt: skip
     option(
         "--output-picture",
         dest="plot",
         type=Path,
         default=Path(f"docs/images/{name}.png"),
-        help="the picture (default %(default)s)",
+        help="file for the picture (default %(default)s)",
     )
-    option("--plot-only", action="store_true", help="measure nothing: tables and picture from the JSON at --output")
-    option("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' where "
+    option("--plot-only", action="store_true", help="measure nothing, show tables and picture of --output")
+    option("--server-args", default="", help="more flags for the server, e.g. '--gpu-memory-utilization 0.1' if "
            "other engines share the machine")  # fmt: skip
     add(option)
     group = parser.add_argument_group("sizes; defaults are those of the recorded run")
@@ -254,9 +254,9 @@ def main(
     draw: Callable[[Mapping[str, Any], Path], None],
     add: Callable[[Any], None] = lambda option: None,
 ) -> None:
-    """Measure what is missing and write the output, unless only the picture is wanted; then show what is there.
+    """Measure missing runs and write the output, or only draw with --plot-only. Then show tables and picture.
 
-    Raises: SystemExit with what is wrong.
+    Raises: SystemExit with the error.
     """
     arguments = parse(name, description, sizes, quick, add)
     console = Console(stderr=True)

@@ -1,13 +1,13 @@
-"""What a running group waits when it moves to another rank: `python -m benchmarks.move`.
+"""Delay of a running group that moves to another rank: `python -m benchmarks.move`.
 
-Two data-parallel ranks, on a CPU of one core each. A group streams token by token; once all of its candidates have
-generated a few tokens, its rank is drained. Measured by the client are the seconds from the drain request to the first
-token that the other rank makes: the first one after the longest silence between two of a candidate's tokens since that
-request. The median candidate counts, and the median repeat. Prompts are random tokens, so no prefix cache knows them;
-siblings share theirs.
+There are two data-parallel ranks, on a CPU of one core each. A group streams token by token. When all of its candidates
+have generated a few tokens, its rank is drained. The client measures the seconds from the drain request to the first
+token of the other rank. This is the first token after the longest pause between two of a candidate's tokens since the
+request. Results are medians over candidates, then over repeats. Prompts are random tokens, so no prefix cache has them.
+Siblings share their prompt.
 
-Two servers, one after the other: the KV blocks go along (the default), or the other rank computes prompt
-and output again (`--no-enable-rollout-move-kv`). Each context is asked for once before it is measured.
+There are two servers, one after the other. In one the KV blocks move too (the default). In the other, the new rank
+computes prompt and output again (`--no-enable-rollout-move-kv`). Each context runs once before it is measured.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder, run
 from vllm_rollout.server.answers import TokensEvent
 
 MOVE_KV = {"recompute": "--no-enable-rollout-move-kv", "kv": "--enable-rollout-move-kv"}
-"""By way."""
+"""Flag of the server, by way."""
 NUM_BEFORE, NUM_AFTER = 16, 8
-"""Output tokens of each candidate when the drain is asked for, and after it is answered."""
+"""Output tokens of each candidate before the drain request, and after the drain is answered."""
 MAX_TOKENS = 1024
-"""More than a group could come to before it is moved."""
+"""Length cap in tokens, which no group reaches before it is moved."""
 
 
 def main() -> None:
     parser = arguments_of(__doc__, "move", repeats=3)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 1900], help="tokens at the move")
-    parser.add_argument("--group-size", type=int, default=1, help="candidates, which share the prompt")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 1024, 1900], help="context in tokens")
+    parser.add_argument("--group-size", type=int, default=1, help="candidates that share the prompt")
     arguments = parser.parse_args()
     exit_on_sigterm()
     workload = {name: getattr(arguments, name) for name in ("model", "contexts", "group_size", "repeats")}
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _measure(way: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """The moves of one server, by context."""
+    """Moves on one server, by context."""
     flags = ["--data-parallel-size", "2", "--api-server-count", "1", "--max-model-len", "4096"]
     flags += [MOVE_KV[way], "--disable-uvicorn-access-log"]
     environment: dict[str, str] = {}
@@ -80,10 +80,13 @@ async def _moves(server: ServerProcess, arguments: argparse.Namespace) -> dict[s
 
 
 async def _move(client: AsyncRolloutClient, prompt: list[int], group_size: int) -> dict[str, float]:
-    """Let a group run, drain its rank, and restore it: seconds from the drain request to the first token of the other
-    rank, between two tokens before the move, and until the drain is answered."""
+    """Let a group run, drain its rank, and restore the rank.
+
+    Returns: seconds from the drain request to the first token of the other rank, between two tokens before the move,
+    and until the drain is answered.
+    """
     arrivals: list[list[float]] = [[] for _ in range(group_size)]
-    """When each candidate's tokens came."""
+    """Arrival times of each candidate's tokens."""
     rank: asyncio.Task[int] | None = None
     drain: asyncio.Task[float] | None = None
     drained_at, num_after = 0.0, 0
@@ -114,7 +117,7 @@ async def _move(client: AsyncRolloutClient, prompt: list[int], group_size: int) 
 
 
 def _end_of_silence(times: Sequence[float], since: float) -> float:
-    """When the first token after the longest pause came."""
+    """Arrival time of the first token after the longest pause."""
     return max((end - max(start, since), end) for start, end in pairwise(times) if end > since)[1]
 
 
@@ -124,7 +127,7 @@ async def _busy_rank(client: AsyncRolloutClient) -> int:
 
 
 async def _drain(client: AsyncRolloutClient, rank: int) -> float:
-    """Seconds that it takes to move what runs there to the other rank."""
+    """Seconds of a drain, which moves the running group to the other rank. Restores the rank afterwards."""
     started = time.perf_counter()
     answer = await client.drain(rank)
     ended = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Groups that move between emulated ranks, at a paper's scale: what that frees, beside the simulator.
+"""Groups that move between emulated ranks, at a paper's scale: rank time that moves free, beside the simulator.
 
-Everything but the device is the real thing: HTTP, vLLM's schedulers and data-parallel engine cores, groups that are
-released and adopted in the step loop. One rollout of each way, on a fresh server, of the same prompts and lengths:
+Everything but the device is real: HTTP, vLLM's schedulers and data-parallel engine cores, and groups that are released
+and adopted in the step loop. Each way runs one rollout of the same prompts and lengths on a fresh server:
 
 stay         groups stay where they were placed
 consolidate  "migration": "consolidate": ranks are emptied in the tail
 scale-down   "scale_down": "auto": half of the ranks, between 20 and 50 % of the candidates
 
-A rank is busy until its last step is over; what it has left until the end of the rollout is free. Time is stretched
-(--speed 0.25: every step lasts four times as long) as far as the host needs; seconds are the device's. The simulator
-has the same lengths and step costs; it knows no host, and prefills what has moved in one go.
+A rank is busy until the end of its last step, and free from then until the end of the rollout. --speed 0.25 makes every
+step last four times as long, so that the host keeps up. Seconds are the device's. The simulator has the same lengths
+and step costs. It models no host, and prefills a moved group in one go.
 
 Run from the repository root: python -m benchmarks.moves_emulated
 """
@@ -51,12 +51,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "consolidate": {"migration": "consolidate"},
     "scale-down": {"scale_down": "auto"},
 }
-"""Fields of a request, and of the simulator's machine."""
+"""Fields of a request, which are also fields of the simulator's machine."""
 
 
 def main() -> None:
     parser = workload_arguments(__doc__, "moves_emulated", ranks=8, prompts=128, speed=0.25)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to run (default: all)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     its = workload_of(arguments)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measure(its: Workload, data: EmulatedDataSet, way: str) -> dict[str, Any]:
-    """One way on a fresh server."""
+    """Measure one way on a fresh server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with started(emulated_server(its, folder)) as server:
@@ -111,7 +111,7 @@ async def _roll_out(its: Workload, data: EmulatedDataSet, url: str, fields: dict
 
 
 def simulated(its: Workload, data: EmulatedDataSet, way: str) -> dict[str, Any]:
-    """The same, in the simulator; groups are placed as the server places them, in turn."""
+    """The way in the simulator. Groups are placed in turn, as the server places them."""
     machine = replace(its.machine, **WAYS[way])
     plan = GroupPlan(its.group_size)
     races: list[list[Race]] = [[] for _ in range(its.num_ranks)]
@@ -128,7 +128,7 @@ def simulated(its: Workload, data: EmulatedDataSet, way: str) -> dict[str, Any]:
 
 
 def _move_seconds(metrics: str) -> float | None:
-    """Mean from asking for a group until the other rank has it, in real seconds."""
+    """Mean seconds from the request for a group until the other rank has it, on the host's clock."""
     count = counter(metrics, "vllm_rollout:move_seconds_count")
     return counter(metrics, "vllm_rollout:move_seconds_sum") / count if count else None
 

@@ -1,19 +1,18 @@
-"""What vllm-rollout costs where it saves nothing: throughput against stock vLLM, paired.
+"""Cost of vllm-rollout when it saves nothing: throughput against stock vLLM, paired.
 
 64 candidates (4 prompts x 16) all run to max_tokens (ignore_eos), so every way decodes the same number of tokens in as
-many steps. Stock and ours take turns: in each repeat every way runs once, the order rotating, and a ratio is taken
-within the repeat.
+many steps. In each repeat every way runs once, and the order rotates. A ratio is taken within the repeat.
 
   stock     stock vLLM
-  idle      vllm-rollout, the same requests: no field of ours
-  tagged    vllm-rollout, groups of 16 of 16: nobody is stopped, confidence is observed
-  ..._logprobs   the same three with logprobs=0, as trainers ask for
+  idle      vllm-rollout, the same requests without our fields
+  tagged    vllm-rollout, groups of 16 of 16: no candidate is stopped, confidence is observed
+  ..._logprobs   the same three ways with logprobs=0, as trainers ask for
 
-Two engines in processes of their own (those of `benchmarks.gpu_check`), everything of each in one process: nothing
-overlaps, so that all that we add to a step shows. On a CPU the kernel's placement decides more than the code does, so
-the first core is the model's, the others run the rest.
+Each engine runs in a process of its own (those of `benchmarks.gpu_check`), with all its parts in that process. Nothing
+overlaps, so every cost that we add to a step shows. On a CPU the kernel's placement matters more than the code, so the
+first core runs the model and the others the rest.
 
-The tiny random model is the worst case (a step of a few milliseconds); the embedded default is a real one.
+The tiny random model is the worst case (a step of a few milliseconds). The embedded default is a real model.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ WAYS = ("stock", "idle", "tagged", "stock_logprobs", "idle_logprobs", "tagged_lo
 def main() -> None:
     parser = arguments_of(__doc__, "overhead", repeats=15)
     parser.add_argument("--models", nargs="+", default=[TINY, DEFAULT_MODEL])
-    parser.add_argument("--max-tokens", type=int, default=512, help="on the tiny model; an eighth on others, and a "
+    parser.add_argument("--max-tokens", type=int, default=512, help="on the tiny model. Others get an eighth, and a "
         "third of the repeats")  # fmt: skip
     arguments = parser.parse_args()
     exit_on_sigterm()

@@ -1,12 +1,12 @@
-"""What we add to the host's work of an engine step, in microseconds: without a model, with operators that do nothing.
+"""Host work that we add to an engine step, in microseconds, without a model and with operators that do nothing.
 
-A GPU computes while the host prepares the next step. A step of a small model may be over before the host is ready, so
-that what the host does beside vLLM's own work counts in full. Rows are candidates that all decode:
+A GPU computes while the host prepares the next step. A step of a small model may end before the host is ready, and then
+the host's work beside vLLM's own counts in full. Rows are candidates that all decode:
 
-  observe     what the worker does in a step for its tracker, without the operators' own time
-  scheduler   schedule and update_from_output, ours less stock's, in turn; requests in groups of 16
+  observe     work of the worker in a step for its tracker, without the operators' own time
+  scheduler   schedule and update_from_output, ours minus stock's, alternating; requests in groups of 16
 
-`tagged` candidates are observed, `scored` ones have a detection length that is not reached, and in a step of `due` ones
+`tagged` candidates are observed. `scored` ones have a detection length that they do not reach. In a step of `due` ones
 all of them reach it.
 """
 
@@ -45,7 +45,7 @@ from vllm_rollout.tracker.tracker import CandidateTracker
 ROWS = (16, 256, 1024)
 GROUP_SIZE = 16
 FAR = 10**6
-"""A detection length that nobody reaches."""
+"""A detection length that no candidate reaches."""
 HIDDEN_SIZE, VOCABULARY = 64, 16
 PROMPT = 8
 
@@ -53,7 +53,7 @@ PROMPT = 8
 def main() -> None:
     parser = arguments_of(__doc__, "overhead_host")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="candidates that decode")
-    parser.add_argument("--steps", type=int, default=300, help="counted steps of each (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="measured steps of each kind (default %(default)s)")
     arguments = parser.parse_args()
     record = record_of_run(seed=arguments.seed, workload={"ways": __doc__, "steps": arguments.steps})
     with tempfile.TemporaryDirectory() as model:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
-    """Medians, by kind of candidate."""
+    """Median microseconds of a step, by kind of candidate."""
     logits, hidden = torch.zeros(num_rows, VOCABULARY), torch.zeros(num_rows, HIDDEN_SIZE)
     ids = [f"request-{row}" for row in range(num_rows)]
     unfinished = np.zeros(num_rows, dtype=bool)
@@ -101,7 +101,7 @@ def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
 
 
 def without_operators(num_rows: int) -> dict[str, Callable[..., torch.Tensor]]:
-    """Each gives numbers of the right shape at once."""
+    """Replacements for the operators, each of which returns constants of the right shape."""
     ones, pairs, triples = torch.ones(num_rows), torch.ones(num_rows, 2), torch.ones(num_rows, 3)
     return {
         "token_confidence": lambda logits, rows: ones[: len(rows)],
@@ -112,7 +112,7 @@ def without_operators(num_rows: int) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def scheduler_us(model: str, num_rows: int, num_steps: int) -> dict[str, float]:
-    """What stock's scheduler takes in a step, and by how much ours takes longer, by kind of candidate."""
+    """Median microseconds of a step with stock's scheduler, and how much longer ours takes, by kind of candidate."""
     kinds = {"stock": Scheduler, "idle": RolloutScheduler, "tagged": RolloutScheduler, "scored": RolloutScheduler}
     runs = {kind: DryRun(cls, model, max_num_seqs=num_rows, num_blocks=num_rows * 40 + 1000)
             for kind, cls in kinds.items()}  # fmt: skip
@@ -126,7 +126,7 @@ def scheduler_us(model: str, num_rows: int, num_steps: int) -> dict[str, float]:
     gc.collect()
     gc.disable()
     for _ in range(num_steps):
-        order.append(order.pop(0))  # who comes first finds a colder cache
+        order.append(order.pop(0))  # the first one finds a colder cache
         for kind in order:
             run = runs[kind]
             started = time.perf_counter()

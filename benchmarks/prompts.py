@@ -1,9 +1,9 @@
-"""Everyday and arithmetic prompts with heavy-tailed answers.
+"""Everyday and arithmetic prompts whose answers have heavy-tailed lengths.
 
-Chosen by one run of SmolLM2-135M-Instruct (28 prompts x 16 candidates, temperature 1, cap 1024 tokens, seed 500): at
-least 13 of the 16 end by themselves, half of them within 20 to 190 tokens, while the longest run into the cap. Prompts
-that this small model rambles on are left out: with fewer than half ending by themselves, a race too waits for the cap.
-Measure with other seeds than 500.
+Chosen by one run of SmolLM2-135M-Instruct (28 prompts x 16 candidates, temperature 1, cap 1024 tokens, seed 500). At
+least 13 of 16 candidates end by themselves, half of them within 20 to 190 tokens, while the longest reach the cap.
+Prompts with fewer than half ending by themselves are left out, because a race would then wait for the cap, too. Measure
+with seeds other than 500.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ PROMPTS: tuple[str, ...] = (
 
 
 def cycle(num_prompts: int) -> list[str]:
-    """`num_prompts` of them; they come round again."""
+    """`num_prompts` prompts, repeating from the start if needed."""
     return [PROMPTS[i % len(PROMPTS)] for i in range(num_prompts)]

@@ -1,15 +1,15 @@
-"""A profile made on this machine, and how well it predicts: predicted against measured seconds of group rollouts.
+"""Accuracy of a profile of this machine: predicted against measured seconds of group rollouts.
 
 First `vllm-rollout profile` measures the time of decode steps by batch size and context, and fits its curves. Then a
-real server with the same flags runs group rollouts (no early stop, temperature 1, lengths as they come), and
-`group/lengths/cost.py` predicts the seconds of each from the lengths in its answer. Neither sees the other: the
-profile knows random prompts of fixed contexts only, the rollouts have chat prompts, batches that shrink and contexts
-that grow. The server is given the profile, too, and compares its own steps with it as they run.
+real server with the same flags runs group rollouts (no early stop, temperature 1, natural lengths).
+`group/lengths/cost.py` predicts the seconds of each rollout from the lengths in its answer. The two are independent:
+the profile has random prompts of fixed contexts only, the rollouts have chat prompts, batches that shrink and contexts
+that grow. The server also gets the profile, and compares its own steps with it as they run.
 
-The same prediction without contexts and prefill is there for comparison: Eq. 4 of DARTS as printed, on the curve of the
+For comparison there is the same prediction without contexts and prefill: Eq. 4 of DARTS as printed, on the curve of the
 shortest context.
 
-On a CPU the first core is the model's, the others run the rest, for both (see benchmarks/overhead.py).
+On a CPU the first core runs the model and the others the rest, for both (see benchmarks/overhead.py).
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ FLAGS = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-model-len", "1024")
 FLAGS += ("--max-num-batched-tokens", str(MAX_BATCHED_TOKENS))
 CPU_FLAGS = ("--enforce-eager", "--block-size", "32", "--dtype", this_cpu().dtype)
 TARGET_ERROR = 0.10
-"""Median over workloads."""
+"""Largest median error over workloads that counts as good."""
 FILLER = "The harbour was quiet that morning, and the boats lay side by side at the old stone pier."
 """About 20 tokens, repeated in front of long prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One rollout."""
+    """Sizes of one rollout."""
 
     num_prompts: int
     group_size: int
     max_tokens: int
     filler: int = 0
-    """Sentences in front of each prompt; a list of prompts of mixed length gets 0 to this many."""
+    """Sentences in front of each prompt. With `mixed`, prompts have from 0 to this many."""
     mixed: bool = False
 
 
@@ -79,7 +79,7 @@ WORKLOADS = (
     Workload(2, 4, 512, filler=12),
     Workload(12, 8, 128),
 )
-"""The last one has more candidates than run at once."""
+"""The last workload has more candidates than run at once."""
 QUICK = (Workload(1, 4, 64), Workload(4, 4, 96), Workload(2, 8, 64, filler=8))
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.set_defaults(seed=None)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--profile", type=Path, default=ROOT / "benchmarks/results/ptl_profile.json")
-    parser.add_argument("--keep-profile", action="store_true", help="use the profile that is there")
+    parser.add_argument("--keep-profile", action="store_true", help="use the existing profile")
     parser.add_argument("--quick", action="store_true", help="a quick profile and three small workloads")
     args = parser.parse_args()
     exit_on_sigterm()
@@ -138,13 +138,13 @@ def measure(
 
 
 def drift_of(metrics: str) -> dict[str, float]:
-    """What the server itself says of its steps: live time over the profile's, by range of batch sizes."""
+    """The server's own drift of step times: measured time over the profile's, by range of batch sizes."""
     found = re.findall(r'^vllm_rollout:step_time_drift_ratio\{[^}]*"(\d+-\d+)"[^}]*\} (\S+)', metrics, re.MULTILINE)
     return {sizes: round(float(ratio), 3) for sizes, ratio in found}
 
 
 def roll_out(server: ServerProcess, workload: Workload, name: str, seed: int | None) -> tuple[float, dict[str, Any]]:
-    """Seconds and answer of one rollout. Every prompt is new, so that none is in the prefix cache."""
+    """Seconds and answer of one rollout. Every prompt is new, so the prefix cache has none of them."""
     prompts = []
     for i, question in enumerate(cycle(workload.num_prompts)):
         filler = workload.filler * i // max(1, workload.num_prompts - 1) if workload.mixed else workload.filler
@@ -166,7 +166,7 @@ def roll_out(server: ServerProcess, workload: Workload, name: str, seed: int | N
 def row_of(
     workload: Workload, measured: float, answer: dict[str, Any], cost: CostModel, block_size: int
 ) -> dict[str, Any]:
-    """What was measured and what is predicted from the lengths."""
+    """A workload's measured seconds, and the seconds predicted from its lengths."""
     lengths, prompts, prefill = [], [], 0
     for group in answer["groups"]:
         candidates = [*group["trajectories"], *group["candidates"]]

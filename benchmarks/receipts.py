@@ -1,9 +1,9 @@
-"""How right receipts are: `python -m benchmarks.receipts`.
+"""Accuracy of receipts: `python -m benchmarks.receipts`.
 
-Servers on an emulated device, one per spread of lengths. Each seed's rollout is raced, the first 8 of 16 of each of 32
-prompts, and its receipt says what waiting for all would have taken; then the same rollout waits for all, with the same
-lengths, since these follow from prompt and seed. What that took is the truth. Its own receipt checks the prediction by
-what it would have said of a race: the *check*. Errors are relative, 0.1: a tenth too much.
+There is one server on an emulated device for each spread of lengths. Each seed's rollout races, the first 8 of 16 for
+each of 32 prompts, and its receipt predicts the cost of waiting for all. Then the same rollout waits for all. Its
+lengths are the same, because they follow from prompt and seed, and its measured cost is the truth. The receipt of the
+waiting rollout also estimates the cost of a race, which is the *check*. Errors are relative: 0.1 is a tenth too much.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS, GROUP_SIZE, REDUNDANCY, MAX_TOKENS = 32, 8, 8, 2048
 
 def main() -> None:
     parser = arguments_of(__doc__, "receipts", seed=1, repeats=8)
-    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS, help="(default: %(default)s)")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=SIGMAS, help="of log lengths (default %(default)s)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     workload = {
@@ -60,7 +60,7 @@ def measure(sigma: float, arguments: argparse.Namespace, folder: Path) -> list[d
 
 
 def roll_out(client: RolloutClient, seed: int, early_stop: bool) -> dict[str, Any]:
-    """What its receipt says; `seed` makes prompts that nobody has seen before, and the lengths of their candidates."""
+    """The receipt of one rollout. `seed` makes new prompts, and the lengths of their candidates."""
     prompts = [{"id": f"{seed}-{i}", "prompt_token_ids": [100 + seed, 200 + i, 300]} for i in range(PROMPTS)]
     sampling = {"max_tokens": MAX_TOKENS, "seed": seed}
     answer = client.rollout(prompts, GROUP_SIZE, REDUNDANCY, early_stop=early_stop, sampling_params=sampling)
@@ -80,7 +80,7 @@ def errors_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By sigma: mean and standard deviation of each error over seeds."""
+    """Mean and standard deviation of each error over seeds, by sigma."""
     found = []
     for sigma in dict.fromkeys(row["sigma"] for row in rows):
         own = [row for row in rows if row["sigma"] == sigma]

@@ -17,15 +17,15 @@ FLOPS_PER_S = 989e12
 HBM_BYTES = 80e9
 GPU_SOURCE = "H800 SXM 80 GB, public data sheet: 3.35 TB/s of HBM3, 989 TFLOP/s dense in BF16"
 MEMORY_SHARE = 0.9
-"""The share of a GPU's memory for weights and KV cache."""
+"""Share of a GPU's memory for weights and KV cache."""
 MAX_NUM_SEQS = 1024
-"""vLLM's default on such GPUs; no rank ever has so many."""
+"""vLLM's default on such GPUs. No rank ever has that many sequences."""
 MESSAGE_S = 0.001
-"""Between an engine and its API process: assumed."""
+"""Seconds of a message between an engine and its API process. Assumed."""
 PROMPT_TOKENS = 200
-"""Assumed; the paper does not say."""
+"""Tokens of a prompt. Assumed, because the paper gives no number."""
 CURVE_CONTEXT = 32_768
-"""Second knot of the cost over contexts, which is linear in them."""
+"""Second context length at which the cost is given. The cost is linear in the context."""
 
 ModelName = Literal["7B/8k", "14B/16k", "32B/32k"]
 MODEL_NAMES: tuple[ModelName, ...] = get_args(ModelName)
@@ -33,7 +33,7 @@ MODEL_NAMES: tuple[ModelName, ...] = get_args(ModelName)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the paper, as it is rolled out there."""
+    """A model of the paper, with the GPUs and the length cap of its rollouts there."""
 
     title: str
     parameters: float
@@ -58,8 +58,11 @@ class Model:
 
     @property
     def cost(self) -> CostModel:
-        """A step reads the weights or computes, whichever takes longer, and reads the KV cache: nothing else, so that
-        times are bounds from below and ratios are those of an engine that reaches its memory's bandwidth."""
+        """A step reads the weights or computes, whichever takes longer, and reads the KV cache. Nothing else takes
+        time.
+
+        So times are lower bounds, and ratios are those of an engine that reaches its memory's bandwidth.
+        """
         gpus = self.tensor_parallel_size
         weights_s = self.weight_bytes / gpus / HBM_BYTES_PER_S
         compute_s = 2 * self.parameters / gpus / FLOPS_PER_S
@@ -78,7 +81,7 @@ class Model:
         return Machine(self.cost, self.num_ranks, MAX_NUM_SEQS, int(capacity))
 
     def described(self) -> dict[str, Any]:
-        """JSON-able, with what follows from it."""
+        """Fields that can be written as JSON, with values derived from them."""
         cost = self.cost
         return asdict(self) | {
             "num_ranks": self.num_ranks,
@@ -103,19 +106,19 @@ MODEL_SOURCE = (
 
 
 BETWEEN_SHARE = 0.5
-"""Part of the variance of log lengths that is between prompts: long prompts are long again. The paper does not say."""
+"""Share of the variance of log lengths that is between prompts: long prompts stay long. The paper gives no number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Lengths of all answers: log-normal."""
+    """Log-normal distribution of the lengths of all answers."""
 
     median: float
     sigma: float
     """Standard deviation of log lengths, within and between prompts together."""
 
     def described(self) -> dict[str, float]:
-        """As `log_normal` of an emulated device's lengths."""
+        """The field `log_normal` of an emulated device's lengths."""
         return {
             "mean": self.median * math.exp(self.sigma**2 / 2),
             "sigma": self.sigma * (1 - BETWEEN_SHARE) ** 0.5,

@@ -1,7 +1,7 @@
-"""The least that each operator can take on an H100, computed and not measured: bytes, instructions, microseconds.
+"""Lower bounds of each operator on an H100, computed and not measured: bytes, instructions, microseconds.
 
-An operator takes at least as long as its bytes need at the memory's speed, and as its instructions need in all
-multiprocessors. `make gpu-check` measures what it takes.
+An operator takes at least as long as its bytes need at the memory's speed, and as its instructions need on all
+multiprocessors. `make gpu-check` measures the real time.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from benchmarks.common import arguments_of, publish, record_of_run
 from benchmarks.tables import columns, number, percent
 
 BYTES_PER_S = 3.0e12
-"""HBM3 of an H100 SXM, of 3.35e12 on paper."""
+"""Bytes per second of an H100 SXM's HBM3, of 3.35e12 in the data sheet."""
 MULTIPROCESSORS, SCHEDULERS, LANES = 132, 4, 32
 CLOCK_HZ = 1.7e9
 TF32_PER_S = 4.0e14
-"""Operations of tensor cores without sparsity, of 4.95e14 on paper."""
+"""Operations per second of tensor cores without sparsity, of 4.95e14 in the data sheet."""
 LAUNCH_US = 3.0
-"""What a launch takes on the device, however little it does."""
+"""Least microseconds of any launch on the device."""
 STEP_US = 5_500.0
-"""A decode step of an 8B model in bfloat16: its 16 GB of weights are read."""
+"""Microseconds of a decode step of an 8B model in bfloat16, which reads 16 GB of weights."""
 VOCABULARY, HIDDEN, NUM_HIDDEN = 151_936, 4_096, 128
 INSTRUCTIONS_PER_ENTRY = {"float32": 12.9, "bfloat16": 16.3}
-"""Of token_confidence's loop as compiled for sm_90a; tests/kernels/test_triton_compilation.py holds them."""
+"""Per entry of token_confidence's loop as compiled for sm_90a. tests/kernels/test_triton_compilation.py checks them."""
 NUM_KEPT_BYTES = 64
-"""Of a slot that update_confidence touches: three sectors of 32 bytes would be the most."""
+"""Bytes of a slot that update_confidence touches. Three sectors of 32 bytes would be the most."""
 ROWS = (1, 16, 64, 256, 1024)
 HEAD_BLOCK = 64
 TF32_PRODUCTS = 3
-"""For one of float32."""
+"""Products of TF32 for one product of float32."""
 
 
 class Work(NamedTuple):
-    """What one launch must do."""
+    """Work of one launch: bytes moved, and microseconds of computing."""
 
     num_bytes: int
     compute_us: float
@@ -48,7 +48,7 @@ def token_confidence(rows: int, dtype: str) -> Work:
 
 
 def quality_head(rows: int, dtype: str) -> Work:
-    """w1 comes from memory once; blocks of rows read it again from the cache."""
+    """w1 comes from memory once. Blocks of rows read it again from the cache."""
     weights = 4 * NUM_HIDDEN * HIDDEN
     hidden = rows * HIDDEN * (4 if dtype == "float32" else 2)
     return Work(weights + hidden, 2 * TF32_PRODUCTS * max(rows, 16) * HIDDEN * NUM_HIDDEN / TF32_PER_S * 1e6)

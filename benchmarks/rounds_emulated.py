@@ -1,12 +1,12 @@
 """Rounds at the scale of RollPacker's evaluation on an emulated device: `python -m benchmarks.rounds_emulated`.
 
-Everything but the device is the real thing: HTTP, runs, vLLM's scheduler and data-parallel engine cores, cuts in the
-step loop and across ranks. A setting is a pair of speculation factors, of prompts and of responses: 1,1 is plain
-synchronous rounds. Each runs one period (as many short rounds as fill a long one, and that one), or two rounds where
-nothing is deferred. Beside it stands the simulator, on the same lengths, step costs and order of prompts.
+Everything but the device is real: HTTP, runs, vLLM's scheduler and data-parallel engine cores, and cuts in the step
+loop and across ranks. A setting is a pair of speculation factors, for prompts and for responses: 1,1 is plain
+synchronous rounds. Each setting runs one period (the short rounds that fill a long one, and the long one). If nothing
+is deferred, it runs two rounds. The simulator runs beside it, on the same lengths, step costs and order of prompts.
 
-Time is stretched (--speed 0.5: every step lasts twice as long) as far as the host needs; seconds are the device's, that
-is measured seconds times the speed. `idle` is the share in which a device waited for the host although it had work.
+--speed 0.5 makes every step last twice as long, so that the host keeps up. Seconds are the device's: measured seconds
+times the speed. `idle` is the share of time in which a device waited for the host although it had work.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from vllm_rollout.simulator.rounds.settings import RoundSetting
 
 SETTINGS = ("1,1", "1,1.25", "1.25,1", "1.25,1.25", "1.5,1.5")
 SYNCHRONOUS_ROUNDS = 2
-"""Where nothing is deferred, every round is like the other."""
+"""Rounds of a setting in which nothing is deferred, so that all rounds are alike."""
 
 
 class RoundRow(NamedTuple):
-    """A round, emulated or simulated; seconds of the device's clock."""
+    """A round, emulated or simulated. Seconds are on the device's clock."""
 
     kind: RoundKind
     seconds: float
@@ -59,7 +59,7 @@ class RoundRow(NamedTuple):
 
 def main() -> None:
     parser = workload_arguments(__doc__, "rounds_emulated", ranks=2, prompts=32, speed=0.5)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), help="PROMPTS,RESPONSES: factors, 1,1 first")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), help="factors PROMPTS,RESPONSES; 1,1 is first")
     arguments = parser.parse_args()
     exit_on_sigterm()
     its = workload_of(arguments)
@@ -77,12 +77,12 @@ def terms_of(its: Workload, prompts: float, responses: float) -> RunTerms:
 
 
 def num_prompts(terms: RunTerms) -> int:
-    """The prompts of one period; where nothing is deferred, of `SYNCHRONOUS_ROUNDS` rounds."""
+    """Number of prompts of a period, or of `SYNCHRONOUS_ROUNDS` rounds if nothing is deferred."""
     return terms.num_period_prompts or SYNCHRONOUS_ROUNDS * terms.prompts_per_round
 
 
 def measure(its: Workload, terms: RunTerms, server: ServerProcess, steps: Path) -> dict[str, Any]:
-    """One setting, emulated and simulated."""
+    """Measure one setting, emulated and simulated."""
     data = EmulatedDataSet(its, num_prompts(terms))
     before = [len(log.steps) for log in read_steps(steps)]
     load = os.getloadavg()[0]

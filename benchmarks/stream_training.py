@@ -1,15 +1,16 @@
-"""Seconds of training that disappear behind a rollout, and what that costs: `python -m benchmarks.stream_training`.
+"""Seconds of training that overlap with a rollout, and the cost of overlapping: `python -m benchmarks.stream_training`.
 
 Training is real: a Llama of 0.9 million parameters, float32, on one core, lengths scaled to at most `MAX_TOKENS`. The
-rollout is emulated: every candidate's next token comes at the same pace, a group ends with the last of its candidates
-that is wanted, and the rollout takes `--ratio` times as long as training all of it. Nothing else runs, so the clock is
-a sum: what has come is worked on, one after the other, and each piece takes the CPU seconds of its one thread, which
-other work on the host does not lengthen much.
+rollout is emulated. Every candidate's next token comes at the same pace, and a group ends with the last of its wanted
+candidates. The rollout takes `--ratio` times as long as training on all of it. The clock is a sum, because nothing else
+runs: groups that have arrived are trained on one after the other. Each takes the CPU seconds of its one thread, which
+other work on the host hardly lengthens.
 
-A plain loop (backward of each group with 1/N, clip, step) after the rollout stands against `StreamTrainer` as groups
-end, and against one that starts when half of the responses have ended, as on ranks that `scale_down` frees.
+Three ways are compared: a plain loop (backward of each group with 1/N, clip, step) after the rollout, `StreamTrainer`
+as groups end, and `StreamTrainer` from the time at which half of the responses have ended, as on ranks that
+`scale_down` frees.
 
-Ways are measured in turns; numbers are medians over repeats.
+Ways are measured in turns. Numbers are medians over repeats.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ PROMPTS, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 384
 
 class Group(NamedTuple):
     lengths: list[int]
-    """Tokens of the answers that come back."""
+    """Tokens of each returned answer."""
     stopped: list[int]
-    """Tokens of those that were stopped."""
+    """Tokens of each stopped answer."""
 
     @property
     def ends_at(self) -> int:
-        """Steps after the rollout's start."""
+        """Step of the rollout in which the last wanted answer ends."""
         return max(self.lengths)
 
 
 def recorded(wanted: int) -> list[Group]:
-    """Groups of the trace in this repository; its answers were cut at 1,024 tokens, a third of them."""
+    """Groups of the trace in this repository. Its answers were cut at 1,024 tokens, a third of them."""
     prompts = read_trace(ROOT / "benchmarks/traces/smollm2_math500.jsonl").rollouts[0].prompts[:PROMPTS]
     return [
         raced([-(-each.num_tokens * MAX_TOKENS // 1024) for each in prompt.candidates], wanted) for prompt in prompts
@@ -51,14 +52,14 @@ def recorded(wanted: int) -> list[Group]:
 
 
 def log_normal(num_candidates: int, rng: np.random.Generator) -> list[Group]:
-    """Median 60 tokens, log deviations of 0.8 within and 0.5 between prompts, cut at `MAX_TOKENS`."""
+    """Groups with a median of 60 tokens, log deviations of 0.8 within and 0.5 between prompts, cut at `MAX_TOKENS`."""
     logs = np.log(60) + 0.5 * rng.standard_normal((PROMPTS, 1)) + 0.8 * rng.standard_normal((PROMPTS, num_candidates))
     lengths = np.clip(np.exp(logs), 1, MAX_TOKENS).astype(int)
     return [raced(row.tolist(), GROUP_SIZE) for row in lengths]
 
 
 def raced(lengths: Sequence[int], wanted: int) -> Group:
-    """The first to end come back; the others stop then."""
+    """A group whose first `wanted` candidates to end are returned. The others stop at that time."""
     first = sorted(lengths)[:wanted]
     return Group(first, [first[-1]] * (len(lengths) - wanted))
 
@@ -73,7 +74,7 @@ def policy() -> torch.nn.Module:
 
 
 def batch_of(group: Group, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, the answers' mask, and advantages: [num_samples, length], the same less one, [num_samples, 1]."""
+    """Token ids [num_samples, length], the answers' mask [num_samples, length - 1], and advantages [num_samples, 1]."""
     lengths = torch.tensor(group.lengths)
     token_ids = torch.randint(64, (len(lengths), PROMPT_TOKENS + max(group.lengths)), generator=generator)
     place = torch.arange(1, token_ids.shape[1])
@@ -94,7 +95,10 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def end_of_queue(arrivals: Sequence[float], seconds: Sequence[float], start: float = 0.0) -> float:
-    """When the last piece is done: each after the one before, none before it has come, the first not before `start`."""
+    """Time at which the last piece of work is done, in seconds.
+
+    Pieces run one after the other. A piece begins after its arrival, and the first one not before `start`.
+    """
     clock = start
     for arrival, each in zip(arrivals, seconds, strict=True):
         clock = max(clock, arrival) + each
@@ -102,7 +106,7 @@ def end_of_queue(arrivals: Sequence[float], seconds: Sequence[float], start: flo
 
 
 def train_both_ways(groups: list[Group], model: torch.nn.Module, turn: int) -> dict[str, Any]:
-    """Seconds of a plain loop, of each `add` and of `finish`; the largest relative difference of their gradients."""
+    """Seconds of a plain loop, of each `add` and of `finish`, and the gradients' largest relative difference."""
     batches = [batch_of(group, torch.Generator().manual_seed(i)) for i, group in enumerate(groups)]
     tokens = sum(int(mask.sum()) for _, mask, _ in batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

@@ -1,4 +1,4 @@
-"""Markdown tables, pictures, and what is drawn in them. Invariant: shows what is there; what is not known is a dash."""
+"""Markdown tables and pictures. Invariant: shows only given values, and a dash for an unknown value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def columns(title: str, rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> str:
-    """A grid whose header says what each cell is made of: one function of a row per column."""
+    """A grid with one column per entry of `cells`: its header, and the function that makes a cell from a row."""
     return grid(title, list(cells), [[cell(row) for cell in cells.values()] for row in rows])
 
 
@@ -37,14 +37,14 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def ranged(row: Row) -> str:
-    """A value with its interval."""
+    """A value with its interval, if it has one."""
     ends = row["interval"]
     return number(row["value"]) if ends is None else f"{row['value']:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
 
 
 @contextmanager
 def picture(path: Path, figsize: tuple[float, float], width_ratios: Sequence[float], w_pad: float) -> Iterator[Any]:
-    """Panels side by side, written to `path` when they are drawn."""
+    """Panels side by side, written to `path` at the end of the block."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,7 +102,7 @@ def lines(
     xlabel: str = "",
     ylabel: str = "",
 ) -> None:
-    """A line with a dot per value and way, over the same places."""
+    """A line with a dot per value for each way, over the same x values."""
     for way, values in series.items():
         axes.plot(xs, values, "o-", color=colors[way], label=way)
     axes.set_xlabel(xlabel)

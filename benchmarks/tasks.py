@@ -1,9 +1,9 @@
 """Prompts with checkable answers that a 0.5B model gets partly right, and their checker.
 
-Two sets. EARLY: stories that two or three small operations solve. Two worked examples ask for a form, the whole
-calculation in the first line and without words, and reward needs the form and the right answer, as recipes that train
-reasoning do. A wrong plan or a wrong form shows in the first dozen tokens. PLAIN: one or two additions, subtractions or
-multiplications in any form, in which mistakes may come at any point.
+There are two sets. EARLY: stories that two or three small operations solve. Two worked examples ask for a form: the
+whole calculation in the first line, without words. An answer is correct if form and result are right, as in recipes
+that train reasoning. A wrong plan or a wrong form shows in the first dozen tokens. PLAIN: one or two additions,
+subtractions or multiplications in any form. Mistakes may come at any point.
 
 Invariant: the problems are a function of (num, seed, families); two problems of one call never ask the same question.
 """
@@ -55,7 +55,7 @@ class Question(NamedTuple):
     text: str
     answer: int
     examples: tuple[tuple[str, str], ...] = ()
-    """Questions and answers to put before it."""
+    """Worked questions with their answers, put before the question."""
 
 
 class Problem(NamedTuple):
@@ -83,7 +83,7 @@ def arithmetic(generator: random.Random) -> Question:
 
 
 def word_sum(generator: random.Random) -> Question:
-    """Three numbers in a story."""
+    """The sum of three numbers, as a story."""
     numbers = [generator.randrange(5, 60) for _ in range(3)]
     story = f"Tom has {numbers[0]} apples, buys {numbers[1]} and then {numbers[2]} more."
     return Question(f"{story} How many apples does he have now?{THINK}", sum(numbers))
@@ -133,7 +133,7 @@ FAMILIES: dict[str, Callable[[random.Random], Question]] = {
 def make_problems(num: int, seed: int, families: Sequence[str] = EARLY) -> list[Problem]:
     """`num` different problems, the families in turn.
 
-    Raises: ValueError for an unknown family, or when the families cannot ask that many different questions.
+    Raises: ValueError for an unknown family, or if the families cannot ask that many different questions.
     """
     unknown = [name for name in families if name not in FAMILIES]
     if unknown or not families:
@@ -158,12 +158,12 @@ def make_problems(num: int, seed: int, families: Sequence[str] = EARLY) -> list[
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether the answer is right, and for a family of EARLY in the form asked for."""
+    """True if the answer is right, and, for a family of EARLY, in the form asked for."""
     return is_right(problem, text) and (problem.family not in EARLY or is_in_form(text))
 
 
 def is_right(problem: Problem, text: str) -> bool:
-    """By the first number after the last "Answer:"; without one, by the last number."""
+    """True if the first number after the last "Answer:" is right, or without that word the last number."""
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     _, marker, after = text.rpartition("Answer:")
     numbers = NUMBER.findall(after)
@@ -171,6 +171,6 @@ def is_right(problem: Problem, text: str) -> bool:
 
 
 def is_in_form(text: str) -> bool:
-    """Whether the first line is a calculation without words."""
+    """True if the first line is a calculation without words."""
     first_line = text.partition("\n")[0]
     return any(character.isdigit() for character in first_line) and not any(map(str.isalpha, first_line))

@@ -1,14 +1,14 @@
-"""Runs a trainer out of the registry, at a pinned version, against our server, and keeps what came out.
+"""Runs a trainer from the registry, at a pinned version, against our server, and keeps the results.
 
-The trainer gets an environment of its own in .venvs/conformance-TRAINER: the packages of its requirements.txt before
-those of the environment that runs this. Its checks (conformance/TRAINER/check.py) run there, one after the other;
-servers are started when a check asks for one, on 127.0.0.1, and ended whatever happens. What came out goes to
-conformance/results/TRAINER.json: per check its name, its mode, whether it passed, and what was seen.
+The trainer gets an environment of its own in .venvs/conformance-TRAINER. The packages of its requirements.txt come
+before those of the environment that runs this program. Its checks (conformance/TRAINER/check.py) run there, one after
+the other. A check that needs a server starts one on 127.0.0.1, and every server ends with the checks. For each check,
+conformance/results/TRAINER.json gets the name, the mode, whether it passed, and what was seen.
 
   unmodified   the trainer as it is, at our server: counts and tokens as at stock vLLM
   on           with the one line that turns us on
-  replayed     requests of the trainer that were recorded
-  stopped      what a machine without a GPU stops; the detail says what, nothing is made up
+  replayed     recorded requests of the trainer
+  stopped      a machine without a GPU stops the check; the detail says how far it got, nothing is made up
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from vllm_rollout.models import resolve
 from vllm_rollout.process import exit_on_sigterm, log_folder
 
 OTHERS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
-"""Versions of vLLM beside the one that is installed."""
+"""Versions of vLLM other than the installed one."""
 RECORDED = FOLDER / "recorded"
 DEFAULT_MODEL = "tiny-random"
 UNWANTED = {"torchvision", "torchaudio", "torchcodec"}
-"""What the registry carries are CUDA builds, beside which transformers does not import with a CPU torch."""
+"""The registry's builds of these are for CUDA. Beside them, transformers does not import with a CPU torch."""
 WANT_NAME = {"openrlhf", "skyrl_server", "verl"}
-"""Trainers that look for a distribution called `vllm`, which the CPU builds are not."""
+"""Trainers that look for a distribution called `vllm`. The CPU builds have another name."""
 EPILOG = """examples:
   python -m conformance trl                         all checks of TRL
   python -m conformance trl --only CHECK            that one; the others' results stay (--only may be repeated)
@@ -112,20 +112,26 @@ def arguments() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("trainer", nargs="?", choices=trainers(), metavar="TRAINER", help=f"of {', '.join(trainers())}")
-    parser.add_argument("--model", help="Serve this model in every check. Default: what each check asks for.")
+    parser.add_argument(
+        "trainer", nargs="?", choices=trainers(), metavar="TRAINER", help=f"One of {', '.join(trainers())}"
+    )
+    parser.add_argument("--model", help="Serve this model in every check. Default: the model that the check names.")
     parser.add_argument(
         "--vllm",
         choices=OTHERS,
-        help="Beside this vLLM, in place of the installed one. Results go to results/versions.",
+        help="Use this version of vLLM, not the installed one. Results go to results/versions.",
     )
     parser.add_argument("--only", action="append", default=[], metavar="CHECK", help="Run this check only.")
-    parser.add_argument("--record", action="store_true", help="Keep the requests that were recorded, for the tests.")
+    parser.add_argument("--record", action="store_true", help="Keep the recorded requests for the tests.")
     parser.add_argument("--limit", type=float, default=1800, help="Seconds for all checks together. %(default)s")
     parser.add_argument("--output-logs", type=Path, help="Copy the servers' logs into this folder.")
     parser.add_argument("--output", type=Path, help="Result file. Default: conformance/results/TRAINER.json")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venvs", help="Where environments are.")
-    parser.add_argument("--table", action="store_true", help="Print what is known of all (or of TRAINER); run nothing.")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".venvs", help="Folder of environments. Default: .venvs"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="Print the results of all trainers (or of TRAINER). Run nothing."
+    )
     return parser
 
 
@@ -134,7 +140,7 @@ def say(text: str) -> None:
 
 
 def environment_of(trainer: str, vllm: str | None = None, folder: Path = ROOT / ".venvs") -> tuple[Path, str]:
-    """The interpreter of a trainer's environment, with that vLLM where one is named; and its requirements."""
+    """The interpreter of a trainer's environment, for a version of vLLM if one is named, and its requirements."""
     requirements = requirements_of(trainer, vllm, folder)
     python = environment(
         folder / "-".join(filter(None, ("conformance", trainer, vllm))),
@@ -145,7 +151,7 @@ def environment_of(trainer: str, vllm: str | None = None, folder: Path = ROOT / 
 
 
 def requirements_of(trainer: str, vllm: str | None, folder: Path) -> Path:
-    """A trainer's requirements, beside those of a version of vLLM where one is named."""
+    """A trainer's requirements, joined with those of a version of vLLM if one is named."""
     its = FOLDER / trainer / "requirements.txt"
     if vllm is None:
         return its
@@ -168,7 +174,7 @@ def finish(trainer: str, vllm: str | None, requirements: Path, packages: Path) -
 
 
 def refuse_cuda_builds(packages: Path) -> None:
-    """Raises: RuntimeError when the requirements have brought what must not stand beside a CPU torch."""
+    """Raises: RuntimeError if the environment has a package that cannot stand beside a CPU torch."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions(path=[str(packages)])}
     if found := names & UNWANTED:
         raise RuntimeError(
@@ -178,7 +184,7 @@ def refuse_cuda_builds(packages: Path) -> None:
 
 
 def pinned(requirements: str) -> dict[str, str]:
-    """Version by name. Raises: ValueError for a requirement that is not pinned to one."""
+    """Version by name. Raises: ValueError for a requirement that is not pinned to one version."""
     found = {}
     for line in requirements.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -191,7 +197,7 @@ def pinned(requirements: str) -> dict[str, str]:
 
 
 def record(trainer: str, pins: dict[str, str]) -> dict[str, Any]:
-    """What a result starts with."""
+    """The head of a result: command, date, commit, trainer, versions, hardware."""
     return {
         "command": " ".join(["python", "-m", "conformance", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

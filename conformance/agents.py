@@ -1,8 +1,8 @@
-"""What the checks of agents share: a group of sessions whose ends are known beforehand, and what its server says of it.
+"""Shared by the checks of agents: a group of sessions whose ends are known in advance, and the server's view of it.
 
-Two sessions finish, two lose amid a turn, and two lose while they are at their tool, then ask again. Runs in the
-trainers' environments: standard library and httpx. Invariant: whatever a trainer's agents do, they do by the trainer's
-own code; this only says which of them waits for what.
+Two sessions finish, two lose amid a turn, and two lose while they wait for their tool, then ask again. Runs in the
+trainers' environments: standard library and httpx. Invariant: agents act by the trainer's own code, and this file
+decides only which of them waits for which event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLES: tuple[Role, ...] = ("finishes", "finishes", "in a turn", "in a turn", "at
 GROUP_SIZE = ROLES.count("finishes")
 TURNS = 3
 SHORT, LONG = 24, 1500
-"""Tokens at which turns are cut; the long ones are to be stopped before."""
+"""Tokens at which turns are cut. The server must stop long turns before that."""
 QUESTION, TOOL_SAYS = "What is 17 + 25?", "The calculator says 42."
 PATIENCE_S = 120.0
 Tool = Callable[[], Awaitable[None]]
@@ -40,21 +40,21 @@ class Sessions:
         self.num_requests_before = self._num_requests()
 
     def declare(self) -> list[str]:
-        """Returns the ids of its sessions, one per role."""
+        """Declare the group. Returns the ids of its sessions, one per role."""
         fields = {"group_size": GROUP_SIZE, "redundancy": len(ROLES) - GROUP_SIZE, "cut_turn": "goes_on"}
         said = self._http.post("/v1/groups", json=fields).raise_for_status().json()
         self.id = said["id"]
         return said["to_begin"]
 
     def read(self) -> dict[str, Any]:
-        """The group; without a session before its first turn has declared it."""
+        """The group as the server sees it. Without sessions until the first turn has declared it."""
         answer = self._http.get(f"/v1/groups/{self.id}")
         if answer.status_code == httpx.codes.NOT_FOUND:
             return {"status": "running", "sessions": []}
         return answer.raise_for_status().json()
 
     def declared_by(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The groups that these requests (`conformance.recording`) have declared, as they are now."""
+        """The groups that these requests (`conformance.recording`) declared, as they are now."""
         for request in requests:
             if request["path"] == "/v1/groups":
                 self.id = request["body"]["id"]
@@ -67,14 +67,14 @@ class Sessions:
         self._http.post(f"/v1/sessions/{session_id}/finish", json={"reward": reward}).raise_for_status()
 
     async def until(self, is_so: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Raises: AssertionError with the group as it is, when it was not so for too long."""
+        """Wait until the group meets the condition. Raises: AssertionError with the group after PATIENCE_S."""
         ends = time.monotonic() + PATIENCE_S
         while not is_so(said := self.read()):
             assert time.monotonic() < ends, said
             await asyncio.sleep(0.05)
 
     def assert_raced(self, ids: Mapping[str, Role]) -> dict[str, Any]:
-        """Losers stopped amid their turns, and what they asked later never reached the engine. Returns numbers."""
+        """Assert that losers stopped amid turns and that their later requests missed the engine. Returns numbers."""
         said = self.read()
         of = {session["id"]: session for session in said["sessions"]}
         assert said["status"] == "complete", said
@@ -92,14 +92,16 @@ class Sessions:
         }
 
     def _num_requests(self) -> int:
-        """That the engine has ended so far, whatever for."""
+        """Requests that the engine has ended so far."""
         return int(metric(self._url, "vllm:request_success_total"))
 
 
 async def race(group: Sessions, ids: Mapping[str, Role], play: Callable[[str, Role, Tool], Awaitable[T]]) -> list[T]:
-    """`play(id, role, tool)` per session: the trainer's agent, which awaits the tool between its turns. Long turns
-    begin when all others have come as far as they are to come, and finishers finish when those have begun: however slow
-    the agents are, no turn is over before it is to be stopped."""
+    """Play every session by `play(id, role, tool)`, the trainer's agent, which awaits the tool between its turns.
+
+    Long turns begin when all other sessions are where they should be. Finishers finish when the long turns have begun.
+    So no turn ends before it is to be stopped, however slow the agents are.
+    """
     places = {"finishes": ("between_turns", TURNS), "at its tool": ("between_turns", 1), "in a turn": ("turn", 0)}
 
     def are_there(said: Mapping[str, Any], roles: Collection[Role]) -> bool:

@@ -1,4 +1,4 @@
-"""The tool of the agents of all trainers."""
+"""The tool that the agents of all trainers call."""
 
 
 def calculate(terms: str) -> str:

@@ -1,4 +1,4 @@
-"""What the trainers' checks share: how a check is marked, what it may ask the harness for, how it says what came out.
+"""Shared by the trainers' checks: marking a check, asking the harness for a server or a model, reporting the result.
 
 A trainer's `check.py` is a module of plain functions marked with `@check(...)`, and ends with
 
@@ -6,8 +6,8 @@ A trainer's `check.py` is a module of plain functions marked with `@check(...)`,
         main()
 
 It runs in the trainer's environment, so this file imports the standard library and httpx only. The harness is the
-parent process: one JSON object per line goes to it on what was standard output, one answer per line comes on standard
-input. Invariant: whatever a trainer prints goes to standard error, and never into that conversation.
+parent process. It reads one JSON object per line from the original standard output, and answers with one line on
+standard input. Invariant: output of a trainer goes to standard error, never into that exchange.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ import httpx
 from conformance.recording import Recorder, recording
 
 Mode = Literal["unmodified", "on", "replayed", "stopped"]
-"""unmodified: the trainer as it is, nothing of ours named. on: with the one line that turns us on. replayed: requests
-that were recorded, sent again. stopped: something that a CPU stops; the detail says what."""
+"""unmodified: the trainer as it is, with no setting of ours. on: with the one line that turns us on. replayed: recorded
+requests, sent again. stopped: a check that a CPU stops. The detail says how far it got.
+"""
 MODES: tuple[Mode, ...] = ("unmodified", "on", "replayed", "stopped")
 ServerKind = Literal["rollout", "stock"]
 CAP = 1200
-"""Tokens after which answers of the tiny model are cut: it ends a text with one token of 512, so a tenth of them is,
-and no check may hope for none."""
+"""Length cap for answers of the tiny model, in tokens. One token of 512 ends its text, so a tenth of its answers is
+cut, and no check may rely on none.
+"""
 REAL_MODEL = "smollm2-135m-instruct"
-"""A real model, for checks that the tiny one ends too fast for: requests last many seconds on any CPU, and answers
-differ in length as answers do."""
+"""A real model, for checks in which the tiny model would end too fast. Requests last many seconds on any CPU, and
+answers differ in length as real answers do.
+"""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Stopped(Exception):
-    """A check cannot go on here; the message says what stops it, and was found by trying."""
+    """Raised by a check that cannot go on here. The message says what stops it, which the check has tried."""
 
 
 def check(mode: Mode) -> Callable[[F], F]:
     """Mark a function as a check. It takes a `Kit`, and asserts.
 
-    What it returns is its detail: a sentence, or a dictionary with `detail` and numbers beside it. It passes unless it
-    raises; `Stopped` turns its mode to "stopped". A check of mode "stopped" passes by raising `Stopped`.
+    It returns its detail: a sentence, or a dictionary with `detail` and numbers. It passes unless it raises. `Stopped`
+    turns its mode to "stopped". A check of mode "stopped" passes by raising `Stopped`.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -63,30 +66,30 @@ def check(mode: Mode) -> Callable[[F], F]:
 
 
 def checks_of(namespace: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    """The marked functions of a module, in the order in which they stand there."""
+    """The marked functions of a module, in the order of the file."""
     found = [value for value in namespace.values() if inspect.isfunction(value) and hasattr(value, "conformance_mode")]
     return sorted(found, key=lambda function: function.__code__.co_firstlineno)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that the harness has started, and ends."""
+    """A server that the harness starts and ends."""
 
     url: str
     name: str
-    """By which the harness knows it."""
+    """The harness's name for it."""
     log: str
 
 
 class Kit:
-    """What a check may ask for. Everything it gets is ended by the harness."""
+    """Servers, models and recorders for a check. The harness ends all of them."""
 
     def __init__(self, ask: Callable[[Mapping[str, Any]], Any], model: str, folder: Path) -> None:
         self._ask = ask
         self.default_model = model
-        """Name of the model that is served unless a check asks for another."""
+        """Name of the model that is served if a check names none."""
         self.folder = folder
-        """Scratch, gone afterwards."""
+        """Folder for scratch files, removed afterwards."""
 
     def server(
         self,
@@ -97,11 +100,11 @@ class Kit:
         environment: Mapping[str, str] | None = None,
         number: int = 0,
     ) -> Server:
-        """A healthy server in vLLM's developer mode: ours, or stock vLLM. The same question gets the same server as
-        long as it lives.
+        """A healthy server in vLLM's developer mode: ours, or stock vLLM. The same call returns the same server while
+        it lives.
 
-        Servers that were asked for with another model, flags or environment are ended first. Those of the same settings
-        stand beside each other: ours and stock vLLM, and of each kind one for each `number`.
+        Servers with another model, other flags or another environment are ended first. Servers with the same settings
+        run side by side: ours and stock vLLM, and one of each kind for each `number`.
         """
         answer = self._ask(
             {
@@ -116,32 +119,32 @@ class Kit:
         return Server(**answer)
 
     def kill(self, server: Server) -> None:
-        """SIGKILL for a server and its processes, as a machine that fails; returns when they are gone."""
+        """Kill a server and its processes by SIGKILL, as a failing machine would. Returns when they are gone."""
         self._ask({"ask": "kill", "name": server.name})
 
     def restart(self, server: Server) -> Server:
-        """The same server anew, on the same port; returns when it is healthy."""
+        """Start a server again on the same port. Returns when it is healthy."""
         return Server(**self._ask({"ask": "restart", "name": server.name}))
 
     def model_path(self, model: str | None = None) -> str:
-        """The folder of a model of the catalogue, fetched when it is not there."""
+        """The folder of a model of the catalogue. A missing model is fetched."""
         return self._ask({"ask": "model", "model": model or self.default_model})
 
     @contextmanager
     def recording(self, server: Server) -> Iterator[Recorder]:
-        """A proxy before a server; samples of what comes through the one before ours are kept for the tests."""
+        """A proxy before a server. For our server, samples of the requests are kept for the tests."""
         with recording(server.url) as recorder:
             yield recorder
         if server.name.startswith("rollout"):
             self.record(recorder.samples())
 
     def record(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Requests that the trainer has really sent (`conformance.recording`), for the tests to replay."""
+        """Keep requests that the trainer really sent (`conformance.recording`), for the tests to replay."""
         self._ask({"ask": "record", "requests": list(requests)})
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The words with which something is refused. Raises: AssertionError when it is not."""
+    """The message of a refused call. Raises: AssertionError if the call is not refused."""
     try:
         answer = call()
     except Exception as error:
@@ -150,8 +153,11 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def assert_raced(reasons: Sequence[str | None], group_size: int, *, stopped: str | None = "abort") -> None:
-    """No more siblings ended by themselves than the group has places, and places that these left were filled by
-    what was cut; finish reasons tell. `stopped`: the reason of the others."""
+    """Assert that no more siblings ended by themselves than the group has places, and that cut ones filled the free
+    places.
+
+    `reasons`: finish reasons. `stopped`: the finish reason of all other siblings.
+    """
     num_valid = sum(reason in ("stop", "completed") for reason in reasons)
     num_cut = reasons.count("length")
     assert num_valid <= group_size <= num_valid + num_cut, reasons
@@ -159,13 +165,13 @@ def assert_raced(reasons: Sequence[str | None], group_size: int, *, stopped: str
 
 
 def metric(url: str, name: str) -> float:
-    """The value of a counter or gauge, of all its rows that begin so."""
+    """Value of a counter or gauge, summed over all rows that begin with the name."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 class Conversation:
-    """One line to the harness, one line back."""
+    """Sends one line to the harness and reads one line back."""
 
     def __init__(self, reader: TextIO, writer: TextIO) -> None:
         self._reader = reader
@@ -187,7 +193,7 @@ class Conversation:
 
 
 def run(function: Callable[..., Any], kit: Kit) -> dict[str, Any]:
-    """One check: its row of the result."""
+    """Run one check. Returns its row of the result."""
     started = time.monotonic()
     row: dict[str, Any] = {"name": function.__name__, "mode": function.conformance_mode}  # type: ignore[attr-defined]
     try:
@@ -206,7 +212,7 @@ def run(function: Callable[..., Any], kit: Kit) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the checks of the module that was started; the harness names them, and reads what they say."""
+    """Run the checks of the started module. The harness names them, and reads their rows."""
     reader = os.fdopen(os.dup(0), "r")
     writer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a trainer prints

@@ -1,6 +1,6 @@
-"""What spare candidates gain a trainer: the same prompts with and without them, in pairs, turn about.
+"""Gain of a trainer by spare candidates: the same prompts with and without them, in pairs, alternating the order.
 
-It is measured where it can show: on a real model, whose answers differ in length as answers do (`REAL_MODEL`).
+It is measured on a real model, `REAL_MODEL`, because its answers differ in length as real answers do.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ GROUP_SIZE, REDUNDANCY = 8, 8
 MAX_TOKENS = 256
 NUM_PAIRS = 3
 QUESTIONS = tuple(f"What is {a} + {a + 3}?" for a in range(4, 4 + NUM_PAIRS + 1))
-"""One per pair; the first pair warms up."""
+"""One question per pair. The first pair warms up."""
 
 
 def chat(question: str) -> str:
-    """As this model's chat template writes it."""
+    """The question in the chat template of this model."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def turns(num_pairs: int = NUM_PAIRS) -> Iterator[tuple[int, bool]]:
-    """Number of a pair, and whether with spare candidates: a pair that warms up, and so many that count."""
+    """Number of a pair, and True if with spare candidates. One pair warms up, then `num_pairs` count."""
     for pair in range(num_pairs + 1):
         yield from ((pair, is_on) for is_on in ((True, False) if pair % 2 else (False, True)))
 
 
 def gain(what: str, with_s: Sequence[float], without_s: Sequence[float]) -> dict[str, Any]:
-    """The gain of all pairs' seconds, first to last: numbers without the first one.
+    """The median gain over pairs, from the seconds of all pairs in order. The first pair does not count.
 
-    Raises: ValueError when there is no other.
+    Raises: ValueError if there is no other pair.
     """
     if len(with_s) < 2:
         raise ValueError("no pair but the first, which warms up. Give the check more time.")
@@ -49,7 +49,7 @@ def gain(what: str, with_s: Sequence[float], without_s: Sequence[float]) -> dict
 
 
 def words(numbers: dict[str, Any]) -> str:
-    """For the detail of a check."""
+    """The numbers as a sentence, for the detail of a check."""
     step = f", whole steps {numbers['step_ratio']:.2f} times" if "step_ratio" in numbers else ""
     return (
         f"exactly {GROUP_SIZE} answers per prompt out of {GROUP_SIZE + REDUNDANCY} candidates: generation "
@@ -59,39 +59,42 @@ def words(numbers: dict[str, Any]) -> str:
 
 
 DEVICE = FOLDER.parent / "examples" / "emulate_7b.json"
-"""The emulated device of `AtOnce`: of the size of a 7B model on one GPU. Steps take what this file says."""
+"""The emulated device of `AtOnce`: a 7B model on one GPU, with the step times of this file."""
 AT_ONCE_PROMPTS = [[100 + number] * 30 for number in range(16)]
 AT_ONCE_TOKENS, AT_ONCE_LENGTH = 4096, 4200
-"""At most, of an answer, and with its prompt."""
+"""Length caps in tokens: of an answer, and of an answer with its prompt."""
 AT_ONCE_PLACES = len(AT_ONCE_PROMPTS) * (GROUP_SIZE + REDUNDANCY)
 GRADE_S = 0.05
-"""Of an answer; a trainer grades one after another."""
+"""Seconds to grade an answer. A trainer grades one after another."""
 NUM_REPEATS = 5
 
 
 class AtOnce:
-    """Seconds of generation and of rewards, for 16 prompts at once: without spare candidates (`plain`), with them
-    (`spares`), and with them and rewards that the engine asks for (`rewarded`). The first repeat warms up."""
+    """Seconds of generation and of rewards for 16 prompts at once. The first repeat warms up.
+
+    Arms: without spare candidates (`plain`), with them (`spares`), and with rewards that the engine asks for
+    (`rewarded`).
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[str, list[float]]] = {}
-        """Of each repeat, by what was timed and by arm."""
+        """Seconds of each repeat, by what was timed and by arm."""
 
     @staticmethod
     def turns(arms: Sequence[str]) -> Iterator[str]:
-        """Each arm once per repeat."""
+        """The arms in order, each once per repeat."""
         for repeat in range(NUM_REPEATS + 1):
             yield from in_turn(arms, repeat)
 
     @contextmanager
     def timed(self, what: str, arm: str) -> Iterator[None]:
-        """what: "generation", or "step", which is generation and rewards."""
+        """Time the block. what: "generation", or "step", which is generation and rewards."""
         began = time.monotonic()
         yield
         self._seconds.setdefault(what, {}).setdefault(arm, []).append(time.monotonic() - began)
 
     def result(self) -> dict[str, Any]:
-        """For a check."""
+        """Detail and numbers for a check: medians of the ratios to `plain`, without the first repeat."""
         counted = {what: {arm: s[1:] for arm, s in by_arm.items()} for what, by_arm in self._seconds.items()}
         faster = {
             f"{what}_{arm}": statistics.median(ratios(by_arm["plain"], s))

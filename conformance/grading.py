@@ -1,6 +1,6 @@
-"""Reward functions of trainers as they are: by our grader, and as their trainers call them. Runs in their environment.
+"""Trainers' reward functions, graded by our grader and as their trainers call them. Runs in the trainers' environments.
 
-Invariant: it is the package's own function both times, named `package.module:function`; only who calls it differs.
+Invariant: both times it is the package's own function, named `package.module:function`. Only the caller differs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Case(NamedTuple):
     place: str
     trajectory: Trajectory
     arguments: Mapping[str, Any]
-    """With which the trainer calls the function for this trajectory alone."""
+    """Arguments of the trainer's call for this trajectory alone."""
 
 
 def assert_same(cases: Sequence[Case]) -> str:
-    """Every case is graded as the function itself says. Returns how many came to what, in words."""
+    """Assert that the grader agrees with a direct call in every case. Returns the counts of results, in words."""
     grades = asyncio.run(graded(cases))
     for case, grade in zip(cases, grades, strict=True):
         assert_as_called(case, grade)
@@ -39,14 +39,14 @@ async def graded(cases: Sequence[Case]) -> list[Grade]:
 
 
 def assert_as_called(case: Case, grade: Grade) -> None:
-    """A number is its reward, verl's dictionary the one with that `score`, None is void, what raises is an error."""
+    """Assert a case: a number is the reward, a dictionary counts by its `score`, None is void, raising is an error."""
     status, reward, reason = called(case)
     assert (grade.status, grade.reward) == (status, reward), (case, grade)
     assert reason in (grade.reason or ""), (case, grade)
 
 
 def called(case: Case) -> tuple[str, float | None, str]:
-    """Status, reward and what the reason must contain."""
+    """Status, reward, and text that the reason must contain."""
     try:
         returned = load(case.place)(**case.arguments)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the checks of trainers share that build vLLM's engine in a process of their own."""
+"""Shared by the checks of trainers that build vLLM's engine in a process of their own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""Ray would end actors where the machine's memory is nearly full, whoever has it."""
+"""Without the last entry, Ray would end actors when the machine's memory is nearly full, whichever process uses it."""
 NUM_STARTS = 5
-"""How often Ray is started, which gives its processes 30 s: a machine that has other work needs longer at times."""
+"""Attempts to start Ray. Ray gives its processes 30 s, which is too short at times on a busy machine."""
 
 
 def watch(engine: Any) -> None:
-    """Note the requests of an engine client from now on, in `engine.seen`: tokens, and how each ended (None where its
-    reader went away)."""
+    """Record an engine client's requests in `engine.seen`: tokens, and how each ended (None if its reader left)."""
     engine.seen, generate = [], engine.generate
 
     async def watched(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -40,7 +39,7 @@ def watch(engine: Any) -> None:
 
 @contextmanager
 def by_environment(device: Path | None = None) -> Iterator[None]:
-    """Engines that are built in the block, by whomever, are ours; on an emulated device where one is named."""
+    """Engines that any code builds in the block are ours, on an emulated device if `device` is given."""
     wanted = {"VLLM_ROLLOUT": "scheduler,worker"} | ({} if device is None else {"VLLM_ROLLOUT_EMULATE": str(device)})
     with mock.patch.dict(os.environ, wanted):
         yield
@@ -48,8 +47,7 @@ def by_environment(device: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def ray_cluster(**kwargs: Any) -> Iterator[None]:
-    """Ray on this machine as long as the block lasts, or a block around it. Its GPUs, where `num_gpus` says so, are
-    numbers only."""
+    """Ray on this machine until the outermost such block ends. GPUs of `num_gpus` are numbers only."""
     import ray
 
     if ray.is_initialized():
@@ -72,7 +70,7 @@ def ray_cluster(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str) -> Iterator[None]:
-    """What the block sets there is put back."""
+    """Restore the attribute at the end of the block."""
     before = getattr(owner, name)
     try:
         yield
@@ -81,8 +79,11 @@ def replaced(owner: Any, name: str) -> Iterator[None]:
 
 
 def assert_best(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
-    """The answers to the calls for one prompt, by their lengths, are the best that its requests (`watch`) have come to:
-    all that ended by themselves, as far as there is room, then what was cut, and what was given up only after that."""
+    """Assert that the calls for one prompt got the best answers of its requests, as `watch` recorded them.
+
+    The best are all that ended by themselves, as far as there is room, then cut ones, and aborted ones only after
+    those.
+    """
     left = {end: sorted(row["tokens"] for row in rows if row["end"] == end) for end in ("stop", "length")}
     num_valid, usable = len(left["stop"]), [*left["stop"], *left["length"]]
     for length in lengths:
@@ -93,7 +94,7 @@ def assert_best(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
 
 
 def summary(rows: list[dict[str, Any]], ended: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Requests as `watch` saw them: how many, how many `ended`, tokens generated, and those of the others."""
+    """Requests as `watch` recorded them: number, number that `ended`, all their tokens, and tokens of the others."""
     kept = [row["tokens"] for row in rows if ended(row)]
     others = [row["tokens"] for row in rows if not ended(row)]
     return {"requests": len(rows), "ended": len(kept), "tokens": sum(kept), "tokens_of_others": sum(others)}

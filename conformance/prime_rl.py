@@ -1,7 +1,7 @@
-"""What prime-rl's orchestrator asks of a server beside generation, as its client sends it, and the files that it names.
+"""Requests of prime-rl's orchestrator beside generation, as its client sends them, and the files that they name.
 
 Source: PrimeIntellect-ai/prime-rl at 559b447 (August 2026), which is not in the registry. Invariant: paths, query and
-bodies are prime-rl's; nothing here knows vllm_rollout.
+bodies are prime-rl's, and nothing here imports vllm_rollout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import httpx
 
 
 class Admin:
-    """The administration of one server."""
+    """prime-rl's administration of one server."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
@@ -35,7 +35,7 @@ class Admin:
         assert model in {card["id"] for card in self._http.get("/v1/models").json()["data"]}
 
     def update_weights(self, folder: Path | None) -> None:
-        """Requests on their way are kept: they go on with the new weights."""
+        """Load weights. Running requests are kept, and continue with the new weights."""
         self.post("/pause", params={"mode": "keep", "clear_cache": "false"}).raise_for_status()
         try:
             weight_dir = None if folder is None else folder.as_posix()
@@ -48,7 +48,7 @@ class Admin:
 
 
 def make_weights(model: Path, folder: Path) -> Path:
-    """Other weights of the same shapes: a checkpoint as a trainer leaves it."""
+    """Other weights of the same shapes, written as a trainer writes a checkpoint."""
     import torch
     from safetensors.torch import load_file, save_file
 

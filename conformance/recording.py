@@ -1,6 +1,6 @@
-"""A proxy that writes down what a trainer really sends: method, path, headers that matter, JSON body.
+"""A proxy that records the requests of a trainer: method, path, headers that matter, JSON body.
 
-Runs in the trainer's environment: standard library and httpx. Invariant: what is sent on, and comes back, is unchanged.
+Runs in the trainer's environment: standard library and httpx. Invariant: requests and answers pass unchanged.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 
 HEADERS = ("x-data-parallel-rank", "x-session-id", "x-request-id", "x-correlation-id", "content-type")
-"""Those that a server may act on."""
+"""Headers that a server may act on."""
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "accept-encoding"}
 MAX_KEPT = 200
 
 
 class Recorder:
-    """A proxy's URL, and what has come through it."""
+    """A proxy's URL, and the requests and statuses that passed through it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -29,7 +29,7 @@ class Recorder:
         self.statuses: list[int] = []
 
     def samples(self) -> list[dict[str, Any]]:
-        """One request of each kind: what there is to replay."""
+        """One request of each kind, for tests to replay."""
         return samples(self.requests)
 
 
@@ -44,7 +44,7 @@ def samples(requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_folders(requests: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What was sent, as on any machine: each folder of this one by its name."""
+    """The requests with each folder of this machine replaced by its name."""
     text = json.dumps(list(requests))
     for folder, name in names.items():
         text = text.replace(json.dumps(folder)[1:-1], name)
@@ -62,7 +62,7 @@ def shape(body: Any) -> str:
 
 @contextmanager
 def recording(url: str, timeout_s: float = 600.0) -> Iterator[Recorder]:
-    """A proxy before the server at `url` as long as the block lasts."""
+    """A proxy before the server at `url`, until the block ends."""
     with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as upstream:
 
         class Handler(BaseHTTPRequestHandler):

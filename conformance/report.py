@@ -1,4 +1,4 @@
-"""What the checks of all trainers came to, as a table. Invariant: it has exactly what the result files say."""
+"""Tables of the checks of all trainers. Invariant: a table shows exactly what the result files contain."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from conformance.checks import MODES
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 VERSIONS = RESULTS / "versions"
-"""Beside other versions of vLLM."""
+"""Results with other versions of vLLM."""
 
 
 def trainers() -> list[str]:
-    """Those that have checks."""
+    """Names of the trainers that have checks."""
     return sorted(path.parent.name for path in FOLDER.glob("*/check.py"))
 
 
 def load(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """Result by trainer."""
+    """Results by name of their file, which is the trainer's name in the default folder."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def merged(earlier: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of checks that ran again take the place of those of the same name; others stay."""
+    """Rows of earlier checks, replaced by the new row of the same name if there is one, then the other new rows."""
     new = {row["name"]: dict(row) for row in rows}
     kept = [new.pop(row["name"], None) or dict(row) for row in earlier]
     return [*kept, *new.values()]
@@ -53,7 +53,7 @@ def details(result: Mapping[str, Any]) -> str:
 
 
 def gains(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per trainer that has measured what spare candidates gain it (`conformance.gain`)."""
+    """A row per trainer whose gain by spare candidates was measured (`conformance.gain`)."""
     lines = ["| trainer | generation | whole steps |", "| --- |" + " --- |" * 2]
     for trainer, result in sorted(results.items()):
         for row in result["checks"]:
@@ -68,7 +68,7 @@ AT_ONCE = ("generation_spares", "step_spares", "step_rewarded")
 
 
 def gains_at_once(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per trainer that has measured 16 prompts at once (`conformance.gain.AtOnce`)."""
+    """A row per trainer whose gain was measured for 16 prompts at once (`conformance.gain.AtOnce`)."""
     columns = ("trainer", "generation", "generation and rewards", "rewards in the engine")
     lines = [f"| {' | '.join(columns)} |", "| --- |" + " --- |" * (len(columns) - 1)]
     for trainer, result in sorted(results.items()):
@@ -85,7 +85,7 @@ def _named(trainer: str, row: Mapping[str, Any]) -> str:
 
 
 def versions(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per trainer that was tried beside other versions of vLLM: checks that passed, by version."""
+    """A row per trainer that was checked with several versions of vLLM: checks that passed, by version."""
     found: dict[str, dict[str, str]] = {}
     for result in results.values():
         name, its = result["trainer"], result["versions"]

@@ -1,4 +1,4 @@
-"""The harness's side of a trainer's checks: starts them in their environment, gives them servers, gathers their rows.
+"""The harness's side of a trainer's checks: starts them in their environment, gives them servers, collects their rows.
 
 Invariant: when `run_checks` returns or raises, the checks' process and all servers are gone.
 """
@@ -24,7 +24,7 @@ from vllm_rollout.process import ServerError, ServerProcess, server_flags
 
 ROOT = Path(__file__).parents[1]
 MAX_CANDIDATES = 64
-"""`--max-num-seqs` of the servers: enough for every check, little enough for a small machine."""
+"""`--max-num-seqs` of the servers: enough for every check, and small enough for a small machine."""
 Say = Callable[[str], None]
 
 
@@ -37,16 +37,16 @@ class Outcome:
 class Place(NamedTuple):
     kind: ServerKind
     number: int
-    """Of several that are alike."""
+    """Number among servers of the same kind."""
 
 
 class Servers:
-    """The servers of one session, by name. All that live have the same settings."""
+    """The servers of one session, by kind and number. All that live have the same settings."""
 
     def __init__(self, folder: Path, model: str | None, say: Say) -> None:
         self._folder = folder
         self._model = model
-        """Takes the place of every other model when it is given."""
+        """Replaces the model of every request if it is not None."""
         self._say = say
         self._running: dict[Place, tuple[str, ServerProcess]] = {}
         self._settings: dict[Place, str] = {}
@@ -145,9 +145,9 @@ def run_checks(
     limit_s: float,
     say: Say,
 ) -> Outcome:
-    """Run a trainer's checks; a row for each that was wanted, also when its process ends amid one.
+    """Run a trainer's checks. There is a row for each wanted check, also if the process ends amid one.
 
-    Raises: ValueError when `only` names no check; ServerError never: a check gets it, and fails.
+    Raises: ValueError if `only` names no check. A ServerError goes to the check, which fails.
     """
     command = [str(python), "-m", f"conformance.{trainer}.check"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
@@ -227,7 +227,7 @@ def _reply(child: subprocess.Popen[str], answer: Mapping[str, Any]) -> None:
 
 
 def _end_group(child: subprocess.Popen[str]) -> None:
-    """End the checks' process with all that it has started."""
+    """End the checks' process and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
-"""Extension of Griffe: methods that are made of a description of a call, such as `rollout = _awaited(calls.rollout)`.
+"""Griffe extension for methods made from the description of a call, such as `rollout = _awaited(calls.rollout)`.
 
-Invariant: a method has the name, arguments and words that `help` shows of it.
+Invariant: a method has the name, arguments and words that `help` shows for it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from griffe import Attribute, Class, Extension, Function, Module, Parameter, Par
 
 
 class Maker(NamedTuple):
-    """A function that makes a method of a description."""
+    """A function that makes a method from a description."""
 
     is_async: bool = False
     events: str | None = None
-    """What the method returns if the description is one of events."""
+    """Return type of the method if the description is one of events."""
 
 
 MAKERS: Mapping[str, Maker] = {
@@ -37,15 +37,15 @@ CLASSES = (
     "adapter.in_process.async_llm.AsyncLLM",
     "adapter.in_process.llm.LLM",
 )
-"""Classes with such methods, in an order in which each comes after those that it is made of."""
+"""Classes with such methods. A class comes after the classes that it is made of."""
 CONNECTION = "client.connection.Connection"
-"""Whose arguments a client takes."""
+"""The class whose `__init__` the clients take over."""
 
 
 class DescribedCalls(Extension):
     def __init__(self) -> None:
         self._words: list[tuple[Class, str, str]] = []
-        """Methods that have another function's docstring: class, method, that function."""
+        """Methods that take another function's docstring: class, method, path of that function."""
 
     def on_class_members(self, *, node: Any, cls: Class, **_: Any) -> None:
         for statement in getattr(node, "body", ()):
@@ -69,7 +69,7 @@ class DescribedCalls(Extension):
 
 
 def _made(attribute: Attribute, pkg: Module) -> Function | None:
-    """The method that the attribute's value makes, if it makes one."""
+    """The method that the attribute's value makes, or None if it makes none."""
     match ast.parse(str(attribute.value), mode="eval").body:
         case ast.Call(func=ast.Name(id=maker), args=[source]) if maker in MAKERS:
             described = _found(ast.unparse(source), attribute.parent, pkg)
@@ -81,7 +81,7 @@ def _made(attribute: Attribute, pkg: Module) -> Function | None:
 
 
 def _found(path: str, scope: Any, pkg: Module) -> Function | None:
-    """The function of this package that a name means in a scope."""
+    """The function of this package that a name means in a scope, or None."""
     first, dot, rest = path.partition(".")
     try:
         found: Any = pkg[f"{scope.resolve(first)}{dot}{rest}".removeprefix(f"{pkg.path}.")]

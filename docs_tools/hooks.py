@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: generated parts are put into their pages, and pages are written as Python-Markdown wants them."""
+"""Hooks of mkdocs: they put generated parts into their pages, and rewrite pages for Python-Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from docs_tools.pages import ROOT, for_site
 GENERATED = Path(os.environ.get("DOCS_GENERATED", ROOT / ".scratch/reference"))
 PLACE = re.compile(r"<!-- generated: (\w+) -->")
 LOG_BOOST = 0.3
-"""What a hit in the log counts in the search, where a hit on another page counts 1."""
+"""Weight of a search hit in the log. A hit on another page weighs 1."""
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:

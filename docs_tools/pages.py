@@ -1,4 +1,4 @@
-"""A page of docs/ as it is written for GitHub -> as the site needs it.
+"""Converts a page of docs/ from GitHub's Markdown to the site's.
 
 - A link to a file outside docs/ becomes a link into the repository if there is one, and otherwise the file's name.
 - A list may follow a paragraph without a blank line, and its levels may be indented by two spaces.
@@ -20,7 +20,7 @@ ITEM = re.compile(r"^( *)([-*+]|\d+\.) ")
 
 
 def for_site(markdown: str, page: Path, repository: str) -> str:
-    """`page`: in docs/. `repository`: its address, or empty."""
+    """The page's Markdown for the site. `page`: path below docs/. `repository`: its URL, or empty."""
     folder = DOCS / page.parent
     markdown = outside_fences(markdown, lambda text: LINK.sub(lambda found: _link(found, folder, repository), text))
     return "\n".join(_with_lists(markdown.split("\n")))
@@ -45,10 +45,10 @@ def _link(found: re.Match[str], folder: Path, repository: str) -> str:
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """The text, with the parts changed that are no code."""
+    """The text, with `change` applied to the parts outside code fences."""
     fence: str | None = None
     parts: list[list[str]] = [[]]
-    """By turns what is outside of a fence and what is inside."""
+    """Alternating: lines outside a fence, lines inside a fence."""
     for line in markdown.split("\n"):
         mark = FENCE.match(line)
         if fence is None and mark:
@@ -93,5 +93,5 @@ def _with_lists(lines: list[str]) -> Iterator[str]:
 
 
 def _moved(line: str, column: int, level: int) -> str:
-    """The line, of which so many spaces are the indentation of its level."""
+    """The line with `column` characters of indentation replaced by four spaces per level."""
     return " " * 4 * level + line[column:]

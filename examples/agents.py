@@ -1,6 +1,6 @@
-"""Agents that race: a calculator and a search over six facts. Needs `vllm-rollout serve` at http://127.0.0.1:8000.
+"""Agents that race, with a calculator and a search over six facts. Needs `vllm-rollout serve` at http://127.0.0.1:8000.
 
-Of 6 conversations per question the first 3 that end make its group; the others are cancelled, wherever they are.
+Six conversations start for each question. The first 3 to end make its group. The others are cancelled at any point.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
-"""A trainer on the ranks that a rollout no longer needs (RollPacker 4.4): gradients begin while the tail still runs.
+"""Trains on ranks that a rollout no longer needs (RollPacker 4.4): gradients begin while the last answers still run.
 
 Needs `vllm-rollout serve --data-parallel-size 2 --api-server-count 1`, or more ranks, at http://127.0.0.1:8000. When
-half of them are free (`ranks_free`) a thread takes groups as they complete, and those that had completed before. A
-rollout that frees none is trained on when it is over. The next rollout begins after the update.
+half of the ranks are free (event `ranks_free`), a thread trains on the complete groups, then on each further group as
+it completes. If the rollout frees no rank, training begins when the rollout is over. The next rollout begins after the
+update.
 
-A freed rank keeps its weights and its KV cache, and serves again when the rollout is over: free is its time, not its
-memory. In place of the small policy here stands yours, and new weights go to the server after each step.
+A freed rank keeps its weights and its KV cache, and serves again after the rollout: its time is free, its memory is
+not. Put your policy in place of the small one here, and send new weights to the server after each step.
 """
 
 import asyncio
@@ -32,12 +33,12 @@ class Bigrams(torch.nn.Module):
         self.before, self.after = torch.nn.Embedding(VOCABULARY, 32), torch.nn.Embedding(VOCABULARY, 32)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_samples, num_tokens - 1]: a score of each token after the one before it."""
+        """Score of each token given the token before it, [num_samples, num_tokens - 1]."""
         return torch.nn.functional.logsigmoid((self.before(token_ids[:, :-1]) * self.after(token_ids[:, 1:])).sum(-1))
 
 
 def losses(policy: Bigrams, group: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Short answers are rewarded. Returns: losses of tokens and which of them count, for `StreamTrainer.add`."""
+    """Losses of tokens and the mask of those that count, for `StreamTrainer.add`. Short answers are rewarded."""
     lengths = torch.tensor([float(each.num_tokens) for each in group])
     advantages = (lengths.mean() - lengths) / lengths.std().clamp(min=1.0)
     token_ids = pad_sequence([torch.tensor(each.token_ids) for each in group], batch_first=True)
@@ -46,7 +47,7 @@ def losses(policy: Bigrams, group: list[Trajectory]) -> tuple[torch.Tensor, torc
 
 
 async def rollout(client: AsyncRolloutClient, groups: asyncio.Queue, free: asyncio.Event) -> None:
-    """Hands on each group when it is complete, and None after the last."""
+    """Put each group into the queue when it is complete, and None after the last group."""
     trajectories: dict[str, list[Trajectory]] = defaultdict(list)
     prompts = [f"Question {i}:" for i in range(PROMPTS)]
     stream = client.stream(prompts, group_size=GROUP_SIZE, sampling_params={"max_tokens": 1024}, scale_down="auto")
@@ -67,7 +68,7 @@ async def rollout(client: AsyncRolloutClient, groups: asyncio.Queue, free: async
 
 
 async def train(work: Callable[[list[Trajectory]], None], groups: asyncio.Queue, free: asyncio.Event) -> list[float]:
-    """One group after the other, in a thread. Returns: when each was done."""
+    """Train on one group after the other, in a thread. Returns: the `time.monotonic` at which each was done."""
     done = []
     await free.wait()
     with ThreadPoolExecutor(1) as thread:  # left when its backward pass is over, whatever happens to the rollout

@@ -1,4 +1,4 @@
-"""A Grafana dashboard of this server's metrics, `grafana.json` beside this file: `python -m examples.grafana`.
+"""Writes a Grafana dashboard of the server's metrics to `grafana.json` beside this file: `python -m examples.grafana`.
 
 Import the file (Dashboards, New, Import) and choose the Prometheus that scrapes `/metrics`.
 """

@@ -1,10 +1,9 @@
-"""Rollouts in your own process: no server, no second copy of anything.
+"""Rollouts in your own process: no server, no second copy of the weights.
 
     python examples/in_process.py [MODEL]
 
-`vllm_rollout.LLM` is a `vllm.LLM`: whatever you do with one you do with it, and it runs groups. On an engine that
-something else builds (verl, SkyRL, OpenRLHF) it takes one engine argument, scheduler_cls="vllm_rollout.Scheduler": see
-docs/recipes/index.md.
+`vllm_rollout.LLM` is a `vllm.LLM` that also runs groups. If another library builds the engine (verl, SkyRL, OpenRLHF),
+one engine argument is enough, scheduler_cls="vllm_rollout.Scheduler": see docs/recipes/index.md.
 """
 
 import sys
@@ -25,7 +24,7 @@ def main(model: str) -> None:
     )  # fmt: skip
     print(f"{answer.usage.returned_tokens} of {answer.usage.generated_tokens} tokens came back")
 
-    # Rewards teach calibration and quality head, here and now.
+    # Rewards train the calibration and the quality head.
     rewards = [(g.prompt_id, t.index, float("4" in t.text)) for g in answer.groups for t in g.trajectories]
     print(llm.post_rewards(answer.id, rewards).counts)
 

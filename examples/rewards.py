@@ -19,7 +19,7 @@ PROMPTS = [
 
 
 def short(text: str, data: dict) -> float:
-    """A reward of your own: `data` is what came with the prompt."""
+    """A reward function of your own. `data`: the field `data` of the prompt."""
     return float(len(text) <= data["most"])
 
 

@@ -1,10 +1,10 @@
-"""A synchronous GRPO-like loop over rounds of a run: short ones, and now and then a long one for what took too long.
+"""A synchronous GRPO-like loop over the rounds of a run: short rounds, and a long one for prompts that took too long.
 
-Needs `vllm-rollout serve` at http://127.0.0.1:8000 (`--rollout-state FOLDER` and the run survives the server). Start
-this again after a crash, of the server or its own: it goes on where it was, and no prompt is lost or trained on twice,
-since the server knows which wait and DONE which were used.
+Needs `vllm-rollout serve` at http://127.0.0.1:8000. With `--rollout-state FOLDER` the run survives the server. After a
+crash of the server or of this program, start this program again: it continues, and no prompt is lost or trained on
+twice. The server knows which prompts wait, and the file DONE lists those that were used.
 
-In place of the print a trainer would make its update with the advantages, and give the server the new weights.
+In place of `print`, a trainer would make its update with the advantages, and send the new weights to the server.
 """
 
 import random
@@ -33,7 +33,7 @@ def data(num_prompts: int) -> list[dict]:
 
 
 def advantages(group: GroupAnswer) -> list[float]:
-    """A group's: 1 if a trajectory's last number is right, else 0, standardised within the group."""
+    """Advantages of a group, standardized. The reward is 1 if a trajectory's last number is right, else 0."""
     right = group.prompt_id.split("=")[1]
     rewards = [float(re.findall(r"\d+", t.text or "")[-1:] == [right]) for t in group.trajectories]
     std = statistics.pstdev(rewards) or 1.0

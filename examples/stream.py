@@ -1,6 +1,6 @@
-"""A group as it happens. Needs `vllm-rollout serve` at http://127.0.0.1:8000.
+"""Streams the events of a group as they happen. Needs `vllm-rollout serve` at http://127.0.0.1:8000.
 
-Leaving the stream early, as `aclosing` does on any way out, aborts what still runs.
+Leaving the stream early, as `aclosing` does on any exit, aborts the candidates that still run.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""A trainer that reads along: forward passes over what candidates have said while they go on (DARTS 4.3.2).
+"""A trainer that makes forward passes over candidates' tokens while the candidates still run (DARTS 4.3.2).
 
 Needs `vllm-rollout serve` at http://127.0.0.1:8000. In place of counting, `forward` would run the policy or the
 reference model over the new tokens of each candidate, with a KV cache per candidate. Rewards and the backward pass wait
-for whole trajectories. While `forward` works nothing is read; the engine goes on, and the next chunks are longer.
+for whole trajectories. While `forward` works, nothing is read. The engine goes on, so the next chunks are longer.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from vllm_rollout.server.answers import CandidateEvent, DoneEvent, GroupEvent, T
 PROMPTS = ["Once upon a time", "The first rule of sailing is"]
 CHUNK_TOKENS = 8
 FORWARD_TOKENS = 64
-"""New tokens that make a forward pass worth its launch."""
+"""Number of new tokens at which a forward pass begins."""
 
 
 @dataclass
 class Prefix:
-    """What a candidate has said so far."""
+    """The tokens of a candidate so far."""
 
     token_ids: list[int] = field(default_factory=list)
     num_forwarded: int = 0
@@ -33,7 +33,7 @@ class Prefix:
 
 
 def forward(prefixes: Iterable[Prefix]) -> None:
-    """One pass over all tokens that have not been through one."""
+    """One forward pass over all tokens that no pass has processed."""
     for prefix in prefixes:
         prefix.num_forwarded = len(prefix.token_ids)
 

@@ -1,9 +1,9 @@
-"""Rollouts that race in an engine that a trainer builds itself: no server, and the calls that three trainers make.
+"""Races in an engine that a trainer builds itself, without a server: the calls that three trainers make.
 
     python examples/trainer_actors.py [MODEL]        # CPU: VLLM_CPU_KVCACHE_SPACE=1
 
-One engine argument turns us on. Without a group's name, siblings are requests of one prompt. The trainers' own settings
-are in docs/recipes/; these are their calls, as their code makes them.
+One engine argument turns races on. Requests without a group id are siblings if they have the same prompt.
+docs/recipes/ has the trainers' own settings. This file makes the calls as the trainers' code makes them.
 """
 
 import asyncio
@@ -26,22 +26,27 @@ END_OF: Mapping[str | None, End] = {"stop": "finished", "length": "truncated"}
 
 
 async def generate(engine: AsyncLLMEngine, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
-    """The last output of one request: what the actors of all three trainers keep."""
+    """The last output of one request, which the actors of all three trainers keep."""
     async for output in engine.generate({"prompt_token_ids": list(prompt)}, params, request_id=uuid4().hex):
         last = output
     return last
 
 
 async def like_skyrl(engine: AsyncLLMEngine) -> list[RequestOutput]:
-    """A request per sample, with the same constants in each (`generator.sampling_params.additional_kwargs`). The losers
-    come too, with `finish_reason` "abort", SkyRL's stop reason; `generator.apply_overlong_filtering` masks them."""
+    """One request per sample, each with the same fields (`generator.sampling_params.additional_kwargs`).
+
+    Stopped candidates are returned too, with `finish_reason` "abort", which is SkyRL's stop reason.
+    `generator.apply_overlong_filtering` masks them.
+    """
     params = SamplingParams(max_tokens=1500, extra_args=FIELDS)
     return await asyncio.gather(*[generate(engine, PROMPT, params) for _ in range(NUM_CANDIDATES)])
 
 
 async def like_verl(engine: AsyncLLMEngine) -> list[RequestOutput]:
-    """n agent loops ask for one answer each, and must get a finished one: spare candidates are started beside them, and
-    losers reach nobody (`vllm_rollout.integrations.verl`)."""
+    """n agent loops ask for one answer each, and each gets a finished one.
+
+    Spare candidates run beside them, and no loop gets a stopped one (`vllm_rollout.integrations.verl`).
+    """
     spares = Spares(SIZE, NUM_CANDIDATES - SIZE, lambda output: END_OF.get(output.outputs[0].finish_reason, "stopped"))
 
     async def agent_loop() -> RequestOutput:
@@ -54,7 +59,7 @@ async def like_verl(engine: AsyncLLMEngine) -> list[RequestOutput]:
 
 
 async def like_openrlhf(engine: AsyncLLMEngine) -> list[RequestOutput]:
-    """`generate_responses` of one prompt with a name of its own, where there is a place for one; losers left out."""
+    """`generate_responses` of one prompt, with a group id of its own. Stopped candidates are left out."""
     params = SamplingParams(max_tokens=1500, extra_args={**FIELDS, "rollout_group_id": uuid4().hex})
     outputs = await asyncio.gather(*[generate(engine, PROMPT, params) for _ in range(NUM_CANDIDATES)])
     return [output for output in outputs if output.outputs[0].finish_reason != "abort"]

@@ -1,12 +1,12 @@
-"""A trainer's loop that prunes: roll out, check the answers, post the rewards, and the server learns whom to stop.
+"""A trainer's loop that prunes: roll out, check answers, post rewards. The server learns which candidates to stop.
 
 Needs `vllm-rollout serve MODEL` at http://127.0.0.1:8000 with a model that is right now and then, such as
-`qwen2.5-coder-0.5b-instruct`: the embedded default hardly ever is, and nothing is pruned without both labels.
+`qwen2.5-coder-0.5b-instruct`. The embedded default is hardly ever right, and pruning needs right and wrong answers.
 
-In place of the print a trainer would make its update with the advantages: plain GRPO over what came back. They are not
-weighted by 1 / survival_probability, which would belong into mean and standard deviation too, and even there gains
-nothing (docs/guides/pruning.md, "Weights"). What returned answers are worth is not what all are: the report at the end
-says that.
+In place of `print`, a trainer would make its update with the advantages: plain GRPO over the returned answers. The
+advantages are not weighted by 1 / survival_probability. Such weights would belong into mean and standard deviation too,
+and even there they gain nothing (docs/guides/pruning.md, "Weights"). The success rate of returned answers is not that
+of all answers, which the report at the end estimates.
 """
 
 import random
@@ -25,14 +25,14 @@ PROMPTS_PER_STEP = 8
 
 
 def problems(step: int) -> dict[str, tuple[str, str]]:
-    """Prompt id -> (question, right answer)."""
+    """Prompt id -> question and right answer."""
     chance = random.Random(step)
     pairs = [(chance.randrange(10, 100), chance.randrange(10, 100)) for _ in range(PROMPTS_PER_STEP)]
     return {f"{step}-{i}": (f"What is {a} + {b}? Think step by step.", str(a + b)) for i, (a, b) in enumerate(pairs)}
 
 
 def rewards(answer: RolloutAnswer, right: dict[str, str]) -> list[tuple[str, int, float]]:
-    """1 for a trajectory whose last number is the right one."""
+    """Prompt id, index and reward of each trajectory. The reward is 1 if its last number is right, else 0."""
     return [
         (group.prompt_id, t.index, float(re.findall(r"\d+", t.text or "")[-1:] == [right[group.prompt_id]]))
         for group in answer.groups
@@ -41,7 +41,7 @@ def rewards(answer: RolloutAnswer, right: dict[str, str]) -> list[tuple[str, int
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """GRPO's, of one group: rewards standardized within it. Without variance they teach nothing."""
+    """GRPO's advantages of one group: standardized rewards, or zeros if the rewards are all the same."""
     spread = pstdev(rewards) if rewards else 0.0
     return [(reward - fmean(rewards)) / spread if spread else 0.0 for reward in rewards]
 

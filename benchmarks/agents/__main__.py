@@ -1,27 +1,27 @@
-"""Groups of agents on an emulated device: who waits, who races, and what runs on after a group is over.
+"""Groups of agents on an emulated device: waiting for all, racing, and turns that run on after a group is complete.
 
-Everything but the device and the tools is the real thing. A conversation has 4 turns (geometric) and says 160 tokens
-(log-normal) in the mean; between turns it asks a calculator or a search over six facts, which take 0.5 s in the mean
-(log-normal with sigma 1) and fail in 5 of 100 calls: then the conversation is void. 8 per group are wanted. Ways, in
-turns, with the same conversations:
+Everything but the device and the tools is real. A conversation has 4 turns on average (geometric) and 160 tokens on
+average (log-normal). Between turns it calls a calculator or a search over six facts. A call takes 0.5 s on average
+(log-normal with sigma 1), and 5 of 100 calls fail, which makes the conversation void. Each group wants 8 conversations.
+The ways take turns, with the same conversations:
 
 wait 8         plain requests, 8 conversations; wait for all
 wait 16        plain requests, 16 conversations; wait for all, keep the first 8
 client         plain requests, 16 conversations; when 8 have ended the client cancels the others, which closes their
                requests
 race           `client.agents`, 8 of 16
-pruned         the same, and half of those that come so far are stopped at the 8th token of turn 2, by the head, which
-               one step of audit groups has taught
-race 10        `client.agents`, 8 of 10; void ones are not replaced, so that a group may lack some
-refill 10      the same, and they are
+pruned         as race, and the head stops half of the conversations that reach the 8th token of turn 2. One step of
+               audit groups trains the head before
+race 10        `client.agents`, 8 of 10; void conversations are not replaced, so a group may be incomplete
+refill 10      as race 10, but void conversations are replaced
 
-All but "race 10" replace void conversations by one rule: when too few are left. Tokens are those that the server
-counts. *After*: of turns that began, or went on, after their group was over. Times are stretched by
---speeds, and told in the device's seconds. *Simulated*: by the replay of `vllm-rollout simulate`, the same
-conversations. Device busy: the share of the time with work in which it did not wait for the host.
+All ways but "race 10" replace void conversations when too few are left. Tokens are those that the server counts. *Turns
+after* began after their group was complete, *tokens after* were generated after it. --speeds stretches times, and
+results are in the device's seconds. *Simulated*: the replay of `vllm-rollout simulate` for the same conversations.
+Device busy: the share of the time with work in which the device did not wait for the host.
 
-affinity       two ranks, all conversations run to their end: share of prompt tokens found in the prefix cache, turn by
-               turn, with sessions and without. A turn has *moved* when it did not find what its turn before had left
+affinity       two ranks, all conversations run to their end: the share of prompt tokens found in the prefix cache, turn
+               by turn, with sessions and without. A turn has *moved* if it did not find the blocks of the turn before
 
 Run from the repository root: python -m benchmarks.agents
 """
@@ -77,13 +77,13 @@ DEVICE: dict[str, Any] = {
     "score": {"auc": 0.8},
 }
 LATE_TURN = 5
-"""This one and those that follow are one row."""
+"""This turn and all later ones share a row."""
 TAUGHT_GROUPS = 16
 AFFINITY: tuple[Way, ...] = ("race", "wait 16")
 
 
 class Log:
-    """The device's steps."""
+    """The steps in the device's log."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ class Log:
         return [step for log in read_steps(self._folder) for step in log.steps]
 
     async def since(self, began: float) -> list[LoggedStep]:
-        """All from then on, when nothing runs any more."""
+        """All steps from `began` on, once no step is added any more."""
         while True:
             before = self.steps()
             await asyncio.sleep(1.0)
@@ -126,7 +126,7 @@ async def measure(
 
 
 async def teach(url: str, seed: int, speed: float, tools: Tools) -> None:
-    """Audit groups teach the head what a score in turn 2 is worth."""
+    """Train the head on scores in turn 2, by audit groups."""
     async with AsyncRolloutClient(url) as client:
         await Bench(client, tools, seed, TAUGHT_GROUPS, speed).run("pruned", audit_ratio=1.0)
 
@@ -204,10 +204,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = arguments_of(__doc__, "agents")
     add = parser.add_argument
-    add("--groups", type=int, nargs="+", default=[4, 16, 64], help="at once, of 16 sessions (default %(default)s)")
-    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--rollout-emulate-speed of each")
-    add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds, of each (default %(default)s)")
-    add("--ways", choices=WAYS, nargs="+", default=WAYS, help="of a step; fewer: without the two ranks, too")
+    add("--groups", type=int, nargs="+", default=[4, 16, 64], help="groups of 16 sessions (default %(default)s)")
+    add("--speeds", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="--rollout-emulate-speed of each size")
+    add("--repeats", type=int, nargs="+", default=[5, 3, 1], help="seeds of each size (default %(default)s)")
+    add("--ways", choices=WAYS, nargs="+", default=WAYS, help="ways to run. Only all of them include two ranks")
     arguments = parser.parse_args()
     exit_on_sigterm()
     raise_file_limit(8192)
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def medians(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The median of each number, by size and way; ratios are of the runs of one seed."""
+    """The median of each number, by size and way. Ratios are between runs of the same seed."""
     race = {(row["sessions"], row["seed"]): row for row in runs if row["way"] == "race"}
     found = []
     for sessions, way in dict.fromkeys((row["sessions"], row["way"]) for row in runs):
@@ -274,7 +274,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def by_turn(affinity: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of shares and sums of counts over all seeds."""
+    """Medians of shares and sums of counts, over all seeds."""
     rows = []
     for place in range(LATE_TURN):
         for way in dict.fromkeys(each["way"] for each in affinity):

@@ -1,4 +1,4 @@
-"""The same steps by `vllm-rollout simulate`'s replay: the same conversations, the device's costs, no server."""
+"""Replay of the conversations by `vllm-rollout simulate`, with the device's step costs and no server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionGroup, run_sessions
 
 WAYS: dict[Way, int] = {"wait 8": 8, "wait 16": 16, "race": 16, "race 10": 10, "refill 10": 10}
-"""With the conversations that a group begins with."""
+"""Way -> conversations that a group begins with."""
 
 
 class Simulated(NamedTuple):

@@ -18,7 +18,7 @@ from vllm_rollout.emulation.tokens import succeeded
 
 GROUP_SIZE, NUM_CANDIDATES = 8, 16
 LONG_TOKENS = 2000
-"""More than any turn says."""
+"""Longer than any turn, in tokens."""
 PRUNING: dict[str, Any] = {"pruning": {"detection_length": 8, "min_labels": 16}, "pruning_turn": 2}
 Way = Literal["wait 8", "wait 16", "client", "race", "pruned", "race 10", "refill 10"]
 OPTIONS: dict[Way, dict[str, Any]] = {
@@ -27,7 +27,7 @@ OPTIONS: dict[Way, dict[str, Any]] = {
     "race 10": {"redundancy": 2, "max_sessions": 10},
     "refill 10": {"redundancy": 2},
 }
-"""Arguments of `client.agents`; other ways are plain requests."""
+"""Arguments of `client.agents`, by way. All other ways are plain requests."""
 
 
 class Answer(NamedTuple):
@@ -37,31 +37,31 @@ class Answer(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A turn that the client saw end."""
+    """A turn whose end the client received."""
 
     group: int
     turn: int
-    """From 1."""
+    """Number of the turn, from 1."""
     began: float
     ended: float
     num_prompt_tokens: int
     num_before: int
-    """Tokens of the conversation when its turn before had ended."""
+    """Tokens of the conversation at the end of the turn before."""
     answer: Answer
 
 
 @dataclass
 class Step:
-    """What a client saw of one step of training."""
+    """One step of training, as the client measured it."""
 
     turns: list[Ran] = field(default_factory=list)
     ends: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """When conversations of each group ended that are not void."""
+    """Group -> times at which its conversations ended, without void ones."""
     kept_tokens: int = 0
     num_kept: int = 0
 
     def after(self) -> tuple[int, float]:
-        """Turns that began when their group was over, and tokens from then on of turns that ended."""
+        """Number of turns that began after their group was complete, and tokens that turns generated after that."""
         over = {group: sorted(ends)[GROUP_SIZE - 1] for group, ends in self.ends.items() if len(ends) >= GROUP_SIZE}
         num_late, tokens = 0, 0.0
         for turn in self.turns:
@@ -73,7 +73,7 @@ class Step:
 
 
 Complete = Callable[[list[int], int], Awaitable[Answer]]
-"""Tokens of a prompt, and how many shall answer it."""
+"""Takes the tokens of a prompt and the number of tokens to generate."""
 
 
 def fields_of(num_tokens: int) -> dict[str, Any]:
@@ -102,15 +102,15 @@ def of_session(session: AgentSession) -> Complete:
 
 
 class Talk(NamedTuple):
-    """What became of a conversation."""
+    """A conversation that has ended."""
 
     num_tokens: int
     reward: float
-    """Whether its second turn succeeded, which is what its score in that turn tells of; 1 where it had none."""
+    """1 if its second turn succeeded, which its score in that turn predicts, else 0. 1 without a second turn."""
 
 
 class Bench:
-    """One step of one way."""
+    """One step, run in one way."""
 
     def __init__(self, client: AsyncRolloutClient, tools: Tools, seed: int, num_groups: int, speed: float) -> None:
         self.client, self.tools, self.seed, self.num_groups, self.speed = client, tools, seed, num_groups, speed
@@ -125,7 +125,7 @@ class Bench:
         return self.step
 
     async def converse(self, group: int, number: int, complete: Complete) -> Talk:
-        """Raises: Void where a tool fails."""
+        """Run one conversation. Raises: Void if a tool fails."""
         course, tokens, before = course_of(self.seed, group, number), prompt_of(self.seed, group), 0
         total, reward = 0, 1.0
         for index, num_tokens in enumerate(course.turns):
@@ -156,7 +156,7 @@ class Bench:
                 self.step.num_kept += len(group.trajectories)
 
     async def _rival(self, group: int, num_candidates: int, cancels: bool) -> None:
-        """What a harness does that knows plain vLLM."""
+        """Run a group by plain requests, as a client of stock vLLM would."""
         numbers, complete = count(), plain(self.client)
         running = {asyncio.create_task(self.converse(group, next(numbers), complete)) for _ in range(num_candidates)}
         kept: list[int] = []

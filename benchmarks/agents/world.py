@@ -1,7 +1,7 @@
-"""Conversations with a calculator and a search over six facts, the same ones however they are run.
+"""Conversations with a calculator and a search over six facts, the same ones in every way of running them.
 
-Invariant: a conversation depends on seed, group and number only: what it says, what it asks of its tools, how long
-these take, and whether one of them fails.
+Invariant: a conversation depends on seed, group and number only. This holds for its tokens, its tool calls, their
+duration, and whether one of them fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_rollout.simulator.sessions import Course, SessionTerms, draw_course
 TERMS = SessionTerms(turns=4, tool_seconds=0.5, tool_sigma=1.0, tool_tokens=40, tool_failures=0.05)
 PROMPT_TOKENS = 200
 MEAN_TOKENS, TOKENS_SIGMA = 160, 0.8
-"""What the policy says in all turns of a conversation is log-normal."""
+"""Mean and log deviation of the policy's tokens in all turns of a conversation, which are log-normal."""
 FACTS = (
     "Paris has 2 million people.", "Rome has 3 million people.", "Oslo has 0.7 million people.", "A day has 24 hours.",
     "A week has 7 days.", "A year has 365 days.",
@@ -37,7 +37,7 @@ def prompt_of(seed: int, group: int) -> list[int]:
 
 
 def use_tool(call: str) -> str:
-    """What CALC(…) or SEARCH(…) says."""
+    """The answer to CALC(…) or SEARCH(…)."""
     called = re.fullmatch(r"(CALC|SEARCH)\((.*)\)", call)
     assert called is not None, call
     if called[1] == "SEARCH":
@@ -48,14 +48,14 @@ def use_tool(call: str) -> str:
 
 
 def drawn_call(chance: random.Random) -> str:
-    """The device's words mean nothing, so that what a turn asks for is drawn."""
+    """A random tool call, drawn because the emulated device generates no meaningful text."""
     if chance.random() < 0.5:
         return f"CALC({chance.randrange(100)} {chance.choice('+*')} {chance.randrange(100)})"
     return f"SEARCH({chance.choice(('Paris', 'Rome', 'hours', 'days', 'Madrid'))})"
 
 
 class Tools:
-    """Their words in a model's tokens, of which they always have as many."""
+    """Answers of tools in a model's tokens, always the same number of tokens."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))

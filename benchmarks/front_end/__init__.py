@@ -1,1 +1,1 @@
-"""What the front end costs on a fast device: four clients race groups on an emulated one."""
+"""Cost of the front end on a fast emulated device: several kinds of clients race groups."""

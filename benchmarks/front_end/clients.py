@@ -4,9 +4,9 @@
   wait      one request of n=16 per group, all awaited
   stream    16 streams per group; when 8 have ended the others are closed
   close     16 plain requests per group; when 8 have ended the others' sockets are closed
-  join      16 plain requests per group that say which group they are of; the engine ends 8 of them
+  join      16 plain requests per group that name their group; the engine ends 8 of them
 
-The last three are as cheap as a client can be: raw sockets, nothing is parsed but the end.
+The last three are as cheap as a client can be: raw sockets, and nothing is parsed but the end.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TIMEOUT_S = 1800
 TAIL_BYTES = 1024
 READ_BYTES = 1 << 18
 NAP_S = 0.005
-"""Between two looks at the sockets: one wake-up for many messages."""
+"""Seconds between two reads of the sockets, so that one wake-up serves many messages."""
 END = b'"completion_tokens":'
 JOIN = {"rollout_group_size": GROUP_SIZE, "rollout_num_candidates": NUM_CANDIDATES}
 LOST = b'"finish_reason":"abort"'
 
 
 class Got(NamedTuple):
-    """What a client got of one group: length of each candidate, by index where that is known."""
+    """One group at the client: its seconds, and the length of each candidate, by index where the index is known."""
 
     seconds: float
     lengths: list[int]
@@ -115,7 +115,7 @@ class _Group:
 
 
 class Sockets:
-    """Many requests at once, on a socket each."""
+    """Many requests at once, each on a socket of its own."""
 
     def __init__(self, way: Way, port: int, prompts: list[list[int]]) -> None:
         self._way = way
@@ -161,7 +161,7 @@ class Sockets:
         self._poll.register(sock, select.EPOLLIN)
 
     def _has_ended(self, fd: int) -> bool:
-        """Read what is there. Of an answer of 16 choices, or one that may have lost, all is kept."""
+        """Read what has arrived. Returns True if the request has ended. Ways `wait` and `join` keep all of it."""
         item = self._open[fd]
         try:
             while data := item.socket.recv(READ_BYTES):
@@ -175,7 +175,7 @@ class Sockets:
         return True
 
     def _end(self, fd: int) -> bool:
-        """Take an answer; returns whether its group is over with it."""
+        """Take an answer. Returns True if its group is complete now."""
         item = self._open[fd]
         self._close(fd)
         group = self._groups[item.group]

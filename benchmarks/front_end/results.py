@@ -47,7 +47,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """What clients over the Rust front end do is dashed, in the color of the same client over Python."""
+    """Three panels by number of candidates. Clients over the Rust front end are dashed, in their Python color."""
     sizes = [size["candidates"] for size in result["sizes"]]
     panels = (("of_ideal", "ideal time / measured time", 100.0, "% of ideal"),)
     panels += (("api_cpu_s", "front ends", 1.0, "CPU seconds"), ("engine_cpu_s", "engine core", 1.0, "CPU seconds"))

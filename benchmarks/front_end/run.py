@@ -1,17 +1,16 @@
-"""What the front end costs on a fast device: `python -m benchmarks.front_end`.
+"""Cost of the front end on a fast device: `python -m benchmarks.front_end`.
 
-An emulated device whose step takes 8 ms and 0.02 ms per candidate; groups of 16 candidates with log-normal lengths
-(mean about 400 tokens), of which a trainer wants the first 8, all groups at once. Clients, each in a process of its
-own, ask the same server for the same candidates in turn (`clients.py`), over vLLM's Python front end and over its Rust
-one, which runs beside it on the same engine core (docs/guides/deploy.md; where its binary cannot be had that is said,
-and those ways are left out). `ideal` is what the device would need if
-nothing else took time: the lengths replayed step by step, every group stopped in the step in which its 8th candidate
-ends.
+The emulated device takes 8 ms per step and 0.02 ms per candidate. Groups have 16 candidates with log-normal lengths
+(mean about 400 tokens). A trainer wants the first 8 of each, and all groups run at once. Clients (`clients.py`), each
+in its own process, ask the same server for the same candidates in turn. They go over vLLM's Python front end and over
+its Rust front end, which runs beside it on the same engine core (docs/guides/deploy.md). If the Rust binary cannot be
+fetched, the program says so and leaves its ways out. `ideal` is the device's time if nothing else took time: lengths
+are replayed step by step, and every group stops in the step in which its 8th candidate ends.
 
-CPU seconds are the processes' own, from the first request until the engine is idle again.
+CPU seconds are those of the processes, from the first request until the engine is idle again.
 
-On few cores the host is the limit, not the code: --speed 0.25 gives every step four times as long, and times are given
-as they passed, beside an ideal that is stretched as much.
+On few cores the host is the limit, not the code. --speed 0.25 makes every step last four times as long. Times are then
+given as measured, beside an ideal that is stretched as much.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port
 MODEL = "smollm2-135m-instruct"
 RUST = "rust-"
 RUST_WAYS = tuple(f"{RUST}{way}" for way in ("stream", "close", "join"))
-"""Over the Rust front end, which refuses n above 1 and has no rollouts."""
+"""Ways over the Rust front end, which refuses n above 1 and has no rollouts."""
 WARM_UP_GROUPS = 4
 IDLE_S = 1.0
-"""The engine is idle when its step log has not grown for this long."""
+"""The engine counts as idle when its step log has not grown for this long."""
 
 
 def main() -> None:
     parser = arguments_of(__doc__, "front_end", seed=100, repeats=3)
     add = parser.add_argument
-    add("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="at once, 16 to a group")
-    add("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients")
+    add("--candidates", type=int, nargs="+", default=[256, 1024, 2048], help="candidates at once, in groups of 16")
+    add("--ways", nargs="+", choices=(*WAYS, *RUST_WAYS), default=[*WAYS, *RUST_WAYS], help="clients to run")
     add("--speed", type=float, default=1.0, help="--rollout-emulate-speed of the server")
     add("--ranks", type=int, default=1, help="data-parallel ranks")
     add("--api-servers", type=int, default=1)
-    add("--output-picture", dest="plot", type=Path, help="the picture (default: beside the output)")
+    add("--output-picture", dest="plot", type=Path, help="file for the picture (default: beside the output)")
     arguments = parser.parse_args()
     exit_on_sigterm()
     rust, missing = rust_front_end(arguments)
@@ -77,7 +76,7 @@ def main() -> None:
 
 
 def rust_front_end(arguments: argparse.Namespace) -> tuple[Path | None, str]:
-    """The binary, or why there is none; then its ways are taken out."""
+    """Path of the binary, or the reason for its absence. Then the ways that need it are removed."""
     why = "not asked for"
     if arguments.api_servers > 1:
         why = "there is one process in Python beside it, and --api-servers asks for more"
@@ -135,7 +134,7 @@ def measure(arguments: argparse.Namespace, folder: Path, rust: Path | None) -> d
 
 
 def medians(size: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By way; `of_ideal` is taken within each repeat."""
+    """Medians by way. `of_ideal` is a ratio within each repeat."""
     found = {}
     for way, runs in size["runs"].items():
         ratios = [best["seconds"] / run["wall_s"] for best, run in zip(size["ideal"], runs, strict=True)]

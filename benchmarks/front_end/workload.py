@@ -1,4 +1,4 @@
-"""Groups of known lengths on an emulated device, and how long they would take if nothing but the device took time."""
+"""Groups of known lengths on an emulated device, and the time that the device alone needs for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_CANDIDATES, GROUP_SIZE = 16, 8
 FIRST_SEED = 1000
 MAX_TOKENS = 2048
 PROMPT_TOKENS = 97
-"""Three full blocks of 32, which siblings share, and one token."""
+"""Three full blocks of 32 tokens, which siblings share, and one token."""
 DEVICE: dict[str, Any] = {
     "step": {"ms": 8.0, "ms_per_request": 0.02},
     "kv_tokens": 20_000_000,
@@ -25,7 +25,7 @@ DEVICE: dict[str, Any] = {
 
 
 class Ideal(NamedTuple):
-    """All groups from the start, each stopped in the step in which its 8th candidate ends."""
+    """Time and tokens if all groups start together and each stops in the step in which its 8th candidate ends."""
 
     seconds: float
     generated_tokens: int
@@ -37,7 +37,7 @@ def prompts_of(num_groups: int, seed: int) -> list[list[int]]:
 
 
 def seed_of(position: int) -> int:
-    """With which a rollout samples the prompt at that position; the other ways send it."""
+    """Seed with which a rollout samples the prompt at that position. The other ways send it."""
     return seed_for(FIRST_SEED, str(position))
 
 
@@ -50,7 +50,7 @@ def lengths_of(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def ideal(lengths: Sequence[Sequence[int]], num_ranks: int = 1) -> Ideal:
-    """Groups are dealt out to the ranks in turn; the slowest rank's time."""
+    """The ideal over ranks that take groups in turn. `seconds` is the slowest rank's time."""
     ranks = [_rank(lengths[rank::num_ranks]) for rank in range(num_ranks)]
     return Ideal(max(rank.seconds for rank in ranks), sum(rank.generated_tokens for rank in ranks))
 

@@ -1,15 +1,15 @@
-"""Runs what only a GPU can show, in order of worth, within a time: `python -m benchmarks.gpu_check`.
+"""Checks that only a GPU can make, in order of value, within a time: `python -m benchmarks.gpu_check`.
 
 Needs no network, no git and no compiler. All outputs are in --output:
 
-  lease.jsonl     a line per repeat, on disk at once; a second call with the same folder goes on from it
-  summary.md      what ran, what did not hold, what was found
+  lease.jsonl     a line per repeat, on disk at once; a second call with the same folder continues from it
+  summary.md      pieces that ran, checks that failed, and results
   ptl.json        a whole profile, for `vllm-rollout simulate --profile`
-  engines.log     what engines said, of bounded size
-  estimates.json  seconds of every piece as they were here
+  engines.log     output of the engines, of bounded size
+  estimates.json  measured seconds of every piece on this machine
 
 Exit status: 0 when all pieces passed, 1 when one did not, 2 without a GPU. `--device cpu` rehearses every piece on a
-machine without one, with small sizes; what it says is no measurement.
+machine without a GPU, with small sizes. A rehearsal's numbers are no measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_rollout.on_cpu import WAIT_POLICY
 from vllm_rollout.process import exit_on_sigterm, runs_on_cpu
 
 IMPORT_EVERYWHERE = "VLLM_ROLLOUT_GPU_CHECK_IMPORTS"
-"""Set where importing vLLM in the parent has touched CUDA."""
+"""Set when importing vLLM in the parent has touched CUDA."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -57,12 +57,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def why_no_gpu() -> str | None:
-    """Asked of the driver's own program: asking torch would touch CUDA."""
+    """The reason why there is no GPU, or None. nvidia-smi is asked, because asking torch would touch CUDA."""
     return None if "GPU " in listed_gpus() else "nvidia-smi -L lists none, hangs, or is not there"
 
 
 def prepare_environment() -> None:
-    """Before torch is imported, here and in every copy."""
+    """Set environment variables. Call it before torch is imported, here and in every copy."""
     defaults = {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch asks the driver, and does not touch CUDA
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_estimates(folder: Path, record: Record, estimates: Estimates) -> None:
-    """What is not measured here stays as it was."""
+    """Write `estimates.json`. Pieces that were not measured here keep their estimate."""
     measured = measured_estimates(record)
     begun = [line for line in record.lines() if line["kind"] == "begin"][-1]
     write_json(

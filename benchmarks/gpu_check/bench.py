@@ -1,4 +1,4 @@
-"""What a piece is given: a device, its engines, and where to write what it finds."""
+"""The environment of a piece: a device, its engines, and the file for its results."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass
 class Bench:
-    """One piece's."""
+    """Device, engines and record of one piece."""
 
     piece: str
     device: Device
     folder: Path
-    """Where outputs go."""
+    """Folder for outputs."""
     models: Models
     record: Record
     log: int
-    """A file descriptor for what engines say."""
+    """File descriptor for the output of engines."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
     ends_at: float = float("inf")
-    """On time.monotonic: when its time is over."""
+    """End of the piece's time, on time.monotonic."""
     num_checks: int = 0
     all_passed: bool = True
 
     @property
     def small(self) -> bool:
-        """A rehearsal: sizes are small, and speeds are not judged."""
+        """True in a rehearsal: sizes are small, and speeds are not judged."""
         return self.device == "cpu"
 
     def value(self, **fields: Any) -> None:
-        """What one repeat measured."""
+        """Write the measurement of one repeat."""
         self.record.write("value", piece=self.piece, **fields)
 
     def result(self, name: str, value: Any) -> None:
-        """What is concluded so far."""
+        """Write a result so far."""
         self.record.write("result", piece=self.piece, name=name, value=value)
 
     def check(self, what: str, passed: bool, value: Any = None, wanted: Any = None) -> None:
-        """One thing that must hold."""
+        """Write a check, which must hold for the piece to pass."""
         self.num_checks += 1
         self.all_passed &= bool(passed)
         self.record.write("check", piece=self.piece, what=what, passed=bool(passed), value=value, wanted=wanted)
 
     def speed(self, what: str, passed: bool, value: Any, wanted: Any) -> None:
-        """A check that a rehearsal does not judge."""
+        """Write a check that a rehearsal does not judge."""
         self.check(what, passed or self.small, value, wanted)
 
     def time_for_another(self, seconds_of_one: float) -> bool:
-        """Whether one more repeat fits into the piece's time, with a tenth to spare."""
+        """True if one more repeat fits into the piece's time, with a tenth to spare."""
         return time.monotonic() + 1.1 * seconds_of_one < self.ends_at

@@ -27,7 +27,7 @@ def groups(
     ends: bool = False,
     detection_length: int | None = None,
 ) -> list[Wanted]:
-    """One candidate per length in every group; `ends`: by itself, so that it is valid."""
+    """One candidate per length in every group. With `ends` a candidate ends by itself, so that it is valid."""
     return [
         Wanted(
             prompt=[3 + (7 * group + i) % 400 for i in range(64)],
@@ -46,8 +46,11 @@ def groups(
 
 
 def overhead(bench: Bench) -> None:
-    """Stock and ours in turn; a ratio is taken within a repeat. The first repeat warms up. The last run of each is
-    watched step by step, both alike: in one step of `scored` all 256 candidates are due."""
+    """Stock and ours in turn. A ratio is taken within a repeat, and the first repeat warms up.
+
+    The last run of each is timed step by step, in the same way for both. In one step of `scored` all 256 candidates are
+    due.
+    """
     ours, stock = bench.engines.values()
     num_seqs, max_tokens, due_at = (GROUP, 12, 6) if bench.small else (256, 256, DETECTION_LENGTH)
     ours.publish_head(due_at)
@@ -82,7 +85,7 @@ def overhead(bench: Bench) -> None:
 
 
 def due_step_ms(step_ms: list[float], due_at: int) -> float:
-    """By how much the slowest step around the detection is over the median."""
+    """Milliseconds by which the slowest step around the detection exceeds the median."""
     around = step_ms[max(0, due_at - 4) : due_at + 4]
     return max(around) - median(step_ms)
 
@@ -95,7 +98,7 @@ def log_normal_lengths(small: bool) -> list[int]:
 
 
 def race(bench: Bench) -> None:
-    """16 candidates of which 8 are wanted: stock and ours wait for all, ours stops the other 8."""
+    """16 candidates of which 8 are wanted: stock and ours wait for all, and ours stops the other 8."""
     ours, stock = bench.engines.values()
     lengths = log_normal_lengths(bench.small)
     num_groups = 1 if bench.small else 16
@@ -135,7 +138,7 @@ def check_states(bench: Bench, repeat: int, num_groups: int, candidates: list[di
 
 
 def training(bench: Bench) -> None:
-    """The same candidates while a head learns between steps, and while none does."""
+    """Throughput of the same candidates with a head that trains between steps, and without one."""
     (engine,) = bench.engines.values()
     num_seqs, max_tokens, num_rows = (GROUP, 12, 64) if bench.small else (256, 96, 4096)
     requests = groups(num_seqs // GROUP, [max_tokens] * GROUP, tagged=True)

@@ -1,4 +1,4 @@
-"""The piece about drafts from memory: what they save where all are right, and what their loop costs where none is."""
+"""The piece about drafts from memory: their gain if all are right, and the cost of their loop if none is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ GROUP = 16
 
 
 def drafts(bench: Bench) -> None:
-    """Greedy candidates, which say the same each time. Told: after a first run of their prompts, all drafts are right.
-    New: no prompt was seen, siblings run side by side, and the synchronous loop of runner V1 is paid for nothing."""
+    """Greedy candidates, whose tokens are the same each time.
+
+    Told: prompts that have run once, so that all drafts are right. New: new prompts, whose siblings run side by side,
+    so that the synchronous loop of runner V1 is paid for nothing.
+    """
     drafting, plain = bench.engines.values()
     num_groups, max_tokens = (1, 12) if bench.small else (4, 192)
     told = [_group(f"told{number}", number, max_tokens) for number in range(num_groups)]

@@ -1,4 +1,4 @@
-"""Engines in processes that are copies of this one: each with settings and environment of its own.
+"""Engines in processes that are copies of this one, each with settings and environment of its own.
 
 Invariant: an engine ends with its `with` block, with `stop`, and with the process that started it.
 """
@@ -28,12 +28,12 @@ PR_SET_PDEATHSIG = 1
 
 
 class EngineError(RuntimeError):
-    """An engine did not start, ended, or could not do what it was asked; with what it said."""
+    """An engine did not start, ended, or could not do a job. The message has the engine's error."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One engine."""
+    """Settings of one engine."""
 
     kind: Literal["rollout", "stock", "drafts"] = "rollout"
     model: Literal["tiny", "8b"] = "tiny"
@@ -44,14 +44,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One request. Tagged when it is of a group."""
+    """One request. It is tagged if it belongs to a group."""
 
     prompt: list[int]
     max_tokens: int
     seed: int | None = None
     temperature: float = 1.0
     ends_at: int | None = None
-    """It ends by itself with this token; None: at max_tokens."""
+    """Token with which it ends by itself. None: it ends at max_tokens."""
     group: str | None = None
     index: int = 0
     group_size: int = 1
@@ -65,7 +65,7 @@ class Engine:
     """A child process that holds an engine. Its methods are jobs of `engine_child.Child`."""
 
     def __init__(self, settings: Settings, model: Path, log: int) -> None:
-        """It starts beside this process; the first job, or `wait_until_ready`, waits for it."""
+        """The engine starts beside this process. The first job, or `wait_until_ready`, waits for it."""
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_child, args=(theirs, settings, str(model), log, os.getpid()))
@@ -83,7 +83,7 @@ class Engine:
         self.stop()
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
-        """Raises: EngineError."""
+        """Raises: EngineError if the engine does not start in time."""
         if not self._is_ready:
             self._answer(limit_s)
             self._is_ready = True
@@ -95,27 +95,32 @@ class Engine:
         self._connection.close()
 
     def run(self, requests: list[Wanted], *, watch_steps: bool = False) -> dict[str, Any]:
-        """`seconds`, and `candidates` in order: tokens, finish reason, and where there are any state, confidence,
-        score (logit, and the three numbers of its trace). `watch_steps`: also `step_ms`, what each step took."""
+        """Run requests. `seconds`, and `candidates` in order, each with tokens and finish reason.
+
+        A candidate that has them also has state, confidence and score (logit, and the three numbers of its trace).
+        `watch_steps`: also `step_ms`, the milliseconds of each step.
+        """
         return self._do("run", requests, watch_steps)
 
     def watch_scores(self) -> None:
-        """From now on candidates say what reports show of them. It costs time in every step."""
+        """Make candidates return the values that reports have of them, from now on. It takes time in every step."""
         self._do("watch_scores")
 
     def publish_head(self, detection_length: int) -> None:
-        """A head with made-up weights, the same in every engine; `engine_child.head_weights`."""
+        """Publish a head with made-up weights, the same in every engine; `engine_child.head_weights`."""
         self._do("publish_head", detection_length)
 
     def sleep_and_wake(self) -> None:
         self._do("sleep_and_wake")
 
     def train_beside(self, requests: list[Wanted], num_rows: int, budget_s: float) -> dict[str, Any]:
-        """Run requests while a head learns from so many made-up rows, `budget_s` after each step: `step_ms`,
-        `num_trained_steps`. A budget of 0 trains nothing."""
+        """Run requests while a head learns from `num_rows` made-up rows, for `budget_s` after each step.
+
+        Returns `step_ms` and `num_trained_steps`, too. A budget of 0 trains nothing.
+        """
         return self._do("train_beside", requests, num_rows, budget_s)
 
-    # What `vllm_rollout.profiling` measures with.
+    # Calls of `vllm_rollout.profiling`.
     def info(self) -> dict[str, Any]:
         return self._do("info")
 
@@ -128,7 +133,7 @@ class Engine:
     def prefill(self, **arguments: int) -> list[StepTime]:
         return self._do("prefill", **arguments)
 
-    # Groups that move; `moving_jobs.py` says what these answer.
+    # Groups that move; `moving_jobs.py` describes the answers.
     def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
         self._do("begin", group, prompt, sampling)
 
@@ -175,7 +180,7 @@ def _child(connection: Connection, settings: Settings, model: str, log: int, par
 
 
 def serve(connection: Connection, make: Callable[[], Any]) -> None:
-    """Make something, and do jobs with it until nobody asks any more."""
+    """Make an object, and run jobs on it until the connection closes."""
     import traceback
 
     try:
@@ -192,7 +197,7 @@ def serve(connection: Connection, make: Callable[[], Any]) -> None:
 
 
 def become_child(parent: int, log: int) -> None:
-    """This process ends with its parent, is a process group of its own, and says what it says into the log."""
+    """Make this process end with its parent, lead a process group of its own, and write its output into the log."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
@@ -204,7 +209,7 @@ def become_child(parent: int, log: int) -> None:
 
 
 def kill_all(pid: int) -> None:
-    """A process and all that it started, whatever groups they made: an engine core would keep its device's memory."""
+    """Kill a process and all its descendants, whatever their groups: an engine core would keep its device's memory."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         processes = [process, *process.children(recursive=True)]

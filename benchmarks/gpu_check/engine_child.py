@@ -30,7 +30,7 @@ from vllm_rollout.tracker.tracker import PublishedHead
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """Keywords of `vllm.LLM`. Ours and stock's differ in nothing but what makes ours ours."""
+    """Keywords of `vllm.LLM`. Ours and stock's differ only in the settings that turn us on."""
     options: dict[str, Any] = {"max_model_len": 1024, **settings.options}
     if current_platform.is_cpu():
         options = {"distributed_executor_backend": CPU_EXECUTOR_CLS, "block_size": CPU_BLOCK_SIZE_TOKENS, **options}
@@ -44,14 +44,14 @@ def engine_options(settings: Settings) -> dict[str, Any]:
 
 
 def head_weights(hidden_size: int) -> HeadWeights:
-    """A head with made-up weights, the same for a hidden size; its logits are about 1."""
+    """A head with made-up weights, the same for every call with this hidden size. Its logits are about 1."""
     generator = torch.Generator().manual_seed(5)
     shapes = (QUALITY_HEAD_HIDDEN, hidden_size), (QUALITY_HEAD_HIDDEN,), (QUALITY_HEAD_HIDDEN,), (1,)
     return HeadWeights(*(torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes))
 
 
 class Child(MovingJobs, ProfilingJobs):
-    """An engine, and what its worker showed of every candidate."""
+    """An engine, and the values that its worker reports of every candidate."""
 
     def __init__(self, settings: Settings, model: str) -> None:
         self.llm = LLM(model, **engine_options(settings))
@@ -116,14 +116,14 @@ class Child(MovingJobs, ProfilingJobs):
 
     @contextmanager
     def _steps_timed(self, on: bool) -> Iterator[list[float]]:
-        """When each step was over, the same way whatever engine it is."""
+        """Times at which steps ended, measured the same way for every engine."""
         times: list[float] = []
         with self._after_each_step((lambda: times.append(time.perf_counter())) if on else None):
             yield times
 
     @contextmanager
     def _after_each_step(self, then: Callable[[], None] | None) -> Iterator[None]:
-        """Also steps whose outputs our scheduler keeps for a while."""
+        """Call `then` after each step, also after steps whose outputs our scheduler keeps for a while."""
         scheduler = self._core.scheduler
         update = scheduler.update_from_output
 
@@ -183,7 +183,7 @@ def _publish(worker: Any, detection_length: int) -> None:
 
 
 TRAINED = HeadKey(64)
-"""The head that `train_beside` trains."""
+"""Key of the head that `train_beside` trains."""
 
 
 def _learn(worker: Any, num_rows: int) -> None:

@@ -25,13 +25,15 @@ MOST_ERROR: dict[Operator, float] = {
     "windowed_confidence": 2e-7,
     "quality_head": 1e-6,
 }
-"""Against float64, relative, of numbers below 1 absolute. Float32 in torch errs by 5e-7 in the head, three products of
-tf32 as much, one product of tf32 by 3e-4. A GPU's own division and root, in `update_confidence`, err by 2e-7."""
+"""Largest error against float64, relative, and absolute for numbers below 1. Float32 in torch errs by 5e-7 in the head.
+Three products of tf32 err as much, one product of tf32 by 3e-4. A GPU's own division and root, in `update_confidence`,
+err by 2e-7.
+"""
 WANTED_SHARE = 0.6
 ROWS = (1, 8, 16, 64, 128, 256, 512, 1024)
 NUM_HIDDEN = 128
 MAX_LEN = 512
-"""Tokens of a trace."""
+"""Length of a trace, in tokens."""
 PEAK = 30.0
 """Logit of a token that has nearly all of the probability."""
 
@@ -55,7 +57,7 @@ class Inputs:
         return logits, torch.arange(num_rows, device=self.device)
 
     def quality_head(self, num_due: int, hidden_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Weights of a size with which scores are about 1."""
+        """Arguments whose weights have a size with which scores are about 1."""
         w1 = self.normal(NUM_HIDDEN, hidden_size, scale=hidden_size**-0.5)
         w2 = self.normal(NUM_HIDDEN, scale=NUM_HIDDEN**-0.5)
         rows = torch.randperm(num_due, generator=self.generator).to(self.device)
@@ -111,8 +113,10 @@ def cases(bench: Bench) -> Iterator[tuple[str, Operator, tuple[Any, ...]]]:
 
 
 def error_of(compute: Callable[..., Any], operator: Operator, arguments: tuple[Any, ...]) -> float:
-    """The largest difference to float64, in results and in the state they leave, relative, and absolute for
-    numbers below 1. Not a number where one has a number and the other has none."""
+    """Largest difference to float64, in results and in the changed state, relative, and absolute for numbers below 1.
+
+    NaN if only one of the two has a number in some place.
+    """
     own = copies(arguments)
     results = [compute(*own), *state_of(operator, own)]
     exact = copies(arguments)
@@ -128,7 +132,7 @@ def error_of(compute: Callable[..., Any], operator: Operator, arguments: tuple[A
 
 
 def in_float64(operator: Operator, arguments: list[Any]) -> Tensor:
-    """The operator's own definition, with twice the digits."""
+    """The operator's own definition, in float64."""
     if operator == "token_confidence":
         logits, rows = arguments
         found = []
@@ -184,7 +188,7 @@ def bandwidth(bench: Bench) -> None:
 
 
 def variants(vocab_size: int, peak: float) -> dict[str, float]:
-    """Share of the peak of other shapes of the kernel: on sm_90 only their occupancy was computed."""
+    """Share of the peak bandwidth for other shapes of the kernel. On sm_90 only their occupancy was computed."""
     from vllm_rollout.kernels import token_confidence as module
 
     arguments = Inputs("cuda", 0).token_confidence(256, vocab_size, torch.bfloat16)
@@ -213,7 +217,7 @@ def variants(vocab_size: int, peak: float) -> dict[str, float]:
 
 
 def peak_bytes_per_s(bench: Bench) -> float:
-    """From the memory's clock and width where torch says them, else what a large copy reaches."""
+    """Bytes per second by the memory's clock and width if torch knows them, else by a large copy."""
     if bench.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
@@ -225,7 +229,7 @@ def peak_bytes_per_s(bench: Bench) -> float:
 
 
 def seconds_of(call: Callable[[], Any], device: str, repeats: int = 50) -> float:
-    """Median of single calls; on a GPU between events, with the cache cleared by another tensor before each."""
+    """Median seconds of single calls. On a GPU between events, with the cache cleared by another tensor before each."""
     if device == "cpu":
         times = []
         for _ in range(5):

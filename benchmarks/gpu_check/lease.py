@@ -1,7 +1,7 @@
-"""Runs pieces one after the other within a time, and keeps all that they find.
+"""Runs pieces one after the other within a time, and keeps all their results.
 
-Invariant: this process imports torch and vLLM, and neither touches CUDA nor computes, since a copy of it could not go
-on with either. A piece that raises, hangs or is skipped stops no other piece.
+Invariant: this process imports torch and vLLM, but never touches CUDA or computes, because a copy of it could then use
+neither. A piece that raises, hangs or is skipped stops no other piece.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PASSED, FAILED, BROKEN = 0, 1, 3
 
 
 class CudaTouched(RuntimeError):
-    """Importing vLLM has touched CUDA: this process is not to be copied any more."""
+    """Importing vLLM has touched CUDA, so this process must not be copied any more."""
 
 
 class Lease:
-    """A device for so many minutes. Use it in a `with` block, at whose end no process of it is left."""
+    """A device for a limited time. Use it in a `with` block, at whose end none of its processes is left."""
 
     def __init__(
         self, device: Device, folder: Path, seconds: float, estimates: Estimates, imports_vllm: bool = True
     ) -> None:
-        """`imports_vllm`: here, once; else every process that needs it imports it."""
+        """`imports_vllm`: import vLLM here, once. Otherwise every process that needs vLLM imports it."""
         self.device = device
         self.folder = folder
         self.record = Record(folder / "lease.jsonl")
@@ -57,7 +57,7 @@ class Lease:
         self._stack.close()
 
     def run(self, names: Iterable[str], again: bool = False) -> dict[str, str]:
-        """How each piece ended."""
+        """Run pieces. Returns how each piece ended."""
         names = list(names)
         return {name: self._run(name, names[position + 1 :], again) for position, name in enumerate(names)}
 
@@ -91,13 +91,13 @@ class Lease:
             status, reason = "error", f"{type(error).__name__}: {error}"
         seconds = round(time.monotonic() - started, 2)
         if status in ("error", "timeout"):
-            self._keep([])  # nobody knows in which state they are
+            self._keep([])  # their state is unknown
         self.record.write("end", piece=name, sources=sources, status=status, seconds=seconds, reason=reason)
         say(f"{name}: {status} in {seconds:.1f} s" + (f": {reason.strip().splitlines()[-1]}" if reason else ""))
         return status
 
     def _import(self, *modules: str | None) -> None:
-        """Once for all copies: it takes seconds of every process."""
+        """Import modules once for all copies, because imports take seconds in every process."""
         for module in modules:
             if module is None or module in self._imported:
                 continue
@@ -111,7 +111,7 @@ class Lease:
             self.record.write("import", module=module, seconds=round(time.monotonic() - started, 2))
 
     def _start(self, names: list[str]) -> None:
-        """Engines start side by side. Raises: EngineError."""
+        """Start engines side by side. Raises: EngineError."""
         begun = time.monotonic()
         for name in names:
             settings = ENGINES[name] if self.device == "cuda" else rehearsed(ENGINES[name])
@@ -122,12 +122,12 @@ class Lease:
             self.record.write("start", engine=name, seconds=round(time.monotonic() - begun, 2))
 
     def _keep(self, names: Iterable[str]) -> None:
-        """End all other engines, which hold memory."""
+        """Stop all other engines, because engines hold memory."""
         for name in [name for name in self._engines if name not in set(names)]:
             self._engines.pop(name).stop()
 
     def _fork(self, name: str, limit_s: float) -> tuple[str, str | None]:
-        """Run a piece in a copy of this process: how it ended, and why."""
+        """Run a piece in a copy of this process. Returns how it ended, and the reason."""
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         ends_at = time.monotonic() + limit_s
@@ -169,7 +169,7 @@ def say(text: str) -> None:
 
 
 def measured_estimates(record: Record) -> dict[str, float]:
-    """Seconds of pieces and starts as they were here, for `estimates.json`."""
+    """Measured seconds of pieces and starts, for `estimates.json`."""
     seconds: dict[str, float] = {}
     for line in record.lines():
         if line["kind"] == "end" and line["status"] in ("passed", "failed"):

@@ -1,7 +1,7 @@
-"""One file for what all engines say, of bounded size.
+"""One file for the output of all engines, of bounded size.
 
-Invariant: the end of what was said is in the file, also when its writers are killed; nobody who writes ever waits for a
-full disk.
+Invariant: the end of the output is in the file, also when its writers are killed, and no writer ever waits for a full
+disk.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 MOST_BYTES = 8 << 20
-"""What comes back from a cluster may be limited."""
+"""Size limit of the file. The size of outputs from a cluster may be limited."""
 
 
 class LogFile:
-    """`descriptor` is what processes write to; a process of its own keeps the file."""
+    """A log file. Processes write to `descriptor`, and a process of its own writes the file."""
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class LogFile:
 
 
 def keep(reading: int, path: Path, most_bytes: int) -> None:
-    """Append what comes, until nobody can write any more; a file that is too long loses its older half."""
+    """Append what comes until no writer is left. A file that is too long loses its older half."""
     with path.open("ab", buffering=0) as file:
         while said := os.read(reading, 1 << 16):
             with suppress(OSError):

@@ -1,7 +1,7 @@
 """Models of a lease: a tiny random one that transformers can run too, and the shape of Qwen3-8B without weights.
 
-Invariant: they are made in a process of their own. OpenMP's threads do not survive a fork, and a process that has
-computed with them must not be copied any more.
+Invariant: a process of its own makes each model. OpenMP's threads do not survive a fork, so a process that has computed
+with them must not be copied any more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE_8B = {
     "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }
-"""Qwen3-8B's numbers."""
+"""Sizes of Qwen3-8B."""
 SMALL_SHAPE = {
     **SHAPE_8B,
     "hidden_size": 64,
@@ -44,20 +44,20 @@ SMALL_SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""For a rehearsal."""
+"""Sizes of the model of a rehearsal."""
 STOP_TOKEN = 6
 """Ends a candidate whose length is chosen."""
 
 
 class Models:
-    """Folders of models, made when they are first asked for."""
+    """Folders of models, made on first use."""
 
     def __init__(self, folder: Path, small: bool) -> None:
         self.folder = folder
         self.shape = SMALL_SHAPE if small else SHAPE_8B
 
     def path(self, name: str) -> Path:
-        """`tiny` or `8b`."""
+        """Folder of the model `tiny` or `8b`."""
         path = self.folder / name
         if (path / "config.json").exists():
             return path
@@ -83,7 +83,7 @@ class Models:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A word per token, so that a server can write down whatever a model without weights samples."""
+    """Write a tokenizer with one word per token, so that a server can decode any token of a model without weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -10,7 +10,7 @@ from benchmarks.gpu_check.bench import Bench
 from benchmarks.gpu_check.engine import Engine
 
 NUM_BEFORE, NUM_AFTER = 20, 40
-"""Tokens of a candidate when it moves, and after it."""
+"""Tokens of a candidate before its move, and after it."""
 CONTEXTS = (1_024, 4_096, 16_384, 30_000)
 SMALL_CONTEXTS = (100, 200)
 GROUP_SIZE = 8
@@ -26,12 +26,12 @@ def move_float32(bench: Bench) -> None:
 
 
 def move_bfloat16(bench: Bench) -> None:
-    """With KV only: computed again, bfloat16 may round otherwise."""
+    """Move with KV only, because recomputing in bfloat16 may round differently."""
     move_tokens(bench, ways=(True,))
 
 
 def move_tokens(bench: Bench, ways: tuple[bool, ...]) -> None:
-    """What a group says when it moves, against what it says when it stays."""
+    """Tokens of a group that moves, against tokens of the same group when it stays."""
     source, target = bench.engines.values()
     sampling = [{**fields, "max_tokens": NUM_BEFORE + NUM_AFTER} for fields in SAMPLING]
     prompt = prompt_of(1, 150)
@@ -48,7 +48,7 @@ def move_tokens(bench: Bench, ways: tuple[bool, ...]) -> None:
 
 
 def move_8b(bench: Bench) -> None:
-    """Seconds of a move by context length: to take blocks along, and to compute them again."""
+    """Seconds of a move by context length, with the KV blocks moved, and with the KV blocks computed again."""
     source, target = bench.engines.values()
     contexts = SMALL_CONTEXTS if bench.small else CONTEXTS
     group_size, repeats = (2, 1) if bench.small else (GROUP_SIZE, 5)
@@ -73,7 +73,7 @@ def move_8b(bench: Bench) -> None:
 def move(
     source: Engine, target: Engine, group: str, prompt: list[int], sampling: list[dict[str, Any]], with_kv: bool
 ) -> dict[str, Any]:
-    """One move in the middle of a group, and what both engines said together; both are empty afterwards."""
+    """One move in the middle of a group: times, and the tokens of both engines. Both are empty afterwards."""
     source.begin(group, prompt, sampling)
     source.until(group, NUM_BEFORE)
     released = source.release(group)
@@ -85,7 +85,7 @@ def move(
 
 
 def in_order(said: dict[str, list[int]]) -> list[list[int]]:
-    """By candidate."""
+    """Tokens in the order of candidates."""
     return [said[id] for id in sorted(said)]
 
 

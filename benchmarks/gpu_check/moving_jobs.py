@@ -1,7 +1,7 @@
 """Jobs of an engine whose groups move to another one.
 
-Invariant: they go past vLLM's front end, so that nobody waits for what another engine will say; what candidates say is
-taken from the engine core's outputs.
+Invariant: jobs bypass vLLM's front end, so that nothing waits for tokens of another engine. Tokens are taken from the
+engine core's outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.group.plans.terms import GroupTerms
 
 EPOCH = 1
-"""A group moves once."""
+"""Every group moves only once."""
 
 
 class MovingJobs:
@@ -33,7 +33,7 @@ class MovingJobs:
 
     @cached_property
     def _said(self) -> dict[str, list[int]]:
-        """By request."""
+        """Tokens generated here, by request."""
         return defaultdict(list)
 
     def begin(self, group: str, prompt: list[int], sampling: list[dict[str, Any]]) -> None:
@@ -46,7 +46,7 @@ class MovingJobs:
             self._core.add_request(*self._core.preprocess_add_request(request))
 
     def until(self, group: str, num_tokens: int) -> float:
-        """Step until every candidate has so many; the seconds of one step."""
+        """Run steps until every candidate has `num_tokens` output tokens. Returns the mean seconds of a step."""
         started, num_steps = time.perf_counter(), 0
         while min(self._lengths(group)) < num_tokens:
             self._step()
@@ -69,7 +69,7 @@ class MovingJobs:
         }
 
     def adopt(self, group: str, parcel: bytes, with_kv: bool) -> dict[str, Any]:
-        """Take a group up; the seconds until it is here, and until all of its candidates have their next token."""
+        """Adopt a group. Returns the seconds until it is here, and until all its candidates have their next token."""
         content = parcel if with_kv else replace(Parcel.decode(parcel), kv=None).encode()
         moves = self._core.scheduler.moves
         num_before = moves.kv.num_blocks_in
@@ -87,7 +87,7 @@ class MovingJobs:
         self._core.scheduler.moves.confirm(self._core, GroupToRelease(group, EPOCH))
 
     def end(self, group: str) -> dict[str, list[int]]:
-        """Run to the end; what each candidate has said here."""
+        """Run to the end. Returns the tokens that each candidate generated here."""
         while self._core.scheduler.has_requests():
             self._step()
         self.llm.reset_prefix_cache()
@@ -105,5 +105,5 @@ class MovingJobs:
         return [request.num_output_tokens for id, request in requests.items() if id.startswith(f"{group}-")]
 
     def _said_of(self, group: str) -> dict[str, list[int]]:
-        """It is handed over, and no longer here."""
+        """Tokens of the group's candidates, which are removed from `_said`."""
         return {id: self._said.pop(id) for id in list(self._said) if id.startswith(f"{group}-")}

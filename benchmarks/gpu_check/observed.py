@@ -1,5 +1,7 @@
-"""Pieces about what engines observe: against torch, against the same engine run otherwise, and in steps that vLLM
-itself fails when they do what they should not."""
+"""Pieces about values that engines observe: against torch, and against the same engine run in another way.
+
+Some run in modes in which vLLM itself fails a step that synchronizes or compiles.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from benchmarks.gpu_check.truth import Truth
 
 DETECTION_LENGTH = 12
 MOST_DIFFERENCE = {"cuda": 5e-3, "cpu": 1e-4}
-"""Of a confidence or a score in float32: attention kernels of a GPU multiply in tf32."""
+"""Largest difference of a confidence or a score in float32. Attention kernels of a GPU multiply in tf32."""
 
 
 def scored_groups(bench: Bench) -> list[Wanted]:
-    """Groups of 4 whose candidates end at different lengths, most after their detection; beside each a request that
-    belongs to no group."""
+    """Groups of 4 whose candidates end at different lengths, most of them after their detection.
+
+    Beside each group there is a request that belongs to no group.
+    """
     requests = []
     for group in range(2 if bench.small else 12):
         for index in range(4):
@@ -43,7 +47,7 @@ def run_scored(bench: Bench, engine: Engine) -> list[dict[str, Any]]:
 
 
 def runners(bench: Bench) -> None:
-    """Each engine says its own tokens; torch says what they are worth."""
+    """Each engine samples its own tokens, and torch computes their confidences and scores."""
     truth = Truth(bench.models.path("tiny"))
     for name, engine in bench.engines.items():
         against_torch(bench, name, truth, run_scored(bench, engine))
@@ -70,8 +74,10 @@ def against_torch(bench: Bench, name: str, truth: Truth, said: list[dict[str, An
 
 
 def launch_blocking(bench: Bench) -> None:
-    """A kernel that reads what is not written yet says something else where every launch is waited for: all is equal,
-    to the last bit."""
+    """Runs with and without CUDA_LAUNCH_BLOCKING are equal to the last bit.
+
+    A kernel that reads values before they are written would give another result if every launch is awaited.
+    """
     blocking, ordinary = (run_scored(bench, engine) for engine in bench.engines.values())
     num_other = sum(a != b for a, b in zip(blocking, ordinary, strict=True))
     bench.check(f"candidates that differ, of {len(ordinary)}", num_other == 0, num_other, 0)
@@ -96,8 +102,11 @@ def jit_monitor(bench: Bench) -> None:
 
 
 def steps_pass(bench: Bench) -> None:
-    """The same requests on ours, with groups that are scored, and on stock's without. Where stock's own steps fail,
-    ours are not judged. Three times over: in the first step of each kind a kernel would be compiled."""
+    """Run the same requests on ours, with scored groups, and on stock's, without groups.
+
+    If stock's own steps fail, ours are not judged. There are three runs, because the first step of each kind would
+    compile a kernel.
+    """
     ours, stock = bench.engines.values()
     ours.publish_head(DETECTION_LENGTH)
     plain = [Wanted(request.prompt, request.max_tokens, request.seed) for request in scored_groups(bench)]
@@ -108,7 +117,7 @@ def steps_pass(bench: Bench) -> None:
 
 
 def fault_of(engine: Engine, requests: list[Wanted]) -> str | None:
-    """What ended the engine in one of three runs."""
+    """The error that ended the engine in one of three runs, or None."""
     try:
         for _ in range(3):
             engine.run(requests)

@@ -1,6 +1,6 @@
-"""The pieces in order of worth: what each one shows, how long it takes, which engines it needs.
+"""The pieces in order of value: what each one shows, how long it takes, which engines it needs.
 
-Invariant: a piece's function takes a `Bench` and writes what it finds there; it raises only when something is broken.
+Invariant: a piece's function takes a `Bench` and writes its results there. It raises only if something is broken.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from benchmarks.gpu_check.engine import Settings
 
 HERE = Path(__file__).parent
 ESTIMATES = HERE / "estimates.json"
-"""Seconds of each piece and each engine's start on an H100, and where they come from."""
+"""File with the seconds of each piece and each engine's start on an H100, and their source."""
 START = "start of "
-"""Before an engine's name in the estimates."""
+"""Prefix of an engine's name in the estimates."""
 LIMIT_FACTOR, LEAST_LIMIT_S = 3, 60
-"""A piece may take so many times its estimate."""
+"""Limit of a piece's time, as a multiple of its estimate, and the least limit in seconds."""
 
 
 class Piece(NamedTuple):
     module: str
-    """A module of this folder; the function in it has the piece's name."""
+    """A module of this folder, with a function that has the piece's name."""
     shows: str
     engines: tuple[str, ...] = ()
-    """Keys of ENGINES. They stay for the next piece that names them."""
+    """Keys of ENGINES. Engines stay for the next piece that names them."""
     needs_vllm: bool = True
 
     def function(self, name: str) -> Callable[..., None]:
@@ -41,13 +41,14 @@ V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 EAGER = {"max_num_seqs": 64, "enforce_eager": True}
 WITHOUT_INDUCTOR = {"mode": 0, "cudagraph_mode": "FULL"}
 """CUDA graphs of the kernels that eager mode runs. Inductor would add a minute to the start of every large engine, and
-needs the torch that vLLM was built for."""
+needs the torch that vLLM was built for.
+"""
 NO_WARM_UP = {"enable_jit_warmup": False}
 """The first repeat of a piece compiles Triton kernels, and is not counted."""
 GRAPHS = {"max_num_seqs": 64, "compilation_config": WITHOUT_INDUCTOR, "kernel_config": NO_WARM_UP}
 FLOAT32 = {"dtype": "float32"}
 TINY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "enable_prefix_caching": True}
-"""`kv_cache_memory_bytes`: vLLM need not measure what is free, which fails while another engine starts."""
+"""`kv_cache_memory_bytes`: vLLM need not measure free memory, which fails while another engine starts."""
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 LARGE = {
     "max_num_seqs": 256,
@@ -93,12 +94,12 @@ IN_SMALL = {
     "dtype": "float32",
     "kv_cache_memory_bytes": 1 << 28,
 }
-"""Of every engine of a rehearsal, in the place of what is said here."""
+"""Options of every engine in a rehearsal, which replace those above."""
 ONLY_ON_GPU = frozenset({"compilation_config", "enable_sleep_mode", "gpu_memory_utilization", "kernel_config"})
 
 
 def rehearsed(settings: Settings) -> Settings:
-    """The same engine for a CPU, which has runner V1 only."""
+    """Settings of the engine for a rehearsal on a CPU, which has runner V1 only."""
     options = {name: value for name, value in settings.options.items() if name not in ONLY_ON_GPU} | IN_SMALL
     environment = {name: value for name, value in settings.environment.items() if "V2" not in name}
     return replace(settings, options=options, environment=environment)
@@ -134,7 +135,7 @@ PIECES: dict[str, Piece] = {
 
 
 class Estimates(NamedTuple):
-    """What pieces and starts take."""
+    """Estimated seconds of pieces and of engine starts."""
 
     seconds: dict[str, float]
 
@@ -146,7 +147,7 @@ class Estimates(NamedTuple):
         return self.seconds[name]
 
     def starts(self, engines: Iterable[str]) -> float:
-        """Engines start together."""
+        """Estimated seconds to start these engines together."""
         return max((self.seconds[START + engine] for engine in engines), default=0.0)
 
     def limit(self, name: str) -> float:
@@ -154,7 +155,7 @@ class Estimates(NamedTuple):
 
 
 def sources_of(name: str, device: str) -> str:
-    """A hash of all code that a piece runs, and of the device: what a change makes worth running again."""
+    """A hash of the device and of all code that a piece runs. A piece with a new hash is run again."""
     piece = PIECES[name]
     parts = ["tracker"] if not piece.needs_vllm else ["."]
     package = Path(find_spec("vllm_rollout").submodule_search_locations[0])

@@ -1,4 +1,4 @@
-"""The piece that writes a whole PTL profile of a model of 8B's shape, which `vllm-rollout simulate` takes."""
+"""The piece that writes a whole PTL profile of a model of 8B's shape, for `vllm-rollout simulate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_R_SQUARED = 0.98
 
 
 def profile(bench: Bench) -> None:
-    """A point at a time, as `vllm-rollout profile` measures: what a time limit ends can be used."""
+    """Measure point by point, as `vllm-rollout profile` does, so that a profile ended by a time limit can be used."""
     (engine,) = bench.engines.values()
 
     def start(size: int, flags: Sequence[str], on_wait: OnWait) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """Jobs of an engine that measures its own steps, for `vllm_rollout.profiling`; mixed into `engine_child.Child`.
 
-Invariant: as `vllm_rollout.adapter.api.start.profiler`, without a front end of its own: candidates of a point start in
-one step, with prompts of their own that the prefix cache has.
+Invariant: as `vllm_rollout.adapter.api.start.profiler`, without a front end of its own. Candidates of a point start in
+one step, with prompts of their own that are in the prefix cache.
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ class ProfilingJobs:
         return count()
 
     def _random(self, slot: int | None, num_tokens: int) -> list[int]:
-        """The beginning of a slot's prompt; None: one that was never seen."""
+        """The first `num_tokens` tokens of a slot's prompt, or of a new prompt if `slot` is None."""
         vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         return np.random.default_rng(slot).integers(0, vocab_size, num_tokens).tolist()

@@ -1,15 +1,15 @@
 """The file of a lease: a JSON object per line, on disk before the next one is made.
 
-Invariant: lines are only added, so that a program that is killed leaves all that it measured, and the next one goes on.
+Invariant: lines are only added, so that a killed program leaves all its measurements, and the next one continues.
 
 | kind | fields |
 |---|---|
 | begin | command, versions, hardware, device, minutes |
 | import | seconds: of torch, or vLLM |
 | start | engine, seconds |
-| value | piece, and what one repeat measured |
+| value | piece, and the measurements of one repeat |
 | check | piece, what, passed, value, wanted |
-| result | piece, name, value: what the piece concludes; the last line of a name counts |
+| result | piece, name, value: a result of the piece; the last line of a name counts |
 | end | piece, sources, status (passed, failed, error, timeout, skipped), seconds, reason |
 """
 
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 DONE = frozenset({"passed", "failed"})
-"""A piece that ended so is not run again for the same sources."""
+"""Statuses after which a piece is not run again with the same sources."""
 
 
 class Record:
-    """`lease.jsonl`; any process of the lease may write."""
+    """The file `lease.jsonl`. Any process of the lease may write to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class Record:
             os.close(descriptor)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What can be read: a kill may have torn a line."""
+        """The lines that can be read. A kill may have left an incomplete line."""
         if not self.path.exists():
             return
         for line in self.path.read_text(errors="replace").splitlines():
@@ -55,7 +55,7 @@ class Record:
                 yield found
 
     def ended(self, piece: str, sources: str) -> str | None:
-        """How the piece ended with these sources before: `passed` or `failed`; None: it is to run."""
+        """Status of the piece's last run with these sources, `passed` or `failed`. None if the piece has to run."""
         found = None
         for line in self.lines():
             if line["kind"] == "end" and line["piece"] == piece and line["sources"] == sources:

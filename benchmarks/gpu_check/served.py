@@ -1,8 +1,10 @@
-"""The piece that races by HTTP: ours against stock `vllm serve` on the same card, and against the best a client can do
-with stock's: 16 requests, the other 8 aborted when 8 are complete.
+"""The piece that races by HTTP: ours against stock `vllm serve` on the same card, and against the best client of
+stock's.
 
-A model without weights says every token with about the same probability. A `logit_bias` on a stop token makes its
-answers' lengths geometric, which is the heavy tail of a real policy.
+That client sends 16 requests and aborts the other 8 when 8 are complete.
+
+A model without weights samples every token with about the same probability. A `logit_bias` on a stop token makes the
+lengths of its answers geometric, which is the heavy tail of a real policy.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ async def race(bench: Bench, ways: Ways, repeats: int) -> None:
 
 
 class Ways:
-    """What clients do for the same prompts; each answers how many answers are complete, by prompt."""
+    """Ways to ask for the same prompts. Each returns the number of complete answers by prompt."""
 
     def __init__(self, stock: str, ours: str, model: Path, num_prompts: int, sampling: dict[str, Any]) -> None:
         self._stock, self._ours, self._model, self._sampling = stock, ours, str(model), sampling
@@ -102,7 +104,7 @@ class Ways:
         }
 
     def _prompts(self, repeat: int) -> list[list[int]]:
-        """Each is new, so that no prefix is cached."""
+        """Prompts of a repeat, all new, so that no prefix is cached."""
         return [[10 + (31 * repeat + 7 * p + i) % 400 for i in range(64)] for p in range(self._num_prompts)]
 
     async def _by_client(self, repeat: int, needed: int) -> list[int]:
@@ -149,7 +151,7 @@ class Server(NamedTuple):
     process: BaseProcess
 
     def wait_until_healthy(self) -> None:
-        """Raises: RuntimeError."""
+        """Raises: RuntimeError if the server ends, or does not answer in time."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
             if not self.process.is_alive():

@@ -1,4 +1,4 @@
-"""A lease in words: `summary.md` from `lease.jsonl`."""
+"""Writes `summary.md` of a lease from `lease.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu_check.record import Record
 
 
 def summary(record: Record, estimates: Estimates) -> str:
-    """Markdown: what ran and how it ended, what did not hold, and what each piece concludes."""
+    """Markdown: pieces that ran and how they ended, failed checks, and results of each piece."""
     ends: dict[str, dict[str, Any]] = {}
     failed: dict[str, list[dict[str, Any]]] = defaultdict(list)
     results: dict[str, dict[str, Any]] = defaultdict(dict)

@@ -1,6 +1,6 @@
-"""What torch says of a candidate: its confidences and its score, from transformers' own run of the model in float32.
+"""Torch's confidences and score of a candidate, from transformers' own run of the model in float32.
 
-Invariant: nothing of vLLM and nothing of our operators takes part.
+Invariant: neither vLLM nor our operators take part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class Truth:
 
     @torch.inference_mode()
     def of(self, prompt: list[int], tokens: list[int], detection_length: int) -> dict[str, Any]:
-        """`confidence`: mean and standard deviation of the candidate's tokens; `score`: the logit after
-        `detection_length` tokens, and the mean, lowest and bottom windows of their confidences; None before."""
+        """`confidence`: mean and standard deviation over the candidate's tokens. `score`: None before
+        `detection_length` tokens.
+
+        After them, `score` is the logit, and the mean, lowest and bottom windows of their confidences.
+        """
         answer = self._model(torch.tensor([[*prompt, *tokens]]), output_hidden_states=True)
         first = len(prompt) - 1
         logits = answer.logits[0, first : first + len(tokens)].double()
@@ -44,7 +47,7 @@ class Truth:
 
 
 def windows(confidences: torch.Tensor) -> list[float]:
-    """DeepConf's three numbers, one window after the other."""
+    """DeepConf's three numbers: mean confidence, lowest window, mean of the lowest tenth of windows."""
     size = min(CONFIDENCE_WINDOW_TOKENS, len(confidences))
     means = sorted(confidences[i : i + size].mean().item() for i in range(len(confidences) - size + 1))
     lowest = means[: max(1, len(means) // 10)]

@@ -1,1 +1,1 @@
-"""What becomes of rollouts when ranks of their server are killed, over and over."""
+"""Repeatedly kills ranks of a server, and counts what happens to its rollouts."""

@@ -1,4 +1,4 @@
-"""Clients of a server whose ranks die: each checks that what it is sent is whole, and says what became of it."""
+"""Clients of a server whose ranks are killed. Each checks that its stream is complete, and counts how rollouts end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 TIMEOUT_S = 600.0
 GROUP_SIZE = 3
 NO_RANK = "every rank of the engine is drained, or has died"
-"""While the last rank is drained, since it was not the last when that began."""
+"""Answered while the last rank is being drained, if it was not the last one when the drain began."""
 PAUSE_S = 0.2
 
 
@@ -24,7 +24,7 @@ def stream_of(response: httpx.Response) -> Any:
 
 
 class Reader:
-    """Rollouts with retry, one after the other, until told to stop or the server says that it ends."""
+    """Runs rollouts with retry, one after the other, until `stop` is set or the server announces its end."""
 
     def __init__(self, url: str, name: int, stop: threading.Event, max_tokens: int) -> None:
         self._url = url
@@ -34,7 +34,7 @@ class Reader:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.said = ""
-        """Why it stopped."""
+        """Reason for which the reader stopped."""
 
     def read(self) -> None:
         number = 0
@@ -63,7 +63,7 @@ class Reader:
         self.said = "stopped"
 
     def _check(self, response: httpx.Response) -> str | None:
-        """None after a whole rollout, else what the server said."""
+        """None after a complete rollout, else the server's error."""
         tokens: dict[tuple[str, int], list[int]] = {}
         over: dict[str, list[int]] = {}
         for event in stream_of(response):

@@ -1,5 +1,7 @@
-"""Kill ranks of a server of emulated devices at random points, one after the other until one is left, while groups move
-between them, and count what its clients have lost: every group comes back whole, and no token twice.
+"""Kills ranks of a server on emulated devices at random moments, one after the other until one is left.
+
+Meanwhile groups move between ranks. The program counts what the clients lose: every group must come back whole, and no
+token twice.
 
     python -m benchmarks.kills.ranks
 """
@@ -36,16 +38,16 @@ MAX_TOKENS = 2000
 NUM_READERS = 4
 START_TIMEOUT_S = 240.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.2, 1.5
-"""Between two kills."""
+"""Seconds between two kills."""
 RANKS = "EngineCor"
-"""What vLLM calls the processes of its ranks, as far as Linux shows it."""
+"""Name of the processes of vLLM's ranks, as Linux truncates it."""
 
 
 def main() -> None:
     parser = arguments_of(__doc__, "kills.ranks")
     parser.set_defaults(output=ROOT / "benchmarks/results/kills_ranks.json")
-    parser.add_argument("--kills", type=int, default=200, help="ranks that are killed, in all")
-    parser.add_argument("--ranks", type=int, default=8, help="of each server")
+    parser.add_argument("--kills", type=int, default=200, help="number of ranks to kill, over all servers")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of each server")
     parser.add_argument("--api-servers", type=int, default=1)
     args = parser.parse_args()
     workload = {"model": MODEL, "emulated": EMULATED, "ranks": args.ranks, "api_servers": args.api_servers}
@@ -66,14 +68,14 @@ def main() -> None:
 
 @dataclass(slots=True)
 class Life:
-    """What became of one server."""
+    """Counts and problems of one server's clients."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
 
 def live(num_ranks: int, api_servers: int, seed: int, max_kills: int) -> Life:
-    """One server, until one rank is left or so many are killed."""
+    """Run one server until one rank is left or `max_kills` ranks are killed."""
     life, chance = Life(), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_READERS + 1) as pool:
         server = start(Path(folder), num_ranks, api_servers)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pruning`."""
+"""Entry point of `python -m benchmarks.pruning`, see `run.py`."""
 
 from benchmarks.pruning.run import main
 

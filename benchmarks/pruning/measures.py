@@ -1,4 +1,4 @@
-"""Runs of candidates -> the numbers of `benchmarks.pruning`. Invariant: pure; what is not known stays None.
+"""Runs of candidates -> the numbers of `benchmarks.pruning`. Invariant: pure; unknown values stay None.
 
 A signal's score is compared only with rewards that came after it. Intervals are bootstrapped over prompts, because
 siblings of one prompt are not independent.
@@ -19,12 +19,12 @@ from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, g
 from vllm_rollout.group.judging.report import Prediction, auc, brier, reliability_bins, within_group_auc
 
 NUM_DRAWS = 1000
-"""How often a bootstrap draws."""
+"""Number of draws of a bootstrap."""
 INTERVAL_PERCENT = 90.0
 
 
 def labelled(records: Iterable[Record], score: Score) -> list[Record]:
-    """Those with a reward and this score."""
+    """The records that have a reward and this score."""
     return [record for record in records if record.correct is not None and record.score_of(score) is not None]
 
 
@@ -54,7 +54,7 @@ def overview(records: Sequence[Record]) -> dict[str, Any]:
 def learning_curve(records: Sequence[Record], window: int) -> list[dict[str, Any]]:
     """AUC of each signal by windows of labels, in the order in which rewards were posted.
 
-    `num_labels_before`: what the head had learned from, at the most, when the window began.
+    `num_labels_before`: the most labels that the head had learned from when the window began.
     """
     scored = labelled(records, "bottom_windows")
     starts = list(range(0, len(scored), window))
@@ -79,7 +79,7 @@ def learning_curve(records: Sequence[Record], window: int) -> list[dict[str, Any
 
 
 def discrimination(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
-    """AUC, overall and within groups, of every signal on the candidates that the head scored, with intervals.
+    """AUC of every signal, overall and within groups, on the candidates that the head scored, with intervals.
 
     `head_above`: the head's value minus that of an aggregate, on the same draws.
     """
@@ -130,7 +130,7 @@ class Draws:
             return (counts * self._within[known]).sum(axis=1) / np.where(total > 0, total, np.nan)
 
     def _counts(self, seed: int) -> Iterable[np.ndarray]:
-        """How often each prompt was drawn."""
+        """Times that each prompt was drawn, [num_prompts], for each draw."""
         generator = np.random.default_rng(seed)
         for _ in range(NUM_DRAWS):
             drawn = generator.integers(0, max(1, self._num_prompts), self._num_prompts)
@@ -146,7 +146,7 @@ class Draws:
 
 
 def calibration(records: Sequence[Record]) -> dict[str, Any]:
-    """What the head's success probabilities are worth; `always` is what one would get by saying the same of all."""
+    """Accuracy and Brier score of the head's success probabilities. `always`: of a constant prediction."""
     here = [record for record in labelled(records, "head") if record.success_probability is not None]
     points = predictions(here, "head")
     rate = mean(float(record.correct) for record in here)
@@ -161,7 +161,7 @@ def calibration(records: Sequence[Record]) -> dict[str, Any]:
 
 
 Groups = Mapping[str, Sequence[bool]]
-"""Prompt -> was it correct, of those that ran to their end."""
+"""Correctness of the candidates that ran to their end, by prompt."""
 
 
 def correct_by_prompt(records: Iterable[Record]) -> dict[str, list[bool]]:
@@ -173,7 +173,7 @@ def correct_by_prompt(records: Iterable[Record]) -> dict[str, list[bool]]:
 
 
 def survivors(groups: Groups) -> dict[str, Any]:
-    """rho_hat is the positive ratio of a group's survivors (ARRoL 4.1)."""
+    """Positive ratios of groups' survivors (rho_hat, ARRoL 4.1), their spread, and the overall ratio."""
     ratios = [sum(group) / len(group) for group in groups.values()]
     everyone = [correct for group in groups.values() for correct in group]
     overall = mean(map(float, everyone))
@@ -190,7 +190,7 @@ def survivors(groups: Groups) -> dict[str, Any]:
 
 
 def random_in_expectation(groups: Groups, keep_ratio: float) -> float | None:
-    """E[rho_hat (1 - rho_hat)] if that share of each group were drawn without looking: no noise of a draw.
+    """Expectation of rho_hat (1 - rho_hat) if that share of each group is kept at random. It has no noise of a draw.
 
     Fewer survivors spread more: for n of N it is the group's own product times N (n - 1) / (n (N - 1)).
     """
@@ -205,7 +205,7 @@ def random_in_expectation(groups: Groups, keep_ratio: float) -> float | None:
 
 
 def compare_survivors(ways: Mapping[str, Groups], way: str, seed: int = 0) -> dict[str, Any]:
-    """`way` minus each other one, with intervals: the same prompts are drawn for both."""
+    """`way` minus each other way, with intervals. The same prompts are drawn for both."""
     result = {}
     for other, groups in ways.items():
         if other == way:
@@ -256,7 +256,7 @@ def speed(runs: Sequence[Run], ways: Sequence[str], baseline: str) -> dict[str, 
 
 
 def interval(values: np.ndarray) -> list[float] | None:
-    """The middle `INTERVAL_PERCENT` of bootstrap values; None when there are too few to say."""
+    """The middle `INTERVAL_PERCENT` of bootstrap values, or None if there are too few."""
     known = values[~np.isnan(values)]
     if len(known) < NUM_DRAWS / 2:
         return None

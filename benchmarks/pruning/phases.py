@@ -1,7 +1,7 @@
 """The phases of `benchmarks.pruning` that talk to a server.
 
-Invariant: a run that is in a phase's log is not made again; a phase that is interrupted goes on after its last run.
-What was learned lies in a file beside the logs, and only `learn` posts rewards.
+Invariant: a run in a phase's log is not measured again, and an interrupted phase continues after its last run.
+The learned state lies in a file beside the logs, and only `learn` posts rewards.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vllm_rollout.group.types import Confidence
 from vllm_rollout.server.answers import Candidate, Trajectory
 
 TRAINING_QUIET_S = 3.0
-"""Training counts as done when the head's version has not moved for this long."""
+"""Training counts as done when the head has not changed for this long."""
 TRAINING_TIMEOUT_S = 120.0
 
 SHADOW = {"mode": "shadow", "allow_fewer": True}
-"""Says what `compare` would do to the same group."""
+"""Pruning that reports its decisions for a group and stops no candidate."""
 COMPARED: Mapping[str, Mapping[str, Any]] = {
     "none": {"keep_ratio": 1.0},
     "random": {"rule": "paper", "strength": 0.0, "keep_ratio": 0.5},
@@ -34,13 +34,13 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
     "balance": {"rule": "balance", "keep_ratio": 0.5},
     "gradient": {"rule": "gradient", "keep_ratio": 0.5},
 }
-"""Ways of `compare`. The paper's rule without strength keeps everyone with the same probability."""
+"""Ways of `compare`. The paper's rule with strength 0 keeps every candidate with the same probability."""
 SWEPT: Mapping[str, Mapping[str, Any]] = {str(ratio): {"keep_ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)}
-"""Ways of `sweep`, the default rule."""
+"""Ways of `sweep`, which use the default rule."""
 FEWER: tuple[str, str] = ("none", "fewer")
 """Ways of `fewer`: all candidates, and the first half of them."""
 SEEDS = {"learn": 0, "evaluate": 1, "vote": 2, "compare": 3, "sweep": 4}
-"""In millions, by whose prompts they are."""
+"""Offset of the seeds in millions, by the phase whose prompts are used."""
 
 Log = RunLog[Run]
 
@@ -51,7 +51,7 @@ def log_of(folder: Path, phase: Phase) -> Log:
 
 @dataclass(slots=True)
 class Bench:
-    """What every phase needs."""
+    """Sizes, folder and client that every phase uses."""
 
     sizes: Sizes
     folder: Path
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def learned(self) -> Path:
-        """All that `learn` has learned."""
+        """The file with the state that `learn` has learned."""
         return self.folder / "learned.state"
 
     async def restore(self, path: Path) -> None:
@@ -76,9 +76,10 @@ class Bench:
 
 
 async def learn(bench: Bench) -> dict[str, Any]:
-    """Rollouts in shadow mode, each judged and rewarded; several at once, so that the server never waits for one.
+    """Run rollouts in shadow mode, judge their answers and post rewards. Several rollouts overlap, so the server never
+    idles.
 
-    Returns what the server says of itself when training is done.
+    Returns the server's report when training is done.
     """
     sizes, log = bench.sizes, bench.log("learn")
     batches = _split(learning_questions(sizes), sizes.learn_prompts)
@@ -114,7 +115,7 @@ async def learn(bench: Bench) -> dict[str, Any]:
 
 
 async def evaluate(bench: Bench) -> dict[str, Any]:
-    """Shadow mode on prompts that were never posted, the head as it is; then larger groups."""
+    """Shadow mode on prompts without posted rewards, the head unchanged, then larger groups."""
     sizes, log = bench.sizes, bench.log("evaluate")
     await bench.restore(bench.learned)
     held = evaluation_questions(sizes)
@@ -150,7 +151,7 @@ async def compare(bench: Bench) -> dict[str, Any]:
 
 
 async def sweep(bench: Bench) -> dict[str, Any]:
-    """`keep_ratio` by `keep_ratio`."""
+    """Every `keep_ratio` over the same prompts and seeds, in turns."""
     sizes, log = bench.sizes, bench.log("sweep")
     await bench.restore(bench.learned)
     blocks = _split(evaluation_questions(sizes)["sweep"], sizes.sweep_block_prompts)
@@ -160,7 +161,7 @@ async def sweep(bench: Bench) -> dict[str, Any]:
 
 
 async def fewer(bench: Bench) -> dict[str, Any]:
-    """Half as many candidates, against all: those of `compare`, whose seeds and prompts they have."""
+    """Half as many candidates against all of them, with the prompts and seeds of `compare`."""
     sizes, log = bench.sizes, bench.log("fewer")
     blocks = _split(evaluation_questions(sizes)["compare"], sizes.block_prompts)
     group_sizes = dict(zip(FEWER, (sizes.group_size, sizes.group_size // 2), strict=True))
@@ -176,9 +177,9 @@ async def _take_turns(
     ways: Mapping[str, Mapping[str, Any] | None],
     group_sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Every way once per block, one after the other; who begins rotates with the block.
+    """Run every way once per block, one after the other. Each block starts with another way.
 
-    phase: whose prompts and seeds these are. group_sizes: of ways that do not have the usual one.
+    phase: the phase whose prompts and seeds are used. group_sizes: of ways that do not have the usual group size.
     """
     names = list(ways)
     total = len(blocks) * len(names)
@@ -219,7 +220,7 @@ async def roll(
     sampling_params: Mapping[str, Any] | None = None,
     post_rewards: bool = False,
 ) -> Run:
-    """One rollout request; the clock stops when its whole answer is there. Checking and rewards come after that."""
+    """One rollout request. The clock stops when the whole answer has arrived, before checks and rewards."""
     sizes = bench.sizes
     by_id = {f"{phase}/{question.prompt['id']}": question for question in batch}
     prompts = [{**question.prompt, "id": prompt_id} for prompt_id, question in by_id.items()]
@@ -284,7 +285,7 @@ def _record(prompt_id: str, candidate: Trajectory | Candidate, question: Questio
 
 
 async def wait_for_training(bench: Bench, detection_length: int) -> None:
-    """Until the head stands still; its training goes on for a while after the last reward."""
+    """Wait until the head no longer changes. Its training goes on for a while after the last reward."""
     bench.progress(0, 1, "training ends")
     deadline = time.monotonic() + TRAINING_TIMEOUT_S
     seen, since = -1, time.monotonic()
@@ -298,7 +299,7 @@ async def wait_for_training(bench: Bench, detection_length: int) -> None:
 
 
 async def _together(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of them; the first to fail ends the others."""
+    """Run all jobs. The first failure ends the others."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.gather(*tasks)
@@ -323,4 +324,4 @@ RUN_PHASE: Mapping[Phase, Callable[[Bench], Coroutine[Any, Any, dict[str, Any]]]
     "sweep": sweep,
     "fewer": fewer,
 }
-"""By name."""
+"""The function of each phase, by name."""

@@ -1,6 +1,6 @@
 """Results of `benchmarks.pruning` -> tables in Markdown and one picture.
 
-Invariant: shows what is there and adds nothing.
+Invariant: shows only values of the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLORS |= {"balance": "#134e4a", "gradient": COLORS["head"]}
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """Whom pruning keeps at what price."""
+    """Tables of survivors and speed by phase, in Markdown."""
     phases = result["phases"]
     return "\n\n".join(table(phases[name]) for name, table in TABLES.items() if name in phases)
 
@@ -90,7 +90,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"compare": _compare,
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Left: learning curve. Middle: survivors by rule. Right: speed by keep_ratio. What has not run stays blank."""
+    """Left: learning curve. Middle: survivors by rule. Right: speed by keep_ratio. Missing phases are blank."""
     phases = result["phases"]
     with picture(path, figsize=(15.5, 4.6), width_ratios=(1.35, 1.2, 1), w_pad=3) as panels:
         for axes, (name, panel) in zip(panels, PANELS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""What `benchmarks.pruning` keeps of each rollout request."""
+"""Records that `benchmarks.pruning` keeps of each rollout request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCORES: tuple[Score, ...] = ("head", "mean", "lowest_window", "bottom_windows")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One candidate, as the answer and the checker told."""
+    """One candidate, with its values from the answer and the checker's result."""
 
     prompt_id: str
     index: int
@@ -23,10 +23,10 @@ class Record:
     num_tokens: int
     truncated: bool
     correct: bool | None
-    """None: stopped before it could answer."""
+    """None if the candidate was stopped before it could answer."""
     signal: Signal | None
     score: float | None
-    """None: it ended before `detection_length`, or nothing was scored."""
+    """None if the candidate ended before `detection_length`, or if it was not scored."""
     success_probability: float | None
     survival_probability: float | None
     head_version: int | None
@@ -40,12 +40,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One rollout request."""
+    """One rollout request, with its time and its candidates."""
 
     key: tuple[str | int, ...]
-    """What it was for, such as ("balance", 3): way and block."""
+    """Purpose of the request, such as ("balance", 3): way and block."""
     started_s: float
-    """Unix time."""
+    """Start in seconds of Unix time."""
     wall_s: float
     generated_tokens: int
     num_scored: int
@@ -53,9 +53,9 @@ class Run:
     warnings: tuple[str, ...]
     records: tuple[Record, ...]
     rewards: Mapping[str, int] | None = None
-    """Posted rewards by status; None when none were posted."""
+    """Posted rewards by status, or None if none were posted."""
     num_audits: int = 0
-    """Groups in which nobody was stopped, whatever the way."""
+    """Number of audit groups, in which no candidate is stopped, whatever the way."""
 
 
 def records_of(runs: Iterable[Run]) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Logged runs -> what each phase says. Invariant: pure."""
+"""Logged runs -> the numbers of each phase. Invariant: pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Runs = Mapping[Phase, Sequence[Run]]
 
 
 def summarize(phase: Phase, sizes: Sizes, runs: Runs) -> dict[str, Any]:
-    """The numbers of one phase. Raises: ValueError when a run that it needs was never made."""
+    """The numbers of one phase. Raises: ValueError if a run that it needs is missing."""
     return SUMMARIES[phase](sizes, runs)
 
 

@@ -1,23 +1,23 @@
-"""Pruning on a real model: the quality head learns through the HTTP rewards endpoint alone, and is then put to use.
+"""Pruning on a real model: the quality head learns through the HTTP rewards endpoint alone, and then prunes.
 
-Phases, in this order; each appends its results to the output JSON when it is done, and one that is there is skipped.
-Single runs are logged beside it, so that an interrupted phase goes on where it stopped:
+Phases run in this order. Each appends its results to the output JSON when it is done, and is then skipped. Single runs
+are logged beside the output, so that an interrupted phase continues where it stopped:
 
-  learn     groups in shadow mode (nobody is stopped); every answer is checked and its reward posted. Learning curve
-            from prequential scores: each was given by a head that had never seen its prompt
-  evaluate  prompts that were never posted, the head as it is: AUC overall and within groups, Brier score,
+  learn     groups in shadow mode (no candidate is stopped); every answer is checked and its reward posted. The learning
+            curve uses prequential scores: a head that had not learned from the prompt gave each score
+  evaluate  prompts without posted rewards, the head unchanged: AUC overall and within groups, Brier score,
             against three aggregates of trace confidence on the same candidates
-  compare   groups of 16, half kept (allow_fewer): nobody pruned / at random / the paper's rule / the balance rule /
+  compare   groups of 16, half kept (allow_fewer): none pruned / at random / the paper's rule / the balance rule /
             the gradient rule, over the same prompts and seeds, in turns. rho_hat is the positive ratio of a group's
             survivors
   sweep     keep_ratio 0.25 to 1: tokens and seconds
-  fewer     what pruning has to beat: groups of half as many candidates, none pruned, against whole ones; prompts and
-            seeds of compare, nothing learned is needed
+  fewer     the baseline for pruning: groups of half as many candidates, none pruned, against whole groups, with
+            prompts and seeds of compare; nothing learned is needed
 
-Conditions. One server, one client, both on this machine. Ways take turns over blocks of prompts, who begins rotates;
-ratios are medians over blocks of the ratio within a block. Prompts are in the prefix cache before a way is timed.
-Candidates of a group have the same seeds in every way. Problems and checker: benchmarks/tasks.py; the questions of
-evaluate to fewer are none of those of learn. Intervals are 90 %, bootstrapped over prompts.
+Conditions. One server and one client run on this machine. Ways take turns over blocks of prompts, and each block starts
+with another way. Ratios are medians over blocks of the ratio within a block. Prompts are in the prefix cache before a
+way is timed. Candidates of a group have the same seeds in every way. benchmarks/tasks.py has problems and checker. No
+question of the phases evaluate to fewer is a question of learn. Intervals are 90 %, bootstrapped over prompts.
 
 A first look, two minutes on the tiny random model, whose numbers mean nothing:   python -m benchmarks.pruning --quick
 Phase by phase:                              python -m benchmarks.pruning --phases learn
@@ -52,8 +52,8 @@ QUICK |= {"sweep_blocks": 2, "sweep_block_prompts": 2}
 
 def main() -> None:
     def add(option: Any) -> None:
-        option("--phases", default=PHASES, type=_phases, help="comma-separated, in the order above (default all); with "
-               "--again they run even if the output has them, and learn takes all others with it")  # fmt: skip
+        option("--phases", default=PHASES, type=_phases, help="comma-separated, in the order above (default all). With "
+               "--again they run even if the output has them, and learn then drops all others")  # fmt: skip
 
     long_run.main("pruning", __doc__, Sizes, QUICK, run, tables, draw, add)
 
@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
 
 
 def load(output: Path, sizes: Sizes, anew: bool = False) -> dict[str, Any]:
-    """What is there already, or a new record: then logs beside it are of another run and are removed.
+    """The existing record, or a new one. With a new record, logs beside it belong to another run and are removed.
 
-    Raises: ValueError when what is there was made with other sizes that matter.
+    Raises: ValueError if the record was made with other sizes that matter.
     """
     work = output.with_suffix("")
     mine = json.loads(json.dumps(asdict(sizes)))
@@ -85,7 +85,7 @@ def load(output: Path, sizes: Sizes, anew: bool = False) -> dict[str, Any]:
 
 
 def run_phases(arguments: argparse.Namespace, sizes: Sizes, result: dict[str, Any], console: Console) -> None:
-    """All that are asked for and not there, on one server, which goes on with what was learned."""
+    """Run all phases that are asked for and missing, on one server, which continues with the learned state."""
     work = arguments.output.with_suffix("")
     if arguments.again:
         forget(work, arguments.phases)
@@ -121,7 +121,7 @@ async def run_phase(
 
 
 def forget(work: Path, phases: Sequence[Phase]) -> None:
-    """Remove the logs of these phases, and what was learned in them."""
+    """Remove the logs of these phases, and the state learned in them."""
     for phase in phases:
         learned = ("learned.state", "server.state") if phase == "learn" else ()
         long_run.remove(work, (f"{phase}.jsonl", *learned))

@@ -1,4 +1,4 @@
-"""What `benchmarks.pruning` asks, and how much of it. Invariant: nothing that is evaluated was learned from."""
+"""Questions and sizes of `benchmarks.pruning`. Invariant: no evaluated question was learned from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ TINY = "tiny-random"
 TINY_PROMPT_TOKENS = 12
 TINY_SAMPLING = {"allowed_token_ids": [2, *range(16, 24)], "min_tokens": 32}
 """Eight tokens and the end: few enough for a head to learn their parity from hundreds of labels (AUC about 0.8, and
-0.55 from the state of the step before or after)."""
+0.55 from the state of the step before or after).
+"""
 
 
 def positive(text: str) -> int:
@@ -38,32 +39,32 @@ def family_names(text: str) -> tuple[str, ...]:
 
 
 class Question(NamedTuple):
-    """One prompt and its judge."""
+    """One prompt, and the function that judges its answers."""
 
     text: str
-    """What makes two questions the same."""
+    """Identity of the question: questions with the same text are the same."""
     prompt: Mapping[str, Any]
     judge: Callable[[Trajectory], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of the model, the phases and the groups, which are also options of the command line."""
 
     model: str = size(REAL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
     families: tuple[str, ...] = size(EARLY, "problem families of benchmarks/tasks.py, comma-separated", family_names)
-    seed: int = size(7, "problems and sampling")
+    seed: int = size(7, "seed of problems and sampling")
     max_tokens: int = size(256, "length cap of an answer", positive)
-    temperature: float = size(1.0, "of sampling")
+    temperature: float = size(1.0, "temperature of sampling")
     detection_length: int = size(8, "tokens after which a candidate is scored", positive)
     at_once: int = size(96, "candidates that run at once: the server's --max-num-seqs", positive)
-    labels: int = size(4000, "learn: rewards to be accepted", positive)
+    labels: int = size(4000, "learn: accepted rewards after which it ends", positive)
     learn_group_size: int = size(8, "learn and evaluate: candidates per prompt", positive)
     learn_prompts: int = size(6, "learn: prompts per request; requests overlap", positive)
     window: int = size(500, "learn: labels per point of the learning curve", positive)
     evaluate_prompts: int = size(120, "evaluate: prompts", positive)
     vote_prompts: int = size(24, "evaluate: prompts of larger groups", positive)
-    vote_candidates: int = size(32, "evaluate: candidates of each of these", positive)
+    vote_candidates: int = size(32, "evaluate: candidates of each larger group", positive)
     group_size: int = size(16, "compare, sweep: candidates per prompt", positive)
     blocks: int = size(8, "compare: blocks; every way runs once in each", positive)
     block_prompts: int = size(6, "compare: prompts per block", positive)
@@ -79,18 +80,18 @@ class Sizes:
 
 LEARNING_SIZES = ("model", "families", "seed", "max_tokens", "temperature", "detection_length", "labels")
 LEARNING_SIZES += ("learn_group_size", "learn_prompts")
-"""What decides what is learned, and from which questions."""
+"""Sizes that decide what is learned, and from which questions."""
 
 
 def questions(sizes: Sizes, num: int, seed: int, families: Sequence[str]) -> list[Question]:
-    """The first `num` of an endless list."""
+    """The first `num` questions of an endless list."""
     if sizes.model == TINY:
         return [_tiny_question(position, seed, sizes.detection_length) for position in range(num)]
     return [_question(problem) for problem in make_problems(num, seed, families)]
 
 
 def held_out(sizes: Sizes, num: int, seed: int, families: Sequence[str], taken: set[str]) -> list[Question]:
-    """`num` questions none of which is among `taken` texts. Raises: ValueError when there are not that many."""
+    """`num` questions whose texts are not in `taken`. Raises: ValueError if there are too few."""
     asked = num
     while True:
         found = [question for question in questions(sizes, asked, seed, families) if question.text not in taken]
@@ -106,7 +107,7 @@ def _question(problem: Problem) -> Question:
 
 
 def _tiny_question(position: int, seed: int, detection_length: int) -> Question:
-    """The random model answers nothing: "correct" is what its state can know, the parity of the token it read last."""
+    """A question for the random model. An answer is correct if the token that the model read last is even."""
     generator = random.Random(f"{seed}/{position}")
     tokens = [generator.randrange(16, 512) for _ in range(TINY_PROMPT_TOKENS)]
     judge = lambda trajectory: [*trajectory.token_ids, 1][: detection_length - 1][-1] % 2 == 0  # noqa: E731
@@ -114,13 +115,13 @@ def _tiny_question(position: int, seed: int, detection_length: int) -> Question:
 
 
 def learning_questions(sizes: Sizes) -> list[Question]:
-    """More than are needed: not every candidate lives to be scored."""
+    """More questions than are needed, because some candidates end before they are scored."""
     num = -(-3 * sizes.labels // (2 * sizes.learn_group_size))
     return questions(sizes, num, sizes.seed, sizes.families)
 
 
 def evaluation_questions(sizes: Sizes) -> dict[str, list[Question]]:
-    """Questions that nothing was learned from, by use; another seed than the one of learning."""
+    """Questions that nothing was learned from, by use. Their seed differs from that of learning."""
     taken = {question.text for question in learning_questions(sizes)}
     wanted = {
         "evaluate": sizes.evaluate_prompts,

@@ -1,1 +1,1 @@
-"""Rewards: graders, time limits, groups that end when they teach."""
+"""Rewards: graders, time limits, and groups that end when their rewards differ."""

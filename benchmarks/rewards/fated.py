@@ -1,12 +1,12 @@
-"""Programs whose fate is drawn, for answers of an emulated device, whose made-up words are no programs.
+"""Programs whose results are drawn, for answers of an emulated device, whose text is no program.
 
-Each answer stands for a program that says who it is, a digest of its text. Its test draws by its own name and by that
-digest how long the run takes, whether it hangs and whether it is right. All else is the built-in `code`: its sandbox,
+Each answer stands for a program that names a digest of the answer's text. The test draws from its own name and that
+digest how long the run takes, whether it hangs, and whether it is right. All else is the built-in `code`: its sandbox,
 its processes, its time limits.
 
 `python -m benchmarks.rewards.fated serve MODEL …` is `vllm-rollout serve` with such programs.
 
-Invariant: a run's fate is the same wherever, whenever and however often it is graded.
+Invariant: a run has the same result and duration wherever, whenever and however often it is graded.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ assert kind == "right"
 
 
 class TestCase(NamedTuple):
-    """A test of a prompt, and the runs that it sees."""
+    """A test of a prompt, and the distribution of its runs."""
 
     __test__ = False
 
     name: str
     median_s: float
     sigma: float
-    """Standard deviation of the logarithm, among its runs."""
+    """Standard deviation of a run's log seconds."""
     hanging: float
     """Share of runs that never end."""
     right: float
-    """Share of the others that pass."""
+    """Share of runs that pass, among those that end."""
 
     @property
     def source(self) -> str:
-        """As `tests` of the prompt's data."""
+        """Source of the test, for the field `tests` of the prompt's data."""
         return TEST.format(source=inspect.getsource(fate_of), forever=FOREVER_S, **self._asdict())
 
     def fate(self, text: str) -> tuple[str, float]:
-        """`right`, `wrong` or `hangs`, and seconds, of the answer with this text."""
+        """`right`, `wrong` or `hangs`, and the seconds of the run, for the answer with this text."""
         return fate_of(self.name, name_of(text), *self[1:])
 
 
@@ -64,7 +64,7 @@ def name_of(text: str) -> str:
 
 
 def stand_for_programs() -> None:
-    """From now on in this process, `code` takes every answer for the program that says its name."""
+    """Make `code` take every answer for the program of its digest, from now on in this process."""
     code.program_of = lambda text: f"answer = {name_of(text)!r}"
 
 

@@ -1,19 +1,20 @@
 """A judge beside an actor on one emulated device: a share reserved for it, or the whole device in turns.
 
-A model of 7B decodes groups, and a judge grades each answer as it ends: it prefills the question and the answer and
-says one token (`choices`). Both have vLLM's scheduler, the actor our groups; the device is a clock, so that no second
-depends on this host and a run repeats to the digit. An actor's steps do not depend on grades, so each rollout runs once
-and is replayed beside a judge in each arrangement:
+A 7B model decodes groups, and a judge grades each answer as it ends: it prefills the question and the answer and
+generates one token (`choices`). Both have vLLM's scheduler, and the actor has our groups. The device is a clock, so
+seconds do not depend on this host, and a run repeats to the digit. An actor's steps do not depend on grades, so each
+rollout runs once and is replayed beside a judge in each arrangement:
 
-own        the judge has a device of its own. It is also the most that MPS can give, where both compute at once
+own        the judge has a device of its own. This is also the most that MPS can give, with both computing at once
 reserved   the judge has this share of the device, used or not: a step of the actor takes 1/(1 - share) of its time, one
            of the judge 1/share
-slices     who computes alone has all of it, else both have half: two processes on a GPU without MPS, in short slices
-turns      the same by whole steps, one of each in turn
-judge      the judge's steps come first, the actor has what is left
+slices     a model that computes alone has all of the device, otherwise each has half: two processes on a GPU without
+           MPS, in short slices
+turns      as slices, but by whole steps, one of each in turn
+judge      the judge's steps come first, the actor has the rest
 after      the judge begins when the rollout is over
 
-The judge takes no memory from the actor here, switching costs nothing, and no time passes between the two servers.
+The judge takes no memory from the actor, switching costs nothing, and no time passes between the two servers.
 
 Run from the repository root: python -m benchmarks.rewards.judge_emulated
 """
@@ -45,9 +46,9 @@ from vllm_rollout.rewards.grader import NUM_REQUESTS
 MODEL, GROUP_SIZE, MAX_NUM_SEQS, BLOCK_SIZE = "7B/8k", 8, 1024, 16
 MAX_TOKENS = MODELS[MODEL].max_tokens
 NUM_PROMPTS = (8, 32)
-"""On one device; 8 of 8 answers is RollPacker's share of a batch."""
+"""Prompts on one device. 8 prompts of 8 answers are RollPacker's share of a batch."""
 TEMPLATE_TOKENS = 50
-"""The tokens of a judge's question around prompt and answer."""
+"""Tokens of a judge's question around prompt and answer."""
 SHORTER = 4
 """Short answers have a quarter of the tokens."""
 STEPS = {
@@ -55,7 +56,8 @@ STEPS = {
     "1.5B": {"ms": 1.5, "ms_per_request": 0.0024, "ms_per_context_token": 1.0e-5, "ms_per_prefilled_token": 0.006},
 }
 """7B is examples/emulate_7b.json, and the actor. 1.5B has a fifth of its weights, half of its KV (28 layers, 2 KV heads
-of 128) and the same overhead of 0.6 ms."""
+of 128) and the same overhead of 0.6 ms.
+"""
 WAYS = ("own", "reserved 0.1", "reserved 0.2", "reserved 0.3", "slices", "turns", "judge", "after")
 TOLERANCE_S = 1e-9
 
@@ -76,16 +78,16 @@ class Answer(NamedTuple):
 class Step(NamedTuple):
     seconds: float
     answers: list[Answer]
-    """That end with it and are returned, and so graded."""
+    """Answers that end with the step and are returned, so that the judge grades them."""
 
 
 class Replayed(NamedTuple):
     rollout_s: float
     last_grade_s: float
     waits_s: list[float]
-    """From an answer's end to its grade."""
+    """Seconds from an answer's end to its grade."""
     judge_s: float
-    """Seconds of a whole device that the judge computes."""
+    """Seconds for which the judge computes, at the speed of a whole device."""
 
 
 def main() -> None:
@@ -147,7 +149,7 @@ def rollout(model: str, answers: str, num_prompts: int, redundancy: int, seed: i
 
 
 def replay(steps: Sequence[Step], judge: EmulatedRun, way: str) -> Replayed:
-    """One rollout beside a judge that has graded nothing yet."""
+    """Replay one rollout beside a judge that has graded nothing before."""
     ahead, waiting = deque(steps), deque[tuple[str, list[int]]]()
     ended_at, waits_s = list[float](), list[float]()
     actor_s = judge_s = 0.0  # what is left of the steps under way, on a whole device
@@ -184,7 +186,7 @@ def replay(steps: Sequence[Step], judge: EmulatedRun, way: str) -> Replayed:
 
 
 def parts(way: str, both: bool, judge_is_next: bool) -> tuple[float, float]:
-    """The parts of the device that actor and judge have. `judge_is_next`: if steps take turns."""
+    """Shares of the device for actor and judge. `judge_is_next`: if steps alternate, the judge's is next."""
     kind, _, share = way.partition(" ")
     if kind == "reserved":
         return 1 - float(share), float(share)
@@ -196,7 +198,7 @@ def parts(way: str, both: bool, judge_is_next: bool) -> tuple[float, float]:
 
 
 def summary(runs: Sequence[Replayed], alone: Sequence[float]) -> dict[str, Any]:
-    """Medians over seeds. Ratios are to the actor without a judge; of waits, each run's median and slowest tenth."""
+    """Medians over seeds. Ratios are to the actor without a judge. Waits are each run's median and 90th percentile."""
     return {
         "alone_s": median(alone),
         "speed": quartiles(ratios(alone, [run.rollout_s for run in runs])),

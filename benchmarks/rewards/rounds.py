@@ -1,21 +1,21 @@
 """Rollout and rewards of a round at RollPacker's shape (4.3, 6.5): `python -m benchmarks.rewards.rounds`.
 
-Real servers on an emulated device, real programs in the sandbox of `code`, killed for real. 16 prompts x 8 answers of
-the paper's 7B/8k, one test each: 5 % of runs hang until they are killed, the others are log-normal around 1 s, half of
-them pass. Lengths and step costs are those of `benchmarks/rollpacker.py`, where one token here stands for
-TOKENS of the model's, so that the host has time; and all seconds, of the device, of programs and of their limits, are
-those of the paper times --scale. Programs mostly sleep, since this machine has few cores; 16 are graded at once.
+Servers run on an emulated device. Programs are real, run in the sandbox of `code`, and are really killed. A round has
+16 prompts x 8 answers of the paper's 7B/8k, with one test each. 5 % of runs hang until they are killed. The others are
+log-normal around 1 s, and half of them pass. Lengths and step costs are those of `benchmarks/rollpacker.py`. One token
+here stands for TOKENS of the model's, so that the host keeps up. All seconds (of the device, of programs and of their
+limits) are the paper's times --scale. Programs mostly sleep, because this machine has few cores. 16 are graded at once.
 
-Each round is measured in three ways, in turns, with the same answers and the same fates of their programs:
+Each round is measured in three ways, in turns, with the same answers and the same results of their programs:
 
   after     the rollout, then its answers are graded at once (`vllm_rollout.rewards.Grader`); a run may take 30 s
-  async     the server grades each as it ends (`"reward": "code"`); a run may take 30 s
-  learned   the same, with limits that learn: 1.5 x the longest right run of the test case, 2 to 30 s
+  async     the server grades each answer as it ends (`"reward": "code"`); a run may take 30 s
+  learned   as async, with limits that adapt: 1.5 x the longest right run of the test case, 2 to 30 s
 
-in two kinds of rounds: one waits for all answers, one takes the first 8 of 10 (a short round's rollout). Each repeat
-is an epoch over the same prompts with new answers. Epoch 0, in which limits learn and processes start, does not count.
+There are two kinds of rounds: one waits for all answers, one takes the first 8 of 10 (a short round's rollout). Each
+repeat is an epoch over the same prompts with new answers. Epoch 0 does not count: limits adapt and processes start.
 
-Invariant: what is called right, wrong or hanging was drawn before anything was graded.
+Invariant: a run is drawn as right, wrong or hanging before anything is graded.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from vllm_rollout.rewards import Grader, Trajectory
 
 MODEL = "7B/8k"
 TOKENS = 50
-"""For so many tokens of the model's one of the emulated device stands."""
+"""Tokens of the model for each token of the emulated device."""
 HANGING, RIGHT = 0.05, 0.5
-"""Shares: of all runs (RollPacker 4.3), and of the others. The second is assumed."""
+"""Share of hanging runs (RollPacker 4.3), and of right ones among the others. The second is assumed."""
 SIGMA = 0.6
 """Standard deviation of log seconds of runs that end, within and between test cases together. Assumed."""
 WITHIN_SHARE = 0.25
-"""Part of its square that is within a test case. Assumed."""
+"""Share of the variance that is within a test case. Assumed."""
 PAPER = LimitTerms()
 
 WAYS = {"after": "after the rollout", "async": "as they end", "learned": "as they end,\nlimits that learn"}
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def device(self) -> dict[str, Any]:
-        """For `--rollout-emulate`: one engine, whose step costs what `TOKENS` of the model do, and its context too."""
+        """For `--rollout-emulate`: one engine. A step and its context cost as much as `TOKENS` steps of the model."""
         cost = MODELS[MODEL].cost
         empty_s, one_token_s = cost.ptl(1, 0), cost.ptl(1, 1)
         step_ms, tail = 1e3 * TOKENS * self.scale, TAILS[MODEL].described()
@@ -96,7 +96,7 @@ class Workload:
 
     @property
     def cases(self) -> dict[str, TestCase]:
-        """By prompt."""
+        """Test case by prompt."""
         chance = random.Random(f"rewards/{self.seed}")
         between, within = SIGMA * (1 - WITHIN_SHARE) ** 0.5, SIGMA * WITHIN_SHARE**0.5
         return {
@@ -121,7 +121,7 @@ class Workload:
 
 
 class Graded(NamedTuple):
-    """An answer of a round, with what became of it."""
+    """An answer of a round, with its grade."""
 
     prompt_id: str
     text: str
@@ -132,9 +132,9 @@ class Graded(NamedTuple):
 
 class Round(NamedTuple):
     rollout_s: float
-    """Until the last answer."""
+    """Seconds until the last answer."""
     round_s: float
-    """Until the last reward."""
+    """Seconds until the last reward."""
     graded: list[Graded]
 
 
@@ -142,9 +142,9 @@ def main() -> None:
     parser = arguments_of(__doc__, "rewards.rounds", seed=3, repeats=5, plot=True)
     parser.set_defaults(output=ROOT / "benchmarks/results/rewards.json", plot=ROOT / "docs/images/rewards.png")
     add = parser.add_argument
-    add("--prompts", type=int, default=16, help="of a round (default %(default)s)")
-    add("--group-size", type=int, default=8, help="default %(default)s")
-    add("--processes", type=int, default=16, help="that grade, in each way (default %(default)s)")
+    add("--prompts", type=int, default=16, help="prompts per round (default %(default)s)")
+    add("--group-size", type=int, default=8, help="answers per group (default %(default)s)")
+    add("--processes", type=int, default=16, help="processes that grade, in each way (default %(default)s)")
     add("--scale", type=float, default=0.4, help="seconds here for a second of the paper's (default %(default)s)")
     arguments = parser.parse_args()
     exit_on_sigterm()
@@ -209,7 +209,7 @@ async def _measure(its: Workload, repeats: int, urls: Mapping[str, str]) -> list
 
 
 async def one_round(its: Workload, client: AsyncRolloutClient, shape: str, epoch: int, grader: Grader | None) -> Round:
-    """`grader`: of the client, for what the server does not grade."""
+    """Run one round. `grader`: of the client, or None if the server grades."""
     prompts, seed = its.prompts(), 1_000_000 * (2 * epoch + (shape == "race") + 1)
     sampling = {"max_tokens": its.max_tokens, "seed": seed}
     options: dict[str, Any] = {"include": ["text"], "sampling_params": sampling}
@@ -244,7 +244,7 @@ async def one_round(its: Workload, client: AsyncRolloutClient, shape: str, epoch
 
 
 def row_of(its: Workload, round: Round) -> dict[str, Any]:
-    """Seconds are those of this machine."""
+    """Counts and times of a round, in seconds of this machine."""
     kinds = [its.cases[each.prompt_id].fate(each.text)[0] for each in round.graded]
     seconds = [each.seconds for each in round.graded]
     right = [each for each, kind in zip(round.graded, kinds, strict=True) if kind == "right"]
@@ -316,7 +316,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel per kind of round: seconds of its rounds, and a line where the rollout alone ends."""
+    """A panel per kind of round: seconds of its rounds, and a line at the end of the rollout alone."""
     scale = result["workload"]["scale"]
     with picture(path, figsize=(13, 3.6), width_ratios=(1, 1), w_pad=3) as panels:
         for axes, each in zip(panels, result["results"], strict=True):

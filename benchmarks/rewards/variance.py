@@ -1,7 +1,7 @@
-"""Groups that end when they teach (`"until": "variance"`): seconds, tokens, and what becomes of the gradient.
+"""Groups that end when their rewards differ (`"until": "variance"`): seconds, tokens, and the effect on the gradient.
 
-`variance_rounds.py` has rounds on virtual time: ours, filtering, a client that resamples. `variance_weights.py` has
-what a prompt weighs in GRPO's gradient, exactly.
+`variance_rounds.py` has rounds on virtual time: ours, filtering, and a client that resamples. `variance_weights.py`
+has the exact weight of a prompt in GRPO's gradient.
 
 Run from the repository root: python -m benchmarks.rewards.variance
 
@@ -38,7 +38,7 @@ from benchmarks.tables import INK, Row, columns, grid, lines, number, percent, p
 from vllm_rollout.group.rewards.estimates import ESTIMATORS
 
 WEIGHT_RATES = tuple(rate for rate in RATES if rate <= 0.5)
-"""Weights are the same at 1 - p, biases of the success rate have the other sign."""
+"""Weights are the same at 1 - p, and biases of the success rate have the opposite sign."""
 
 
 def all_weights() -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ DRAWN = ("ours", "ours_grading", "filter", "batches", "resample")
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Left and middle: seconds and tokens of a group that teaches. Right: what a prompt weighs."""
+    """Left and middle: seconds and tokens per group with a gradient. Right: weight of a prompt."""
     with picture(path, figsize=(16, 4.8), width_ratios=(1, 1, 1), w_pad=2) as panels:
         for axes, key, ylabel in zip(panels, ("seconds", "tokens"), ("seconds", "generated tokens"), strict=False):
             values = {
@@ -129,7 +129,7 @@ def _draw_weights(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _scale_rates(axes: Any, ticks: Sequence[float]) -> None:
-    """Rare successes and rare failures get room."""
+    """A logit scale, which gives space to rare successes and rare failures."""
     axes.set_xscale("logit")
     axes.set_xticks(ticks, [percent(rate) for rate in ticks])
     axes.xaxis.set_minor_locator(NullLocator())

@@ -1,17 +1,18 @@
-"""Rounds of groups that end when they teach, of filtering and of a client that resamples: seconds and tokens.
+"""Rounds of groups that end when rewards differ, of filtering, and of a client that resamples: seconds and tokens.
 
-Virtual time: one engine whose step takes what RollPacker's 7B takes on an H800 (`benchmarks/rollpacker.py`), `SEATS`
-groups at once, over when as many groups have come back that teach. All prompts succeed at the same rate (or at rates
-of their own: `MIXED`), whatever the answer's length; lengths are log-normal within and between prompts, as is grading,
-with as many graders as are asked for. A group that ended without variance gives its seat to the next prompt.
-
-- ours, by its launches: `decide` itself (as many under way as make an even chance of variance), other chances, the
-  prompt's rate known from 16 earlier answers, what a quality head says of answers that await their grade, `decide` in
-  the order of grading; waves (as many, but only when nothing is under way: never a spare while a reward is awaited),
-  one at a time, all of `max_candidates` from the start;
-- filter: plain groups of `GROUP_SIZE`, without variance gone, the next prompt at once (rounds with `filter`);
-- filter in batches: `SEATS` groups, wait for all, then as many again (DAPO's dynamic sampling);
-- resample: the client sees a whole group, and if it does not teach asks for as many of the same prompt again.
+Time is virtual: one engine whose step takes as long as RollPacker's 7B on an H800 (`benchmarks/rollpacker.py`). `SEATS`
+groups run at once, and a round ends when `SEATS` groups with different rewards are complete. All prompts have the same
+success rate (or rates of their own: `MIXED`), whatever the answer's length. Lengths are log-normal within and between
+prompts, and so are grading times. There are as many graders as needed. A group without variance is replaced by the next
+prompt.
+- ours, by its launches: `decide` itself (enough under way for an even chance of variance); other chances; the prompt's
+  rate known from 16 earlier answers; a quality head's estimates for answers that await their grade; `decide` in the
+  order of grading; waves (as many, but only when nothing is under way, so no spare starts while a reward is awaited);
+  one at a time; all of `max_candidates` from the start
+- filter: plain groups of `GROUP_SIZE`. A group without variance is dropped, and the next prompt starts at once (rounds
+  with `filter`)
+- filter in batches: `SEATS` groups, wait for all, then as many again (DAPO's dynamic sampling)
+- resample: the client gets a whole group. If its rewards are equal, the client asks for the same prompt again
 
 Invariant: the same numbers for the same seed, and no timing of this machine.
 """
@@ -45,14 +46,14 @@ from vllm_rollout.group.rewards.until import (
 GROUP_SIZE, MAX_CANDIDATES, SEATS = 8, 32, 32
 RATES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 MIXED = (0.5, 0.5)
-"""Beta distribution of success rates where prompts differ: many never or always succeed."""
+"""Beta distribution of success rates for prompts that differ: many never or always succeed."""
 MODEL = "7B/8k"
 PROMPT_TOKENS = 200
 GRADING_MEDIAN_S, GRADING_SIGMA = 1.0, 0.6
 SLOW_GRADING_S = 10.0
 SLOW_WAYS = ("ours", "ours_head", "ours_known", "waves", "all")
 HISTORY = 16
-"""Earlier answers of a prompt, whose share of right ones is its rate."""
+"""Earlier answers of a prompt, from which its success rate is known."""
 COST = MODELS[MODEL].cost
 
 
@@ -67,8 +68,9 @@ class Way(NamedTuple):
     knows_rate: bool = False
     in_batches: bool = False
     head: float | None = None
-    """A quality head says how likely each ended answer is right: its scores of right and wrong ones are so many
-    deviations apart (1: an AUC of 0.76, 2: 0.92), calibrated as if half of all answers were right. None: no head."""
+    """None, or the quality head's separation: distance of the scores of right and wrong answers, in standard deviations
+    (1: an AUC of 0.76, 2: 0.92). Its probabilities are calibrated as if half of all answers were right.
+    """
 
 
 WAYS = {
@@ -95,17 +97,17 @@ class Running:
     length: int
     grading_s: float
     start: float = 0.0
-    """The engine's step at its launch."""
+    """Steps of the engine before its launch."""
     stage: CandidateStage = "running"
     place: int = 0
     chance: float | None = None
-    """What the head says."""
+    """Success probability by the head, or None."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     scale: float
-    """Log deviation of its prompt's lengths."""
+    """Deviation of the prompt's log lengths from the overall median."""
     rate: float
     prior: Prior
     candidates: list[Running] = field(default_factory=list)
@@ -130,7 +132,7 @@ class Round:
         self.terms = UntilTerms(GROUP_SIZE, way.max_candidates, way.order)
         self.seconds = self.steps = self.tokens = 0.0
         self.starts = 0.0
-        """Sum of the starts of what runs, in steps."""
+        """Sum over running candidates of the step at which each started."""
         self.num_running = self.num_groups = self.num_teach = self.num_idle = 0
         self.ends: list[tuple[float, int, Running]] = []
         self.grades: list[tuple[float, int, Running]] = []
@@ -250,7 +252,7 @@ class Round:
 def rounds(
     seeds: Sequence[int], ways: Sequence[str] = tuple(WAYS), grading_s: float = GRADING_MEDIAN_S
 ) -> list[dict[str, Any]]:
-    """Medians over seeds, by way and rate; a rate of None stands for MIXED."""
+    """Medians over seeds, by way and rate. A rate of None stands for MIXED."""
     rows = []
     for rate in (*RATES, None):
         for name in ways:

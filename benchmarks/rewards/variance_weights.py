@@ -1,7 +1,7 @@
-"""What a group that ends when it teaches weighs in GRPO's gradient.
+"""Weight, in GRPO's gradient, of a group that ends when its rewards differ.
 
 Rewards are 0 or 1 and candidates independent. For a zero-sum advantage A, E[sum A_i s_i] = w(p) grad p with
-w(p) = E[sum A_i r_i] / (p (1 - p)), s_i a candidate's score function: any rule that looks at rewards in the order of
+w(p) = E[sum A_i r_i] / (p (1 - p)), s_i a candidate's score function. Any rule that looks at rewards in the order of
 launch changes w and nothing else. `weights` enumerates w over the ends of a group.
 
 Invariant: the same numbers for the same seed.
@@ -21,7 +21,7 @@ LEAST_CHANCE = 1e-12
 
 
 class End(NamedTuple):
-    """A way in which a group ends."""
+    """One of the ways in which a group ends, with its probability."""
 
     chance: float
     num_graded: int
@@ -29,7 +29,7 @@ class End(NamedTuple):
 
 
 def ends(rate: float, group_size: int, most: int | None) -> Iterator[End]:
-    """All ends of a group of 0 and 1 at this success rate; most: `max_candidates`, None for no limit."""
+    """All ends of a group of 0 and 1 at this success rate. most: `max_candidates`, or None for no limit."""
     wrong = 1 - rate
     for right in range(1, group_size):
         yield End(math.comb(group_size, right) * rate**right * wrong ** (group_size - right), group_size, right)
@@ -46,7 +46,7 @@ def ends(rate: float, group_size: int, most: int | None) -> Iterator[End]:
 
 
 def signal(estimator: Estimator, num: int, right: int) -> float:
-    """sum A_i r_i of a group with so many rewards of 1: the closed form of `group/rewards/estimates.py`."""
+    """sum A_i r_i of a group with `right` rewards of 1, by the closed form of `group/rewards/estimates.py`."""
     squares = right * (num - right) / num
     if not squares:
         return 0.0
@@ -54,14 +54,14 @@ def signal(estimator: Estimator, num: int, right: int) -> float:
 
 
 def right_returned(end: End, group_size: int) -> int:
-    """Rewards of 1 among the first `group_size - 1` and the one that differs; among the first `group_size` if none."""
+    """Rewards of 1 among the first `group_size - 1` and the one that differs, else among the first `group_size`."""
     if end.num_graded == group_size:
         return end.num_right
     return {0: 0, 1: 1, end.num_graded: group_size}.get(end.num_right, group_size - 1)
 
 
 def weights(rate: float, group_size: int, most: int | None, estimator: Estimator) -> dict[str, float]:
-    """w(p) of a prompt over plain GRPO's, by what is returned, and what the returned rewards say of p."""
+    """w(p) of a prompt over plain GRPO's, by which answers are returned, and estimates of p by the returned rewards."""
 
     def expected(value: Callable[[End], float], most: int | None = most) -> float:
         return sum(end.chance * value(end) for end in ends(rate, group_size, most))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rounds`."""
+"""Entry point of `python -m benchmarks.rounds`, see `run.py`."""
 
 from benchmarks.rounds.run import main
 

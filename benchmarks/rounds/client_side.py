@@ -1,4 +1,4 @@
-"""Tail batching as a trainer writes it around a stock server: streams, an own queue, connections closed early.
+"""Tail batching as a trainer writes it around a stock server: streams, a queue of its own, connections closed early.
 
 Invariant: a prompt is in one round at a time and is returned once.
 """
@@ -21,7 +21,7 @@ from vllm_rollout.group.rounds.rounds import RunTerms
 async def client_rounds(
     client: httpx.AsyncClient, questions: Sequence[str], terms: RunTerms, sampling: dict[str, Any]
 ) -> AsyncIterator[Round]:
-    """Short rounds over the data; a long one when the queue can fill it, and at the end for what is left."""
+    """Short rounds over the data. A long one follows when the queue can fill it, and at the end for what remains."""
     fresh = list(range(len(questions)))
     queue: list[int] = []
     while fresh or queue:
@@ -47,7 +47,7 @@ async def _round(
     terms: RunTerms,
     sampling: dict[str, Any],
 ) -> Round:
-    """Over when `num_wanted` prompts are complete: the other streams are closed, and the server aborts them."""
+    """Run one round until `num_wanted` prompts are complete. Then close the other streams: the server aborts them."""
     started = time.monotonic()
     received = dict.fromkeys(prompts, 0)
 

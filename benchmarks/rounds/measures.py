@@ -1,4 +1,4 @@
-"""Runs of `benchmarks.rounds` -> numbers. Invariant: pure; ratios are of one repeat, then comes the median."""
+"""Runs of `benchmarks.rounds` -> numbers. Invariant: pure; each ratio is within one repeat, then comes the median."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Run:
     """A period of one way in one repeat."""
 
     key: tuple[str, int]
-    """The way and its repeat."""
+    """The way, and the number of the repeat."""
     started_s: float
-    """Unix time."""
+    """Start in seconds of Unix time."""
     load: float
     """Load average of the machine over the minute before."""
     period: Period
-    """Its generated tokens are those of the engine's counter."""
+    """Rounds with generated tokens by the engine's counter."""
 
 
 def round_row(each: Round) -> Row:
@@ -54,7 +54,7 @@ def run_row(run: Run) -> Row:
 
 
 def period_row(period: Period, rounds: Sequence[Row]) -> Row:
-    """Averages are over the rounds of the period."""
+    """Sums over the period, and averages over its rounds."""
     return {
         "wall_s": period.seconds,
         "mean_round_s": period.seconds / len(rounds),

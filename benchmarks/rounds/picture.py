@@ -1,4 +1,4 @@
-"""Results of `benchmarks.rounds` -> a table in Markdown and one picture. Invariant: shows what is there."""
+"""Results of `benchmarks.rounds` -> a table in Markdown and one picture. Invariant: shows only values of the result."""
 
 from __future__ import annotations
 

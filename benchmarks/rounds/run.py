@@ -1,6 +1,6 @@
 """Tail batching (RollPacker) on a real server: a full period of rounds, three ways.
 
-Every way returns the same prompts, P0 a round, with R0 trajectories each:
+Every way returns the same prompts, P0 per round, with R0 trajectories each:
 
   plain   R0 candidates of P0 prompts per round, stock chat requests, a round waits for all: the baseline
   client  tail batching as a trainer writes it around the stock endpoint: one stream per prompt with ceil(1.25 R0)
@@ -8,22 +8,22 @@ Every way returns the same prompts, P0 a round, with R0 trajectories each:
           and the other prompts wait in the trainer's queue for the long round
   run     POST /v1/runs and its rounds: the same rules in the engine's step loop
 
-A period is as many short rounds as it takes until the long one is full, and that one. Every way returns as many prompts
-and trajectories in it.
+A period is the short rounds that fill a long one, and the long one. Every way returns the same number of prompts and
+trajectories per period.
 
-Conditions. One server (ours, which answers stock requests as vLLM does), one client, both on this machine; no
-log probabilities. Candidate i samples with its prompt's seed + i in every way; order of the prompts and seeds are a
-repeat's own. One prompt in ten asks for a long answer; at temperature 0.6 most others are answered shortly, and some
-run into the cap. Ways take turns, who begins rotates; prompts are in the prefix cache before a way is timed. Between
-two rounds the engine comes to rest, as while a trainer trains; so what an abort over HTTP still decodes after its round
-costs `client` no time. Tokens are those of the engine's own counter; P75 and the longest are of returned trajectories.
-Ratios are taken within a repeat against plain, then their median.
+Conditions. One server (ours, which answers stock requests as vLLM does) and one client run on this machine. No log
+probabilities. Candidate i samples with its prompt's seed + i in every way. Each repeat has its own order of prompts and
+its own seeds. One prompt in ten asks for a long answer. At temperature 0.6 most other answers are short, and some reach
+the cap. Ways take turns, and each repeat starts with another way. Prompts are in the prefix cache before a way is
+timed. Between two rounds the engine becomes idle, as while a trainer trains. So tokens that an aborted HTTP request
+still decodes after its round cost `client` no time. Tokens are those of the engine's own counter. P75 and the longest
+are over returned trajectories. Ratios to plain are taken within a repeat. The result is their median.
 
 Sizes. On a CPU a step takes longer with every candidate (from about 8 on), so speculative candidates cost time that a
-GPU below its compute limit would not take. R0 = 2 and P0 = 8 are what two cores carry; with R0 = 4 and
-temperature 1 a period was slower than plain rounds.
+GPU below its compute limit would not take. R0 = 2 and P0 = 8 are what two cores carry. With R0 = 4 and temperature 1 a
+period was slower than plain rounds.
 
-An interrupted run goes on where it stopped; runs are logged in the folder beside the output.
+An interrupted run continues where it stopped. Runs are logged in the folder beside the output.
 
 A first look, under a minute on the tiny random model, whose numbers mean nothing:   python -m benchmarks.rounds --quick
 """
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
-    """Measure what is missing, and write the output."""
+    """Measure missing runs, and write the output."""
     check(sizes)
     folder: Path = arguments.output.with_suffix("")
     if arguments.again:
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
 
 
 async def _measure(bench: Bench, log: long_run.RunLog[Run], progressed: long_run.Progressed) -> None:
-    """Everything that is not in the log yet."""
+    """Measure all runs that are not in the log."""
     sizes = bench.sizes
     todo = [(name, repeat) for repeat in range(sizes.repeats) for name in in_turn(WAY_NAMES, repeat)]
     for done, (name, repeat) in enumerate(todo):
@@ -106,7 +106,7 @@ class Bench:
     stock: httpx.AsyncClient
 
     async def period(self, name: WayName, repeat: int) -> Run:
-        """Between two rounds, where a trainer trains, the engine comes to rest and its tokens are counted."""
+        """Run a period. Between two rounds, where a trainer trains, the engine gets idle and its tokens are counted."""
         load, started_s = os.getloadavg()[0], time.time()
         before = await settled_tokens(self.stock)
         rounds: list[Round] = []

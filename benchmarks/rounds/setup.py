@@ -1,4 +1,4 @@
-"""What `benchmarks.rounds` compares, and how much of it.
+"""Ways and sizes of `benchmarks.rounds`.
 
 Invariant: all ways of a repeat have the same prompts in the same order and the same seeds.
 """
@@ -27,15 +27,15 @@ TITLES: dict[WayName, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of rounds, answers and repeats, which are also options of the command line."""
 
     model: str = size(DEFAULT_MODEL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
-    prompts_per_round: int = size(8, "P0")
+    prompts_per_round: int = size(8, "P0, prompts per round")
     group_size: int = size(2, "R0, trajectories per prompt")
     max_tokens: int = size(768, "length cap of an answer")
-    temperature: float = size(TEMPERATURE, "of sampling")
+    temperature: float = size(TEMPERATURE, "temperature of sampling")
     repeats: int = size(2, "repeats of every way")
-    seed: int = size(7, "repeat r has this + 1000 r")
+    seed: int = size(7, "repeat r samples with seed + 1000 r")
 
     @property
     def terms(self) -> RunTerms:
@@ -43,11 +43,11 @@ class Sizes:
 
     @property
     def max_num_seqs(self) -> int:
-        """The server's, so that everything that any way asks for runs at once."""
+        """`--max-num-seqs` of the server, so that all candidates of any way run at once."""
         return self.terms.num_prompts * self.terms.num_candidates
 
     def sampling(self, repeat: int) -> dict[str, Any]:
-        """Candidate i of any prompt samples with that prompt's seed + i (`sampling_of`)."""
+        """Sampling parameters. Candidate i of any prompt samples with that prompt's seed + i (`sampling_of`)."""
         own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.repeat_seed(repeat)}
         return own | (TINY_SAMPLING if self.model == TINY else {})
 
@@ -55,7 +55,7 @@ class Sizes:
         return self.seed + SEED_STRIDE * repeat
 
     def questions(self, repeat: int) -> list[str]:
-        """The order is the repeat's own."""
+        """Questions of a period, in an order that belongs to the repeat."""
         return make_prompts(self.terms.num_period_prompts, self.repeat_seed(repeat))
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.shaping`."""
+"""Entry point of `python -m benchmarks.shaping`, see `run.py`."""
 
 from benchmarks.shaping.run import main
 

@@ -1,4 +1,4 @@
-"""Logged runs of `benchmarks.shaping` -> numbers. Invariant: pure; ratios are of one repeat, then comes the median."""
+"""Runs of `benchmarks.shaping` -> numbers. Invariant: pure; a ratio is within one repeat, then comes the median."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lengths_row(lengths: Sequence[int]) -> Row:
 
 
 def row_of(run: Run, pool: Run) -> Row:
-    """One way in one repeat."""
+    """Measurements of one way in one repeat, compared with the repeat's pool."""
     groups, returned = run.groups, run.returned
     num_candidates = sum(group.num_candidates for group in groups)
     return {
@@ -54,9 +54,9 @@ def row_of(run: Run, pool: Run) -> Row:
 
 
 def same_lengths_share(run: Run, pool: Run) -> float | None:
-    """The share of candidates that were not stopped which are as long as in the pool. None when there are none.
+    """Share of the candidates that were not stopped whose length is that in the pool. None if all were stopped.
 
-    Seeds are the same, but a batch of another size rounds logits otherwise, and then answers part.
+    Seeds are the same, but a batch of another size rounds logits differently, and then answers diverge.
     """
     theirs = {group.prompt_id: group for group in pool.groups}
     pairs = [

@@ -1,6 +1,6 @@
 """Results of `benchmarks.shaping` -> tables in Markdown and one picture.
 
-Invariant: shows what is there and adds nothing.
+Invariant: shows only values of the result.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LENGTH_CELLS = {
     f"{name}, tokens": lambda row, field=field: _length(row["lengths"][field], row["length_ratios"][field])
     for name, field in (("mean", "mean"), ("std", "std"), ("P50", "p50"), ("P99", "p99"))
 }
-"""What is shown of returned trajectories, and over uniform's."""
+"""Columns for lengths of returned trajectories, with the ratio to `uniform`."""
 
 
 def _length(value: float, ratio: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What `benchmarks.shaping` keeps of each way."""
+"""Records that `benchmarks.shaping` keeps of each way."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vllm_rollout.trace.rows import End, RolloutPrompt, RolloutRow
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One group, as the answer and the server's trace tell."""
+    """One group, with its values from the answer and from the server's trace."""
 
     prompt_id: str
     prompt_tokens: int
     lengths: tuple[int, ...]
-    """Every candidate's length, by index."""
+    """Every candidate's length in tokens, by index."""
     ends: tuple[End, ...]
     selected: tuple[int, ...]
     complete: bool
     num_candidates: int
     selection: str
-    """What was applied: where the tail is extreme "shortest"."""
+    """The applied selection. It is "shortest" if the tail is extreme."""
     at_upper_bound: bool
     weight: float | None
     std_tokens: float | None
@@ -50,11 +50,11 @@ class GroupRecord:
 
     @property
     def returned(self) -> list[int]:
-        """Lengths of the trajectories."""
+        """Lengths of the returned trajectories, in tokens."""
         return [self.lengths[index] for index in self.selected]
 
     def endings(self, num_candidates: int | None = None) -> list[Ending]:
-        """How the first `num_candidates` ended, for a selection by length; none may have been stopped."""
+        """Ends of the first `num_candidates`, to select by length. Raises: ValueError if a candidate was stopped."""
         stopped = [end for end in self.ends if end not in ("stop", "length")]
         if stopped:
             raise ValueError(
@@ -67,14 +67,14 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way in one repeat."""
+    """One way in one repeat, with its time and its groups."""
 
     key: tuple[str, int]
     """A way and its repeat, or ("history", epoch)."""
     started_s: float
-    """Unix time."""
+    """Start in seconds of Unix time."""
     server: int
-    """Number of the server's start: a run that was interrupted has several."""
+    """Number of the server's start: an interrupted run has several."""
     load: float
     """Load average of the machine over the minute before."""
     wall_s: float
@@ -82,7 +82,7 @@ class Run:
     warnings: tuple[str, ...]
     groups: tuple[GroupRecord, ...]
     budget: Mapping[str, Any] | None = None
-    """What the answer says of redundancy "auto"."""
+    """The budget of redundancy "auto" in the answer."""
 
     @property
     def way(self) -> str:
@@ -102,9 +102,9 @@ class Run:
 
 
 def traced_prompts(path: Path, rollout_ids: Sequence[str]) -> dict[str, RolloutPrompt]:
-    """Prompts of these rollouts by id, from what the server recorded.
+    """Prompts of these rollouts by id, from the server's record.
 
-    Raises: ValueError when a rollout is not in the record.
+    Raises: ValueError if a rollout is not in the record.
     """
     found: dict[str, list[RolloutPrompt]] = {}
     for line in path.read_text().splitlines():

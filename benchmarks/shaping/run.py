@@ -1,32 +1,33 @@
-"""Shaping the distribution of lengths (DARTS) on a real server: what each way costs, what it returns, and whether the
-simulator would have told.
+"""Shaping the distribution of lengths (DARTS) on a real server: cost and result of each way, and the simulator's
+prediction.
 
 Every way wants M answers per prompt:
 
   uniform            n = M, wait for all: the baseline
   early_stop         1.5 M candidates, the first M to finish, the others are stopped
   dual_end           1.5 M candidates, the M - L shortest and the L longest, wait for all
-  dual_end_patience  the same, but the longest are waited for with patience
+  dual_end_patience  as dual_end, but the longest are awaited with patience
   pool               2 M candidates, dual-end, wait for all. Its lengths are the trace of the simulator
   auto               redundancy "auto", dual-end; prompts with an extreme tail return the shortest and stop early (DARTS
                      with tail pruning)
-  auto_dual_end      the same numbers of candidates, dual-end for everybody (without tail pruning): one request per
-                     prompt, all at once
+  auto_dual_end      the numbers of candidates of auto, dual-end for every prompt (without tail pruning): one request
+                     per prompt, all at once
   auto_patience      auto with patience
 
-Conditions. One server, one client, both on this machine, the same prompts, temperature 1, log probabilities returned.
-The server first sees two epochs of the prompts (n = M, wait for all, seeds of their own), so that "auto" knows each
-prompt. This state is put back before every way: all decide from the same history. Candidates have the same seeds in
-every way of a repeat, and a repeat has seeds of its own. Ways take turns, who begins rotates; prompts are in the prefix
-cache before a way is timed. Ratios are taken within a repeat against uniform, then their median. The lengths of all
-groups count together: mean, standard deviation and percentiles are over all returned answers of a repeat.
+Conditions. One server and one client run on this machine. All ways have the same prompts, temperature 1, and log
+probabilities returned. The server first runs two epochs of the prompts (n = M, wait for all, with other seeds), so that
+"auto" has a history of each prompt. This state is restored before every way, so that all ways decide from the same
+history. Candidates have the same seeds in every way of a repeat, and each repeat has its own seeds. Ways take turns,
+and each repeat starts with another way. Prompts are in the prefix cache before a way is timed. Ratios to uniform are
+taken within a repeat, then their median. Mean, standard deviation and percentiles of lengths are over all returned
+answers of a repeat, all groups together.
 
 Simulator. Every way is replayed on the full lengths of the repeat's pool, "auto" from the server's own history, on a
-clock that the profile drives; its speed-up over uniform stands against the measured one. Same seeds do not always make
-the same answers in another batch: "lengths as in the pool" says how many candidates were as long as there.
+clock that the profile drives. Its speed-up over uniform is compared with the measured one. The same seeds do not always
+give the same answers in another batch. "lengths as in the pool" says how many candidates were as long as in the pool.
 
-A profile has to be there first (--profile); this program says how to make one. An interrupted run goes on where it
-stopped. Runs are logged in the folder beside the output, single lengths with them.
+A profile must exist (--profile). Without one, this program prints the command that makes it. An interrupted run
+continues where it stopped. Runs are logged in the folder beside the output, with every single length.
 
 A first look, a minute on the tiny random model, whose numbers mean nothing:   python -m benchmarks.shaping --quick
 """
@@ -66,14 +67,14 @@ QUICK: dict[str, Any] = {"model": TINY, "prompts": 6, "group_size": 4, "max_toke
 
 def main() -> None:
     def add(option: Any) -> None:
-        option("--profile", type=Path, help=f"what `vllm-rollout profile` wrote (default {PROFILE}; with --quick none: "
-               "the budget is then 1.5 times what is wanted, and simulated times are in steps)")  # fmt: skip
+        option("--profile", type=Path, help=f"file of `vllm-rollout profile` (default {PROFILE}; with --quick none: "
+               "the budget is then 1.5 times the wanted answers, and simulated times are in steps)")  # fmt: skip
 
     long_run.main("shaping", __doc__, Sizes, QUICK, run, tables, draw, add)
 
 
 def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
-    """Measure what is missing, and write the output."""
+    """Measure missing runs, and write the output."""
     check(sizes)
     if arguments.profile is None and not arguments.quick:
         arguments.profile = PROFILE
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace, sizes: Sizes, console: Console) -> None:
 
 
 def read_profile(arguments: argparse.Namespace, sizes: Sizes) -> Profile | None:
-    """Raises: ValueError that says how to make one. None for a quick look without one."""
+    """The profile, or None for a quick look without one. Raises: ValueError with the command that makes one."""
     if arguments.profile is None:
         return None
     if not arguments.profile.exists():
@@ -121,16 +122,16 @@ def forget(folder: Path) -> None:
 
 
 def begin(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    """The record of the run in this folder, which now begins or goes on.
+    """The record of the run in this folder, which begins now or continues.
 
-    Raises: ValueError when it was begun with other sizes.
+    Raises: ValueError if the run was begun with other sizes.
     """
     workload = {"ways": {name: asdict(way) for name, way in WAYS.items()}, "conditions": __doc__}
     return long_run.begin(folder, asdict(sizes), sizes.seed, workload, ("repeats",))
 
 
 def summarize(sizes: Sizes, log: long_run.RunLog[Run], profile: Profile | None, state: bytes) -> dict[str, Any]:
-    """Everything that follows from the runs."""
+    """The numbers of the result that follow from the runs."""
     repeats = list(range(sizes.repeats))
     runs: Runs = {(name, repeat): log[name, repeat] for repeat in repeats for name in WAY_NAMES}
     rows = [row_of(each, runs["pool", each.repeat]) for each in runs.values()]

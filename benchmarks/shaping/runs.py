@@ -1,6 +1,6 @@
 """The part of `benchmarks.shaping` that talks to a server.
 
-Invariant: a run that is in the log is not made again, and every way starts from the same history of lengths.
+Invariant: a run in the log is not measured again, and every way starts from the same history of lengths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 16
 HISTORY = Way("history", 0, "first", early_stop=False)
 
 Redundancy = int | dict[str, Any] | list[int]
-"""For every prompt as many, "auto", or for each its own."""
+"""Spare candidates: one number for all prompts, "auto", or a list with a number for each prompt."""
 
 
 @dataclass(slots=True)
@@ -45,17 +45,17 @@ class Bench:
 
     @property
     def history(self) -> Path:
-        """State of the server after the history, put back before every way."""
+        """File with the server's state after the history, restored before every way."""
         return self.folder / "history.state"
 
     @property
     def trace(self) -> Path:
-        """What the server records: --rollout-record."""
+        """File that the server writes by --rollout-record."""
         return self.folder / "trace.jsonl"
 
 
 async def measure(bench: Bench) -> None:
-    """Everything that is not in the log yet."""
+    """Measure all runs that are not in the log."""
     sizes, log = bench.sizes, bench.log
     todo = [(repeat, [way for way in order(repeat) if (way, repeat) not in log]) for repeat in range(sizes.repeats)]
     total = sizes.repeats * len(WAY_NAMES)
@@ -88,7 +88,7 @@ async def _make_history(bench: Bench) -> None:
 
 
 async def _roll(bench: Bench, key: tuple[str, int], way: Way, seed: int) -> Run:
-    """One way; the clock stops when every answer is there."""
+    """Run one way. The clock stops when every answer has arrived."""
     redundancy: Redundancy
     if way.redundancy == "auto":
         redundancy = {"auto": {"tradeoff": bench.sizes.tradeoff}}
@@ -119,7 +119,7 @@ async def _roll(bench: Bench, key: tuple[str, int], way: Way, seed: int) -> Run:
 async def _ask(
     bench: Bench, way: Way, redundancy: Redundancy, seed: int, *, max_tokens: int | None = None
 ) -> list[RolloutAnswer]:
-    """One request; where every prompt has its own number of spare candidates one for each, at once."""
+    """Make one request, or one per prompt at once if each prompt has its own number of spare candidates."""
     sizes = bench.sizes
     everything = prompts(sizes)
     sampling = sizes.sampling(seed) | ({} if max_tokens is None else {"max_tokens": max_tokens})

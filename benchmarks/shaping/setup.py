@@ -1,4 +1,4 @@
-"""What `benchmarks.shaping` compares, and how much of it.
+"""Ways and sizes of `benchmarks.shaping`.
 
 Invariant: all ways of a repeat have the same prompts and seeds, and the history of lengths was sampled with others.
 """
@@ -26,16 +26,16 @@ BASELINE: WayName = "uniform"
 
 TINY_PROMPT_TOKENS = 12
 HISTORY_SEED = 500_000
-"""Added to the seed of what only the history sees."""
+"""Added to the seeds of the history's epochs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to ask for the same groups."""
+    """Settings of a way to ask for the same groups."""
 
     title: str
     redundancy: float | Literal["auto", "shares"]
-    """Spare candidates over group_size. `shares`: as many as redundancy "auto" gave each prompt in this repeat."""
+    """Spare candidates over group_size. `shares`: the number that "auto" gave the prompt in this repeat."""
     selection: SelectionRule = "dual_end"
     has_patience: bool = False
     early_stop: bool | None = None
@@ -55,23 +55,23 @@ WAYS: dict[WayName, Way] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of groups, answers and repeats, which are also options of the command line."""
 
     model: str = size(DEFAULT_MODEL, "a name of `vllm-rollout models list`, a Hugging Face name or a directory")
     prompts: int = size(4, "prompts, all at once")
     group_size: int = size(8, "M, answers per prompt")
     max_tokens: int = size(512, "length cap of an answer")
-    temperature: float = size(1.0, "of sampling")
-    num_longest: int = size(1, "L of every dual-end way")
-    patience: float = size(1.5, "of the ways that have one")
-    tradeoff: float = size(DEFAULT_TRADEOFF, "of redundancy auto")
-    epochs: int = size(2, "of history before anything is measured")
+    temperature: float = size(1.0, "temperature of sampling")
+    num_longest: int = size(1, "L, longest answers of every dual-end way")
+    patience: float = size(1.5, "patience of the ways with patience")
+    tradeoff: float = size(DEFAULT_TRADEOFF, "tradeoff of redundancy auto")
+    epochs: int = size(2, "epochs of history before the first measurement")
     repeats: int = size(4, "repeats of every way")
     seed: int = size(7, "repeat r samples with seed + 1000 r")
 
     @property
     def max_num_seqs(self) -> int:
-        """The server's, so that everything that any way asks for runs at once."""
+        """`--max-num-seqs` of the server, so that all candidates of any way run at once."""
         return self.prompts * MAX_BUDGET_RATIO * self.group_size
 
     def sampling(self, seed: int) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class Sizes:
         return own | (TINY_SAMPLING if self.model == TINY else {})
 
     def repeat_seed(self, repeat: int) -> int:
-        """Candidate i samples with this + i in every way."""
+        """Seed of a repeat. Candidate i samples with this seed + i in every way."""
         return self.seed + SEED_STRIDE * repeat
 
     def epoch_seed(self, epoch: int) -> int:
         return self.seed + HISTORY_SEED + SEED_STRIDE * epoch
 
     def selection(self, way: Way) -> Any:
-        """As the request says it."""
+        """The field `selection` of the request."""
         if way.selection != "dual_end":
             return way.selection
         return {"dual_end": {"num_longest": self.num_longest, "patience": self.patience if way.has_patience else None}}
@@ -106,7 +106,7 @@ class Sizes:
         )
 
     def spare(self, way: Way) -> int:
-        """Spare candidates of a way that has as many for every prompt."""
+        """Spare candidates of a way that has the same number for every prompt."""
         assert not isinstance(way.redundancy, str), f"{way.title} has no one number of spare candidates"
         return round(way.redundancy * self.group_size)
 
@@ -123,7 +123,7 @@ def check(sizes: Sizes) -> None:
 
 
 def prompts(sizes: Sizes) -> list[dict[str, Any]]:
-    """With ids that stay theirs: by them the server knows a prompt again."""
+    """Prompts with ids that do not change, because the server recognizes a prompt by its id."""
     if sizes.model == TINY:
         chance = random.Random(sizes.seed)
         tokens = [[chance.randrange(16, 512) for _ in range(TINY_PROMPT_TOKENS)] for _ in range(sizes.prompts)]
@@ -135,7 +135,7 @@ def prompts(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def order(repeat: int) -> list[WayName]:
-    """Who begins rotates with the repeat; the shares of "auto" are known before a way that needs them."""
+    """The ways, starting with another one in each repeat. `auto` comes before `auto_dual_end`, which needs it."""
     turned = in_turn(WAY_NAMES, repeat)
     if turned.index("auto_dual_end") < turned.index("auto"):
         turned.remove("auto_dual_end")

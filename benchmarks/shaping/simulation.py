@@ -1,8 +1,8 @@
-"""What the simulator says of the ways of `benchmarks.shaping`, from the full lengths of a repeat's pool.
+"""Simulated times of the ways of `benchmarks.shaping`, from the full lengths of a repeat's pool.
 
-`simulator.replay` starts without a history of lengths, but redundancy "auto" was measured with one. So this puts the
-parts of a replay together: allocation from the server's own history, and the race of `simulator.rank`. For ways without
-history it says what `replay` says, which a test holds.
+`simulator.replay` starts without a history of lengths, but redundancy "auto" was measured with one. So this module puts
+the parts of a replay together: allocation from the server's own history, and the race of `simulator.rank`. For ways
+without history it gives the numbers of `replay`, which a test checks.
 
 Invariant: no measured time goes in.
 """
@@ -29,19 +29,19 @@ from vllm_rollout.simulator.rank import run_races
 
 class Simulated(NamedTuple):
     seconds: float
-    """Steps on a machine without a profile."""
+    """Seconds, or steps on a machine without a profile."""
     generated_tokens: int
     shares: list[int]
-    """Candidates of each prompt."""
+    """Number of candidates of each prompt."""
 
 
 def history_of(state: bytes) -> LengthHistory:
-    """What the server knew of lengths, out of GET /v1/rollouts/state."""
+    """The server's history of lengths, from GET /v1/rollouts/state."""
     return Memory.from_state(parse_state(parse_saved(state).learned).rows).lengths
 
 
 def simulate(sizes: Sizes, pool: Run, machine: Machine, history: LengthHistory) -> dict[WayName, Simulated]:
-    """Every way on the candidates of one repeat's pool. Raises: ValueError when a full length is not known."""
+    """Simulate every way on the candidates of one repeat's pool. Raises: ValueError if a full length is not known."""
     shares = allocation(sizes, pool.groups, machine, history)
     return {name: _simulated(sizes, way, pool.groups, machine, shares) for name, way in WAYS.items()}
 
@@ -49,7 +49,7 @@ def simulate(sizes: Sizes, pool: Run, machine: Machine, history: LengthHistory) 
 def allocation(
     sizes: Sizes, groups: Sequence[GroupRecord], machine: Machine, history: LengthHistory
 ) -> BatchAllocation:
-    """As the server allocates."""
+    """Allocate candidates to prompts as the server does."""
     return allocate_batch(
         [
             BatchPrompt(history.of(history_key(group.prompt_id, ())), group.prompt_tokens, sizes.max_tokens)
@@ -93,5 +93,5 @@ def _candidates(group: GroupRecord, count: int) -> list[PoolCandidate]:
 
 
 def speed_ups(seconds: Mapping[WayName, float]) -> dict[WayName, float]:
-    """How many times faster each way is than the baseline."""
+    """Speed-up of each way over the baseline."""
     return {name: seconds[BASELINE] / value for name, value in seconds.items()}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`."""
+"""Entry point of `python -m benchmarks.soak`, see `run.py`."""
 
 from benchmarks.soak.run import main
 

@@ -1,4 +1,4 @@
-"""What clients send, good and bad. Invariant: chance is the caller's."""
+"""Bodies of requests, good and bad. Invariant: all randomness comes from the caller's generator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 STOP_TOKENS = list(range(32, 48))
-"""One in 32 of the tiny model's tokens ends a candidate: lengths are spread, about 30 tokens in the mean."""
+"""One in 32 of the tiny model's tokens ends a candidate, so lengths are spread around a mean of 30 tokens."""
 DETECTION_LENGTHS = (4, 8, 16)
 
 BAD_ROLLOUTS: tuple[Any, ...] = (
@@ -38,16 +38,16 @@ BAD_ROLLOUTS: tuple[Any, ...] = (
     {"prompts": [{"prompt": "a"}], "group_size": 2, "stream_tokens": 4},
     {"prompts": [{"prompt": "a"}], "group_size": 2, "unknown": 1},
 )
-"""Each is refused with 4xx."""
+"""Bodies that are refused with 4xx."""
 
 BAD_TEXTS = (b"", b"{", b"\xff\xfe", b'{"prompts": [NaN]}', b"[" * 100_000, b'{"a":' * 50_000)
-"""No JSON, or too deep."""
+"""Texts that are not JSON, or are nested too deeply."""
 
 EVIL_PATTERNS = (r"(a+)+$", r"(a|a)*b", r"(.*)*=", r"(", r"(?:a{9999}){9999}", r"(a?){50}a{50}")
 
 
 def prompts(rng: Random, name: str, num_prompts: int) -> list[dict[str, Any]]:
-    """Prompts whose ids nobody else has."""
+    """Prompts with ids of their own."""
     return [
         {"id": f"{name}-{i}", "prompt_token_ids": [rng.randrange(64, 512) for _ in range(rng.randint(2, 24))]}
         for i in range(num_prompts)
@@ -88,7 +88,7 @@ def pruning(rng: Random) -> dict[str, Any]:
 
 
 def mutated(rng: Random, data: bytes) -> bytes:
-    """`data` with some bytes changed, cut off or put in."""
+    """`data` with some bytes changed, removed or inserted."""
     if not data or rng.random() < 0.2:
         return rng.randbytes(rng.randint(0, 200))
     changed = bytearray(data)
@@ -107,7 +107,7 @@ def mutated(rng: Random, data: bytes) -> bytes:
 
 
 def mutated_text(rng: Random, data: bytes) -> bytes:
-    """`data` with one of its numbers, if it has one, made extreme: what readers of JSON let through."""
+    """`data` with one digit replaced by an extreme value that JSON readers accept. Unchanged without a digit."""
     digits = [i for i, byte in enumerate(data) if 48 <= byte <= 57]
     if not digits:
         return data

@@ -1,4 +1,4 @@
-"""What has to hold of an answer, whoever else is served. Each check says what is wrong, or nothing."""
+"""Conditions of an answer, whatever other clients do. Each check yields a description of each violation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_rollout.server.answers import (
 
 
 def rollout_problems(body: dict[str, Any], answer: RolloutAnswer) -> Iterator[str]:
-    """What is wrong with an answer in one piece."""
+    """Violations in an answer that came in one piece."""
     wanted = [prompt["id"] for prompt in body["prompts"]]
     got = [group.prompt_id for group in answer.groups]
     if got != wanted:
@@ -51,7 +51,7 @@ def group_problems(body: dict[str, Any], prompt: dict[str, Any], group: GroupAns
 def status_problems(
     body: dict[str, Any], name: str, group: GroupAnswer | GroupEvent, selected: Sequence[int]
 ) -> Iterator[str]:
-    """Nothing here may fail a candidate, so every group completes."""
+    """Every group must be complete, because no candidate here may fail."""
     if group.status != "complete":
         yield f"{name}: {group.status} ({group.reason})"
     allow_fewer = (body.get("pruning") or {}).get("allow_fewer", False)
@@ -73,7 +73,7 @@ def usage_problems(usage: Usage, ended: Sequence[EndedCandidate], returned: int)
 
 
 def stream_problems(body: dict[str, Any], events: Sequence[Event]) -> Iterator[str]:
-    """What is wrong with a whole event stream; that chunks join, its reader has looked at (`client/joints.py`)."""
+    """Violations in a whole event stream. Its reader has checked that chunks join (`client/joints.py`)."""
     if not events or not isinstance(events[-1], DoneEvent):
         yield f"the stream ended without done, after {len(events)} events"
         return

@@ -1,4 +1,4 @@
-"""The kinds of clients of a soak. Invariant: a client checks all that it is answered.
+"""The kinds of clients of a soak. Invariant: a client checks every answer that it gets.
 
 Each client takes one act after the other, of a kind drawn by weight. Acts that generate are broken off at a random
 moment with probability DISCONNECT_SHARE.
@@ -25,28 +25,28 @@ from vllm_rollout.client.connection import EventReader, RolloutError
 from vllm_rollout.server.answers import Event, RolloutAnswer
 
 DISCONNECT_SHARE = 0.15
-"""The share of acts that generate whose client leaves."""
+"""Share of generating acts that the client breaks off."""
 LONGEST_PATIENCE_S = 1.0
 """A client that breaks off does so within this time."""
 READ_TIMEOUT_S = 120.0
-"""An answer that takes longer is an invariant broken: nobody here generates for more than seconds."""
+"""Seconds. A longer answer counts as a violation, because no candidate here runs for more than seconds."""
 REFUSED = (400, 404, 409, 413)
 SHARED_GROUPS = 5
-"""Group ids that several trainers take for their own."""
+"""Number of group ids that several clients use as their own."""
 
 
 @dataclass(slots=True)
 class Shared:
-    """What clients know of each other."""
+    """Rollouts, heads and states that clients use from each other."""
 
     rollouts: deque[tuple[str, str]]
-    """(rollout id, one of its prompt ids) of rollouts with pruning, anybody's."""
+    """(rollout id, one of its prompt ids) of any client's rollouts with pruning."""
     head: bytes = b""
     state: bytes = b""
 
 
 class SoakClient:
-    """One of the clients."""
+    """A client that takes one act after the other."""
 
     def __init__(self, name: str, url: str, seed: int, tally: Tally, shared: Shared, kinds: Sequence[str]) -> None:
         self._kinds = kinds
@@ -61,7 +61,7 @@ class SoakClient:
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=READ_TIMEOUT_S, trust_env=False)
 
     async def run(self, until: Callable[[], bool]) -> None:
-        """Act until it is time."""
+        """Act until `until` returns True."""
         weights = [KINDS[kind].weight for kind in self._kinds]
         async with self._http:
             while not until():
@@ -112,7 +112,7 @@ class SoakClient:
         return answer
 
     async def _stream(self, body: dict[str, Any], pause_s: float = 0.0, leave_after_s: float | None = None) -> None:
-        """Read a stream; slowly with `pause_s`, and not at all with `leave_after_s`."""
+        """Read a stream: slowly with `pause_s`, and not at all with `leave_after_s`."""
         body["stream"] = True
         reader = EventReader(streams_tokens="stream_tokens" in body)
         events: list[Event] = []
@@ -173,12 +173,12 @@ class SoakClient:
             await self._post(answer.id, wrong, {"conflict", "unscored"})
 
     async def many_lengths(self) -> None:
-        """More detection lengths than a server learns at: the least used are forgotten."""
+        """Use more detection lengths than a server learns at, so that it forgets the least used ones."""
         pruning = {"detection_length": self._rng.randint(1, 40), "min_labels": 8}
         await self._rollout(self._body(group_size=2, redundancy=2, pruning=pruning), 200, 400)
 
     async def large(self) -> None:
-        """Several times what the engine runs: its groups start in turn, others in between."""
+        """Ask for several times what the engine runs at once: groups start in turn, and others in between."""
         prompts = bodies.prompts(self._rng, f"{self.name}-{self._num_acts}", 60)
         body = self._body(prompts=prompts, group_size=4, redundancy=2, sampling_params={"max_tokens": 16})
         await (self._rollout(body) if self._rng.random() < 0.5 else self._stream(body))
@@ -198,7 +198,7 @@ class SoakClient:
                 self._tally.broken(self._kind, f"rewards are {statuses}, expected {expected}")
 
     async def foreign_rewards(self) -> None:
-        """For candidates that there are not, in rollouts of others."""
+        """Post rewards for candidates that do not exist, to rollouts of other clients."""
         if not self._shared.rollouts:
             return
         rollout, prompt_id = self._rng.choice(self._shared.rollouts)
@@ -257,12 +257,12 @@ class SoakClient:
         return None
 
     async def joined(self) -> None:
-        """One group by single requests, some of which may never come."""
+        """Make a group of single requests, some of which may never come."""
         num_coming = self._rng.choice((4, 4, 3, 1))
         await self._join(f"{self.name}-{self._num_acts}", num_coming, 200)
 
     async def colliding(self) -> None:
-        """Two trainers that take the same group id, not always with the same sizes."""
+        """Use the group id of other clients, at times with other sizes."""
         await self._join(f"q{self._rng.randrange(SHARED_GROUPS)}", 4, 200, 400)
 
     async def _join(self, group_id: str, num_coming: int, *allowed: int) -> None:
@@ -273,7 +273,7 @@ class SoakClient:
         await asyncio.gather(*(self._complete(1, False, *allowed, vllm_xargs=xargs) for _ in range(num_coming)))
 
     async def named(self) -> None:
-        """Rewards of choices, by the id of their answer; a state that somebody puts forgets them."""
+        """Post rewards for choices by the id of their answer. A state put by another client forgets them."""
         xargs = {"rollout_redundancy": 2, "rollout_detection_length": self._rng.choice(bodies.DETECTION_LENGTHS)}
         answer = await self._complete(2, False, vllm_xargs=xargs)
         if answer is not None:
@@ -284,7 +284,7 @@ class SoakClient:
                 self._tally.broken(self._kind, f"a reward for choice 7 of 2 is {last}")
 
     async def long_names(self) -> None:
-        """What a client names is kept by the server, and may be as long as it likes."""
+        """Send ids of any length, which the server keeps."""
         name = self._rng.choice(("x", "é", "😀")) * self._rng.choice((200, 300, 5_000, 1_000_000))
         await self._complete(1, False, 200, *REFUSED, request_id=name, max_tokens=4)
         join = {"rollout_group_id": name, "rollout_group_size": 1, "rollout_num_candidates": 1}
@@ -296,7 +296,7 @@ class SoakClient:
     # Rounds
 
     async def rounds(self) -> None:
-        """A run of its own, by keys that are sent again. Who puts a state takes the run away, or its newest rounds."""
+        """Run rounds, with keys sent again. A state put by another client removes the run or its newest rounds."""
         run = f"run-{self.name}-{self._num_acts}"
         terms = {"group_size": 2, "prompts_per_round": 2, "prompt_speculation": 2}
         body = {"id": run, **terms, "sampling_params": bodies.sampling(self._rng)}
@@ -371,7 +371,7 @@ class SoakClient:
         await self._send("POST", path, *REFUSED, content=text, headers={"content-type": "application/json"})
 
     async def pauses(self) -> None:
-        """As a trainer that updates weights: everybody waits, nobody notices."""
+        """Pause and resume as a trainer that updates weights. All requests wait, and none fails."""
         try:
             await self._send("POST", "/pause?mode=keep")
             await asyncio.sleep(self._seconds(0.2))
@@ -384,14 +384,14 @@ class SoakClient:
 
 
 class Kind(NamedTuple):
-    """A kind of client."""
+    """A kind of act, with its weight."""
 
     act: Callable[[SoakClient], Awaitable[None]]
     weight: float
     generates: bool = True
-    """Candidates run for it."""
+    """True if candidates run for it."""
     bad_share: float = 0.0
-    """The share of its acts that send what is to be refused, or means harm."""
+    """Share of its acts that send a bad body or mean harm."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -423,4 +423,4 @@ KINDS: Mapping[str, Kind] = {
     "pauses": Kind(SoakClient.pauses, 0.5, False),
     "resets": Kind(SoakClient.resets, 1, False),
 }
-"""By name, with the weight each is drawn with."""
+"""Kinds by name, with the weight that each is drawn with."""

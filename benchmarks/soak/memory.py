@@ -11,7 +11,7 @@ import psutil
 
 SAMPLE_INTERVAL_S = 1.0
 WARM_UP_SHARE = 0.3
-"""The share of a soak in which buffers, caches and rings fill up. Growth is counted from the second half of it on."""
+"""Share of a soak in which buffers, caches and rings fill up. Growth is counted from the second half of it on."""
 END_SHARE = 0.1
 
 MIB = 2**20
@@ -47,7 +47,7 @@ class MemorySamples:
 
     @property
     def growth_by_process(self) -> dict[str, float]:
-        """The growth of processes that were there all the time; "API" is the one that listens."""
+        """Growth in MiB of processes that ran all the time. "API" is the process that listens."""
         lasting = {name: mib for name, mib in self.by_process.items() if len(mib) == len(self.total)}
         names = ["API", *(name.partition(" ")[2] for name in list(lasting)[1:])]
         return {
@@ -57,7 +57,7 @@ class MemorySamples:
 
 
 def growth_mib(samples: Sequence[float]) -> float:
-    """From after the warm-up to the end, medians of a tenth of the samples or more."""
+    """Growth in MiB from after the warm-up to the end, between medians of a tenth of the samples or more."""
     warm = samples[int(len(samples) * WARM_UP_SHARE / 2) : int(len(samples) * WARM_UP_SHARE) + 1]
     end = samples[-max(1, int(len(samples) * END_SHARE)) :]
     return statistics.median(end) - statistics.median(warm)

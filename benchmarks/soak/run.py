@@ -1,33 +1,34 @@
-"""A server under all kinds of clients at once: nothing that one of them sends or drops may hurt another, or the engine.
+"""A server under all kinds of clients at once: no request or disconnect of one client may hurt another, or the engine.
 
 One `vllm-rollout serve tiny-random` (64 candidates at once, dev endpoints, --rollout-state, --rollout-record) and 24
-clients. A client takes one act after the other, without a pause, of a kind drawn by weight; the draws are seeded (their
-interleaving is not). Acts that generate are broken off within a second with probability 0.15. In brackets the share of
-acts in %:
+clients run. A client takes one act after the other, without a pause, of a kind drawn by weight. The draws are seeded
+(their interleaving is not). Acts that generate are broken off within a second with probability 0.15. In brackets the
+share of acts in %:
 
   rollout, messages (11)        POST /v1/rollouts: 1 to 4 prompts x 1 to 8 candidates, tokens, text, chat messages
   streamed, stream_tokens (17)  the same as events, with chunks of 1 to 100 tokens
-  slow_reader, never_reads (6)  stream_tokens 1, read slowly; or not read at all, and left within 3 s
+  slow_reader, never_reads (6)  stream_tokens 1, read slowly; or not read at all, and closed within 3 s
   pruned, many_lengths (13)     rewards, some of them again, then contradicted; active and shadow; more detection
                                 lengths than a server keeps
   large (1)                     60 prompts x 6 candidates, six times what the engine runs at once
-  foreign_rewards (2)           for rollouts of others, for candidates and rollouts there are not, and no numbers
+  foreign_rewards (2)           for rollouts of others, for candidates and rollouts that do not exist, and bad numbers
   auto, dual_end (9)            redundancy "auto" with prompts that come back; patience
   choices (9)                   /v1/completions with n, rollout fields or none, streamed or not
-  joined, colliding (8)         single requests that make up a group: siblings that never come; ids of two trainers,
-                                also with other sizes
-  rounds (3)                    a run of four rounds, whose keys are sent again; states that are put take runs away
+  joined, colliding (8)         single requests that make up a group: siblings that never come; the same ids from two
+                                clients, also with other sizes
+  rounds (3)                    a run of four rounds, whose keys are sent again; states that are put remove runs
   named, long_names (3)         POST /v1/rewards; ids of up to a million characters, also wide ones
   votes, evil_votes (4)         also patterns that search for ever
-  heads, states (5)             GET; PUT of what came: 30 % as it was, the rest with bytes or numbers changed
+  heads, states (5)             GET; PUT of an earlier answer: 30 % unchanged, the rest with bytes or numbers changed
   bad_bodies, open_path (6)     wrong fields, ranges and types, no JSON, nested too deeply; our fields on /invocations
   reports, pauses, resets (4)   report, metrics, health; /pause?mode=keep and /resume; /reset_prefix_cache
 
 So 13 % of acts send something bad.
 
-Invariants, each break of which is counted and told:
-  answers      none of 500 or above (503 neither), every status among those allowed for what was sent
-  groups       complete, with exactly group_size trajectories (fewer only where allow_fewer says so), in order
+Invariants, of which each violation is counted and reported:
+
+  answers      no status of 500 or above (503 neither), only statuses allowed for the request
+  groups       complete, with exactly group_size trajectories (fewer only if allow_fewer says so), in order
   accounts     generated = returned + wasted, and both are the sums over the candidates; every candidate ends once
   identity     a client's own prompt ids and tokens come back, n choices for n
   streams      end with done, chunks join, and are the trajectories
@@ -70,22 +71,22 @@ FLAGS = (
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 NUM_CLIENTS = 24
 MAX_GROWTH_MIB = 256.0
-"""Over 10 minutes. Rings and histories are bounded, but far above what a soak fills: they are what grows."""
+"""Limit for 10 minutes, in MiB. Rings and histories grow: they are bounded, but far above what a soak fills."""
 IDLE_TIMEOUT_S = 60.0
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", 'vllm_rollout:groups_held{state="running"}')
-"""Gauges that are 0 when nothing is left. Groups that wait for siblings which never come are kept on purpose."""
+"""Gauges that are 0 when nothing runs. Groups that wait for siblings which never come are kept on purpose."""
 SHORTEST_FOR_MEMORY_S = 300.0
-"""In a shorter soak growth is reported and not judged: all of it is warm-up."""
+"""In a shorter soak growth is reported and not judged, because all of it is warm-up."""
 
 
 def main() -> None:
     parser = arguments_of(__doc__, "soak", seed=1)
     add = parser.add_argument
-    add("--seconds", type=float, default=600.0, help="how long clients act (default: %(default)s)")
-    add("--clients", type=int, default=NUM_CLIENTS, help="how many (default: %(default)s)")
-    add("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="of the server's memory, judged from "
+    add("--seconds", type=float, default=600.0, help="time for which clients act (default: %(default)s)")
+    add("--clients", type=int, default=NUM_CLIENTS, help="number of clients (default: %(default)s)")
+    add("--max-growth-mib", type=float, default=MAX_GROWTH_MIB, help="limit of the server's growth in soaks from "
         f"{SHORTEST_FOR_MEMORY_S:g} s on (default: %(default)s)")  # fmt: skip
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="only these kinds of clients")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of clients to run (default: all)")
     arguments = parser.parse_args()
     if arguments.seconds <= 0 or arguments.clients < 1:
         parser.error(f"--seconds and --clients must be positive, got {arguments.seconds:g} and {arguments.clients}")
@@ -105,7 +106,7 @@ def main() -> None:
 
 
 def soak(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
-    """Run it; what came of it, as JSON. Raises: ServerError when the server does not start."""
+    """Run the soak. Returns its result as JSON. Raises: ServerError if the server does not start."""
     flags = [*FLAGS, "--rollout-state", str(folder / "state"), "--rollout-record", str(folder / "record.jsonl")]
     server = server_process("rollout", resolve(MODEL), flags, folder / "server.log", **ENVIRONMENT)
     weights = sum(KINDS[name].weight for name in arguments.kinds)
@@ -172,7 +173,7 @@ async def _soak(
 
 
 async def _check_end(url: str, tally: Tally) -> None:
-    """Nothing is left, and the server still serves."""
+    """Check that nothing is left, and that the server still answers."""
     async with httpx.AsyncClient(base_url=url, timeout=IDLE_TIMEOUT_S, trust_env=False) as http:
         try:
             await http.post("/resume")
@@ -187,7 +188,7 @@ async def _check_end(url: str, tally: Tally) -> None:
 
 
 async def _left(http: httpx.AsyncClient, tally: Tally) -> dict[str, float]:
-    """What the server still holds, by name."""
+    """Gauges of HELD that are not 0, by name."""
     body = {"prompts": [{"prompt": "hello"}], "group_size": 1, "sampling_params": {"max_tokens": 4}}
     answer = await http.post("/v1/rollouts", json=body)
     if answer.status_code != 200:

@@ -1,4 +1,4 @@
-"""What happened in a soak. Invariant: everything that must not happen is counted, the first of it in words."""
+"""Counts of a soak. Invariant: every violation is counted, and the first ones are kept in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_VIOLATIONS = 50
-"""Violations that are kept in words; all are counted."""
+"""Number of violations kept in words. All are counted."""
 
 
 @dataclass(slots=True)
@@ -15,7 +15,7 @@ class Tally:
     """Counts over all clients."""
 
     requests: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Kind of client -> number of acts (`acts`), of those it broke off (`disconnected`), and answers by status."""
+    """Kind of act -> number of acts (`acts`), of acts broken off (`disconnected`), and of answers by status."""
     violations: list[str] = field(default_factory=list)
     num_violations: int = 0
 

@@ -1,4 +1,4 @@
-"""What is compared: a name, the flags of `examples.grpo.train`, and where needed another way to learn from groups."""
+"""Arms of the comparison: a name, the flags of `examples.grpo.train`, and in some arms another way to use groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def regraded(group: GroupAnswer, trajectories: Sequence[Trajectory]) -> GroupAns
 
 
 class RandomHalf(Training):
-    """Learns from half of each group, drawn by chance: tells what a race selects from how many it lets run."""
+    """Trains on a random half of each group. It separates a race's selection from the number of candidates it runs."""
 
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
         for group in super().groups(step):
@@ -35,7 +35,7 @@ class RandomHalf(Training):
 
 
 def with_baseline(group: GroupAnswer, weight: float) -> GroupAnswer:
-    """The group with advantages over the success rate that it has where a right answer stands for `weight` answers."""
+    """The group with advantages over a corrected success rate, in which a right answer counts as `weight` answers."""
     assert group.rewards is not None
     if not group.rewards.teaches:
         return group
@@ -48,7 +48,7 @@ def with_baseline(group: GroupAnswer, weight: float) -> GroupAnswer:
 
 
 class CorrectedBaseline(Training):
-    """A race's winners are right more often than the policy: its baseline is what audit groups say that it is."""
+    """Corrects the baseline of a race by audit groups, because winners are right more often than the policy."""
 
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
         weight = 1.0
@@ -87,4 +87,4 @@ ARMS = {
     "together": Arm("7 first + the longest, stopped ones teach", "--race --dual-end 1.5 --stopped-teach"),
 }
 RIVALS = {"trl": "TRL's trainer on stock vLLM, 8 of 8", "trl_race": "TRL's trainer, race, 8 of 16"}
-"""Titles of what `trl` trains, in an environment of its own; `run` leaves them to it."""
+"""Titles of the arms that `trl` trains in an environment of its own. `run` leaves these arms out."""

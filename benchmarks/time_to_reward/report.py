@@ -1,11 +1,11 @@
-"""Success against steps, tokens and seconds of trainings that `benchmarks.time_to_reward.run` and `.trl` have left.
+"""Success against steps, tokens and seconds of trainings made by `benchmarks.time_to_reward.run` and `.trl`.
 
     python -m benchmarks.time_to_reward.report careful=runs/careful long_is_right=runs/thorough
     python -m benchmarks.time_to_reward.report careful=runs/more --with benchmarks/results/time_to_reward.json
 
-Seconds are those of this machine, and those of a GPU: the lengths that were sampled, ten times as long, on a device
-whose step takes 5.2 ms and 0.012 ms more for each candidate that runs; 7,000 tokens trained in a second, and 1 s to
-send weights.
+Seconds are given for this machine and for a GPU. The GPU's seconds assume the sampled lengths, ten times as long, on a
+device whose step takes 5.2 ms plus 0.012 ms per running candidate. It trains 7,000 tokens per second, and sends weights
+in 1 s.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ GOALS = (0.6, 0.7, 0.8)
 LONGER = 10
 STEP_S, CANDIDATE_S, TRAINED_TOKENS_S, SYNC_S = 0.0052, 0.000012, 7000, 1.0
 HALF, RANDOMLY_PRUNED, PRUNED_AT = "half16", "random", 24
-"""The second is no training: it is the first, had the others been stopped where pruning judges. Chance chose both."""
+"""RANDOMLY_PRUNED is HALF as if its unused half had been stopped after PRUNED_AT tokens, where pruning judges."""
 NOT_MEASURED = {(RANDOMLY_PRUNED, "seconds"), ("until", "gpu_seconds")}
-"""Of the second, whose candidates begin one wave after another, no record says when."""
+"""Numbers without a basis. Candidates of `until` start one wave after another, at times that no record has."""
 PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race")
 TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
 ENDS = ("length", "p99", "easy", "hard")
-"""What a summary takes from each evaluation."""
+"""Values that a summary takes from each evaluation."""
 PARTS = ("rollout", "rewards", "training", "sync")
-"""The parts of a step, in seconds. Rewards come while others roll out; theirs are those of all graders together."""
+"""The parts of a step, in seconds. Rewards overlap with the rollout, and their seconds are summed over all graders."""
 AVERAGES = ("teaching", "tokens_per_step", "gradient_norm", "gradient_spread")
 UNITS = {
     "steps": "steps",
@@ -47,7 +47,7 @@ UNITS = {
 
 
 class Point(NamedTuple):
-    """What a training had cost when it had that success."""
+    """The cost of a training up to an evaluation, and the success in that evaluation."""
 
     steps: float
     tokens: float
@@ -65,8 +65,10 @@ class Finished(NamedTuple):
 
 
 def gpu_seconds(step: Mapping[str, Any]) -> float:
-    """What one training step takes; all candidates start at once, after what they go on from. Those whose group was
-    deferred ran as long as any."""
+    """Seconds of one training step on the GPU.
+
+    All candidates start at once, from the tokens that they resume. Candidates of a deferred group count as the longest.
+    """
     deferred = [step["longest"]] * step["usage"].get("num_deferred", 0)
     resumed = step.get("resumed") or [0] * len(step["lengths"])
     decoded = [num - before for num, before in zip(step["lengths"], resumed, strict=True)]
@@ -79,14 +81,14 @@ def gpu_seconds(step: Mapping[str, Any]) -> float:
 
 
 def read(folder: Path) -> list[Finished]:
-    """The trainings of a folder that came to their end, which is the same step for all of them."""
+    """The trainings of a folder that ran to the last step, which is the same for all of them."""
     runs = list(_whole(folder))
     last = max((len(run.steps) for run in runs), default=0)
     return [run for run in runs if len(run.steps) == last]
 
 
 def _whole(folder: Path) -> Iterator[Finished]:
-    """Those whose last step was evaluated."""
+    """Trainings whose last step was evaluated."""
     for path in sorted(folder.glob("*/record.jsonl")):
         arm, _, seed = path.parent.name.rpartition("-")
         lines = whole_lines(path)
@@ -105,7 +107,7 @@ def _whole(folder: Path) -> Iterator[Finished]:
 
 
 def reached(points: Sequence[Point], goal: float) -> Point | None:
-    """Where it first had that success, on a line between evaluations; None: never."""
+    """The point at which success first reached the goal, interpolated between evaluations. None if it never did."""
     for before, after in pairwise(points):
         if after.success >= goal:
             share = (goal - before.success) / (after.success - before.success) if before.success < goal else 0.0
@@ -129,7 +131,7 @@ def finite(value: float) -> float | None:
 
 
 def randomly_pruned(run: Finished) -> Finished:
-    """A training with a random half of each group, had the other half been stopped early: it learns the same."""
+    """A training with a random half of each group, as if the other half had been stopped early. It learns the same."""
     steps, points, cheaper = [], [], [0]
     for step in run.steps:
         others = [min(length, PRUNED_AT) for length in step["other_lengths"]]
@@ -145,7 +147,7 @@ def randomly_pruned(run: Finished) -> Finished:
 
 
 def summary(run: Finished) -> dict[str, Any]:
-    """What the record keeps of a training, so that a later report can add seeds to it."""
+    """Values of a training kept in the record, so that a later report can add seeds to it."""
     norms = [step["gradient_norm"] for step in run.steps if step["gradient_norm"]] or [0.0]
     over_time = [{name: each[name] for name in ("step", *ENDS)} for each in run.evaluations]
     return {
@@ -163,7 +165,7 @@ def summary(run: Finished) -> dict[str, Any]:
 
 
 def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """What the trainings of one arm came to."""
+    """Results of the trainings of one arm: success, and the cost to reach each goal."""
     runs = sorted(runs, key=lambda run: run["seed"])
     curves = [[Point(**point) for point in run["points"]] for run in runs]
     last = [points[-1].success for points in curves]
@@ -177,7 +179,7 @@ def row_of(arm: str, runs: Sequence[dict[str, Any]], seed: int) -> dict[str, Any
             "num": len(found) - found.count(None),
             **dict.fromkeys((*UNITS, "seconds_interval", "gpu_seconds_interval")),
         }
-        for unit in measured:  # who never got there was later than all others
+        for unit in measured:  # a training that never reached the goal counts as infinitely late
             values = [inf if point is None else getattr(point, unit) for point in found]
             row[f"to_{goal}"] |= {unit: finite(median(values)), f"{unit}_interval": interval(values, seed)}
     for of, names in ((median, (*ENDS, *(f"{part}_s" for part in PARTS))), (fmean, AVERAGES)):
@@ -249,7 +251,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 
 
 def styles_of(folders: Mapping[str, Path], earlier: Mapping[str, Sequence[Row]], seed: int) -> dict[str, list[Row]]:
-    """A row for each arm, of the runs in the folders, and of those of an earlier record that are in none."""
+    """A row per arm, of the runs in the folders and of further runs in an earlier record."""
     styles = {}
     for style in dict.fromkeys((*earlier, *folders)):
         found = {(row["arm"], run["seed"]): run for row in earlier.get(style, ()) for run in row["runs"]}
@@ -263,8 +265,8 @@ def styles_of(folders: Mapping[str, Path], earlier: Mapping[str, Sequence[Row]],
 
 def main() -> None:
     arguments = arguments_of(__doc__, "time_to_reward.report", plot=True)
-    arguments.add_argument("folders", nargs="*", metavar="STYLE=FOLDER", help="what `run` has left, by a name")
-    arguments.add_argument("--with", dest="earlier", type=Path, help="a record whose runs count, too")
+    arguments.add_argument("folders", nargs="*", metavar="STYLE=FOLDER", help="a name, and a folder of runs")
+    arguments.add_argument("--with", dest="earlier", type=Path, help="an earlier record, whose runs are added")
     arguments.set_defaults(
         output=ROOT / "benchmarks/results/time_to_reward.json", plot=ROOT / "docs/images/time_to_reward.png"
     )

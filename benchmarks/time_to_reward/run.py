@@ -1,11 +1,11 @@
-"""Train every arm with every seed, on one server, arms in turn; a run that is done is not run again.
+"""Trains every arm with every seed, on one server, arms in turn. A completed run is not repeated.
 
     python -m examples.grpo.pretrain models --style careful
     python -m benchmarks.time_to_reward.run models/careful runs/careful --arms plain race --seeds 1 2 3
     python -m benchmarks.time_to_reward.report careful=runs/careful
 
-Answers are not seeded: two runs of a seed have the same problems in the same order, and other answers. Before each run
-the server forgets what it has learned. A run that was interrupted goes on from its checkpoint.
+Answers are not seeded: two runs of a seed have the same problems in the same order, but different answers. Before each
+run the server's learned state is cleared. An interrupted run continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from examples.grpo.train import parse
 
 
 def whole_lines(record: Path) -> list[dict[str, Any]]:
-    """The last one may be written just now, or never be whole."""
+    """Complete lines of a record. The last line may be incomplete."""
     text = record.read_text() if record.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def is_done(record: Path, steps: int) -> bool:
-    """Whether it has its last evaluation."""
+    """True if the record has the evaluation of the last step."""
     return any(line["kind"] == "evaluation" and line["step"] == steps for line in whole_lines(record))
 
 
 def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
-    """Write `about.json` of a folder of trainings. Raises: SystemExit where it has trainings of another policy, for
-    float32 rounds otherwise on another kind of CPU, and the same pretraining then makes a policy that learns otherwise.
+    """Write `about.json` of a folder of trainings. Raises: SystemExit if the folder has trainings of another policy.
+
+    float32 rounds differently on another kind of CPU, so the same pretraining then makes a policy that learns
+    differently.
     """
     weights = b"".join(path.read_bytes() for path in sorted(Path(model).glob("*.safetensors")))
     policy, about = hashlib.sha256(weights).hexdigest()[:16], folder / "about.json"
@@ -53,13 +55,13 @@ def say_what_runs(folder: Path, model: str, flags: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder of examples.grpo.pretrain")
-    parser.add_argument("runs", type=Path, help="a folder; each run has one in it")
+    parser.add_argument("runs", type=Path, help="a folder, in which each run gets a folder")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--flags", default="", metavar="'...'", help="more flags of examples.grpo.train, for all arms")
-    parser.add_argument("--hours", type=float, default=24.0, help="begin no run later than that")
+    parser.add_argument("--hours", type=float, default=24.0, help="begin no run after this time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     flags = ["--algorithm=dr_grpo", f"--lr={arguments.lr}", f"--steps={arguments.steps}"]

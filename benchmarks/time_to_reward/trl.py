@@ -3,26 +3,26 @@
     make conformance TRAINER=trl     # makes the environment that has trl 1.16, vllm-rollout and vLLM
     .venvs/conformance-trl/bin/python -m benchmarks.time_to_reward.trl models/careful runs/careful --seeds 1 2 3
 
-`trl` rolls out by TRL's client on `vllm serve`. `trl_race` says `rollout_func=TRLRollouts(url, redundancy=8)`, and
-`vllm-rollout serve` is its server. Each run has a server of its own, with the same flags; one that was interrupted
-begins anew. Each leaves the lines of `examples.grpo.train`, so that `report` shows them as two more arms.
+`trl` rolls out by TRL's client on `vllm serve`. `trl_race` sets `rollout_func=TRLRollouts(url, redundancy=8)`, and its
+server is `vllm-rollout serve`. Each run has a server of its own, with the same flags. An interrupted run starts again.
+Each run writes the lines of `examples.grpo.train`, so that `report` shows two more arms.
 
 As in the reference trainer are: float32, AdamW (betas 0.9 and 0.95, no weight decay), the learning rate with five steps
 of warm-up, a gradient clipped at a norm of 1, one update for 16 x 8 answers, advantages without division by the
-deviation, ratios clipped at 0.2, no reference model, one thread of torch, weights by disk. What differs:
+deviation, ratios clipped at 0.2, no reference model, one thread of torch, weights by disk. Differences:
 
-- The loss is TRL's dr_grpo, divided by 128 x 512 tokens and not by those that were sampled (as TRL's dapo is). For the
-  same answers the gradient is the same but for that factor, seven and more, which grows as answers become shorter. A
-  constant one would be nothing to Adam, and no gradient of either came near a norm of 1. `gradient_norm` in the record
-  is TRL's in the reference's unit, per sampled token.
+- The loss is TRL's dr_grpo, divided by 128 x 512 tokens. The reference and TRL's dapo divide by the sampled tokens. For
+  the same answers the gradient differs by that factor only, seven or more, which grows as answers become shorter. Adam
+  ignores a constant factor, and no gradient of either trainer came near a norm of 1. `gradient_norm` in the record is
+  TRL's in the reference's unit, per sampled token.
 - TRL makes two forward passes and a backward one over all answers. The first is for the ratio between policy and
-  server, by which it weighs each answer (0 where it is above 3). The reference makes one of each, leaves out answers
-  whose advantage is 0, and its clipped ratio is the one to the server.
-- TRL pads each batch (32 answers, four to an update) to the longest answer of the step; the reference batches answers
-  that are alike in length, at most 4,096 padded tokens. So TRL's seconds of training are those of the longest answer.
+  server, by which it weighs each answer (0 if the ratio is above 3). The reference makes one pass of each, leaves out
+  answers whose advantage is 0, and clips the ratio to the server.
+- TRL pads each batch (32 answers, four to an update) to the longest answer of the step. The reference batches answers
+  of similar length, at most 4,096 padded tokens. So the longest answer decides TRL's seconds of training.
   `learned_from` counts sampled tokens in both.
 - TRL grades in its own process after the rollout, which is part of `training`. It sends weights when a step begins: in
-  25 steps 25 times, but an evaluation's seconds lack those of sending what it judges.
+  25 steps 25 times, but an evaluation's seconds lack the time to send the evaluated weights.
 - Gradient checkpointing, which TRL turns on, is off: the policy is small, and TRL is faster without.
 """
 
@@ -59,7 +59,7 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1
 
 
 def weights_by_disk(folder: Path) -> None:
-    """TRL sends weights so from now on: its own way, by NCCL, needs a CUDA device."""
+    """Make TRL send weights by disk from now on. TRL's own transfer, by NCCL, needs a CUDA device."""
     from trl.generation.vllm_client import VLLMClient
 
     def update_named_params(self: Any, metadata: object, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -142,7 +142,7 @@ def train(arm: str, url: str, model_path: str, output: Path, *, seed: int, steps
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder of examples.grpo.pretrain")
-    parser.add_argument("runs", type=Path, help="a folder; each run has one in it")
+    parser.add_argument("runs", type=Path, help="a folder, in which each run gets a folder")
     parser.add_argument("--arms", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=25)

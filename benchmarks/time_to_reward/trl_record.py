@@ -1,4 +1,4 @@
-"""The record of a training by TRL, in the lines of `examples.grpo.train`. TRL itself is not needed here."""
+"""The record of a training by TRL, in the lines of `examples.grpo.train`. It does not need TRL itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DIFFERENCE = "sampling/sampling_logp_difference"  # TRL's name for it, a mean an
 
 
 class Record(TrainerCallback):
-    """TRL says when a step is, others what was in it. An evaluation within a step is in none of its seconds."""
+    """Writes a line per step. TRL calls at begin and end, other code adds data. Seconds exclude evaluations."""
 
     def __init__(self, path: Path, group_size: int, tokens_of_loss: int) -> None:
-        """`tokens_of_loss`: what TRL's loss is divided by."""
+        """`tokens_of_loss`: divisor of TRL's loss, in tokens."""
         self._path, self._group_size, self._tokens_of_loss = path, group_size, tokens_of_loss
         self._seconds, self._seconds_of_steps, self._began = Counter[str](), 0.0, 0.0
         self._lengths, self._stopped, self._rewards = list[int](), list[int](), list[float]()
@@ -36,12 +36,12 @@ class Record(TrainerCallback):
         self._seconds[name] += time.perf_counter() - began
 
     def generated(self, lengths: Sequence[int], stopped: Sequence[int] = (), **usage: int) -> None:
-        """Lengths in tokens of what came back and of who was stopped; `usage` where the server has counted."""
+        """Lengths in tokens of returned and of stopped answers. `usage`: counts by the server, if it has counted."""
         self._lengths, self._stopped = list(lengths), list(stopped)
         self._usage = usage or {"generated_tokens": sum(lengths), "num_candidates": len(lengths)}
 
     def graded(self, rewards: Sequence[float]) -> None:
-        """In the order of `generated`, siblings in a row."""
+        """Rewards in the order of `generated`, siblings in a row."""
         self._rewards = list(rewards)
 
     def evaluated(self, step: int, answers: Sequence[tuple[Problem, int, float]]) -> None:
@@ -75,7 +75,7 @@ class Record(TrainerCallback):
 
 
 class RecordedClient(RolloutClient):
-    """Tells a record what its rollouts came to. Overrides: rollout."""
+    """Adds the lengths and usage of its rollouts to a record. Overrides: rollout."""
 
     record: Record
 

@@ -1,1 +1,1 @@
-"""Every supported vLLM, in an environment of its own: what of our tests passes."""
+"""Runs our tests on every supported vLLM, each in an environment of its own."""

@@ -1,8 +1,8 @@
 """Runs the engine-free tests of the adapter and engine tests (marker `versions`) on every supported vLLM.
 
-Each version has a virtual environment, made in `.venvs/` when it is first wanted: vLLM of that version and what it
-needs otherwise, before the packages of the environment that runs this. 0.33 has no CPU wheel: its Python sources run
-beside the compiled libraries of 0.32. Results of versions that do not run are kept.
+Each version has a virtual environment, which is made in `.venvs/` on first use. It has vLLM of that version and further
+packages that it needs, before the packages of the environment that runs this program. 0.33 has no CPU wheel: its Python
+sources run beside the compiled libraries of 0.32. Results of versions that do not run are kept.
 
 Run from the repository root: make test-versions, or python -m benchmarks.versions 0.29 newest
 """
@@ -27,12 +27,12 @@ from vllm_rollout.adapter.compat import lacking
 from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 
 SUITES = {"adapter": "adapter tests, no engine", "engine": "engine tests", "smoke": "a few of those"}
-"""By name in the result file."""
+"""Description of each suite, by its name in the result file."""
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
 SNAPSHOTS = "tests/adapter/snapshots/"
 NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
-"""Both model runners, and a server: groups, joined requests, what is missing."""
+"""Tests of both model runners and of a server: groups, joined requests, missing features."""
 SAME_EVERYWHERE = ("test_learning_calls.py", "test_observing.py")
 """Modules of tests/adapter in which no test calls a function of vLLM's."""
 SELECTION = {
@@ -50,11 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
     names = (*SUPPORTED_VLLM, *NAMED)
     add = parser.add_argument
-    add("versions", nargs="*", metavar="VERSION", help=f"of {', '.join(names)}. Default: all.")
-    add("--folder", type=Path, default=ROOT / ".venvs", help="Where environments are. %(default)s")
+    add("versions", nargs="*", metavar="VERSION", help=f"One of {', '.join(names)}. Default: all.")
+    add("--folder", type=Path, default=ROOT / ".venvs", help="Folder of environments. Default: %(default)s")
     add("--output", type=Path, default=RESULT)
     add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
-    add("--at-once", type=int, default=1, help="Suites that run at the same time; those that start no engine can.")
+    add("--at-once", type=int, default=1, help="Number of suites at a time. Suites with engines must not overlap.")
     add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
     snapshot = f"Write {SNAPSHOTS} of VERSIONs and {PREFERRED_VLLM}, and run nothing."
     add("--snapshot", action="store_true", help=snapshot)
@@ -89,14 +89,14 @@ def main() -> None:
 
 
 def rows_of(path: Path) -> dict[str, Any]:
-    """What each version has run, by its name; nothing where there is no such file."""
+    """Results of each version by its name. Empty if there is no file."""
     return json.loads(path.read_text())["vllm"] if path.exists() else {}
 
 
 def run_tests(python: Path, selection: tuple[str, ...]) -> dict[str, Any]:
-    """Numbers of tests that passed and were skipped, names of those that failed, and seconds.
+    """Numbers of passed and skipped tests, names of failed ones, and seconds.
 
-    Raises: RuntimeError when pytest could not collect or run them.
+    Raises: RuntimeError if pytest could not collect or run them.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

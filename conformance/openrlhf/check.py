@@ -1,5 +1,7 @@
-"""OpenRLHF 0.11 in its own Ray actors: `create_vllm_engines` and `SamplesGenerator.generate_samples` as they are, on a
-CPU whose GPU is a number in Ray. Its trainer (DeepSpeed, FlashAttention) needs a real one."""
+"""OpenRLHF 0.11 in its own Ray actors, with `create_vllm_engines` and `SamplesGenerator.generate_samples` as they are.
+
+It runs on a CPU whose GPU is a number in Ray. OpenRLHF's trainer (DeepSpeed, FlashAttention) needs a real GPU.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Rollouts:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
 
     def samples(self, prompts: Sequence[str] = PROMPTS, **kwargs: Any) -> list[Any]:
-        """One batch of the trainer's, by prompt: they come in the order in which prompts are over."""
+        """One batch of the trainer, sorted by prompt. OpenRLHF returns prompts in the order in which they end."""
         self._args.rollout.batch_size = len(prompts)
         batch = [("", prompts, [""] * len(prompts), [None] * len(prompts))]
         generator = self._generator(SimpleNamespace(args=self._args), batch, None, self.tokenizer, self.engines)
@@ -52,7 +54,7 @@ class Rollouts:
         return sorted(experiences, key=lambda experience: (experience.prompts[0], experience.sequences[0].tolist()))
 
     def joined_responses(self) -> list[Any]:
-        """Of requests that join a group by their fields, as a custom agent executor may set them."""
+        """Responses of requests that join a group by their fields, as a custom agent executor may set them."""
         import ray
         from vllm import SamplingParams
 
@@ -79,7 +81,7 @@ def rollouts(
     num_samples: int = NUM_SAMPLES,
     max_model_len: int = 2048,
 ) -> Iterator[Rollouts]:
-    """None: OpenRLHF's own actor class; otherwise ours, with so many spare candidates."""
+    """OpenRLHF's own actor class if `redundancy` is None, otherwise ours with that many spare candidates."""
     from openrlhf.trainer.ray import vllm_engine
 
     from vllm_rollout.integrations.openrlhf import use_in_actors
@@ -102,7 +104,7 @@ def scheduler_of(trainer: Rollouts) -> str:
 
 @check("unmodified")
 def samples_are_those_of_the_stock_scheduler(kit: Kit) -> dict[str, Any]:
-    """Our scheduler and no spare candidates: greedy samples token by token, and their log probabilities."""
+    """With our scheduler and no spare candidates, greedy samples have the same tokens and log probabilities."""
     import torch
 
     greedy = {"temperature": 0.0, "max_new_tokens": 48, "max_len": 512}
@@ -123,7 +125,7 @@ def samples_are_those_of_the_stock_scheduler(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def as_many_finished_responses_as_asked_for(kit: Kit) -> dict[str, Any]:
-    """Four spare candidates for each prompt: the trainer gets four finished responses, and no loser runs on."""
+    """With four spare candidates per prompt, the trainer gets four finished responses, and no loser runs on."""
     measured = {}
     for name, redundancy in (("stock", None), ("on", NUM_SAMPLES)):
         with rollouts(kit, redundancy) as trainer:
@@ -161,7 +163,7 @@ def as_many_finished_responses_as_asked_for(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
-    """OpenRLHF's own actor and ours, turn about, on a real model."""
+    """OpenRLHF's own actor and ours, alternating, on a real model."""
     sampling = {"temperature": 1.0, "max_new_tokens": gain.MAX_TOKENS, "max_len": 512}
     sizes = {"model": REAL_MODEL, "num_samples": gain.GROUP_SIZE}
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -197,7 +199,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def without_spares_losers_look_finished(kit: Kit) -> dict[str, Any]:
-    """Fields alone, as a custom agent executor may set them: `num_samples` requests race, and the losers come too."""
+    """With fields alone, as a custom agent executor may set them, requests race, and losers are returned too."""
     with rollouts(kit, 0) as trainer:
         responses = trainer.joined_responses()
         seen = trainer.call(lambda actor: actor.llm.seen)
@@ -217,7 +219,7 @@ def without_spares_losers_look_finished(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def engines_are_ours_by_the_environment(kit: Kit) -> dict[str, Any]:
-    """VLLM_ROLLOUT, and OpenRLHF's own actor: the same greedy samples, and requests with fields race."""
+    """With VLLM_ROLLOUT and OpenRLHF's own actor, greedy samples are the same, and requests with fields race."""
     greedy = {"temperature": 0.0, "max_new_tokens": 48, "max_len": 512}
     with rollouts(kit, None) as trainer:
         stock = trainer.samples(**greedy)

@@ -1,4 +1,5 @@
-"""Agents of SkyRL: its SkyRLGymGenerator over an environment of SkyRL-Gym with a tool, by its client, at our server.
+"""Agents of SkyRL: its SkyRLGymGenerator and its client, with an environment of SkyRL-Gym that has a tool, at our
+server.
 
 SkyRL sends the id of a trajectory, `UID_REPETITION`, as X-Session-ID with every turn.
 """
@@ -37,7 +38,7 @@ ENVIRONMENT = "conformance_calculator"
 CHAT = [{"role": "user", "content": QUESTION}]
 SAMPLING = {"temperature": 1.0, "logprobs": 0, "skip_special_tokens": True}
 STOPS = [*range(3, 512, 32)]
-"""The tiny model says one of them every 32 tokens."""
+"""The tiny model samples one of these tokens about every 32 tokens."""
 NUM_PROMPTS, SIZE, REDUNDANCY = 2, 2, 2
 
 
@@ -51,7 +52,7 @@ class CalculatorTools(ToolGroup):
 
 
 class CalculatorEnvironment(BaseTextEnv):
-    """Each turn but the last is a call of its tool. Its reward is 1 for the last one."""
+    """Each turn but the last is a call of its tool. The last turn earns a reward of 1."""
 
     made: ClassVar[list[CalculatorEnvironment]] = []
 
@@ -89,7 +90,7 @@ def config_of(max_tokens: int, **fields: Any) -> GeneratorConfig:
 async def with_generator(
     kit: Kit, url: str, use: Callable[[SkyRLGymGenerator], Any], config: GeneratorConfig, **racing: Any
 ) -> Any:
-    """`use` gets SkyRL's generator, or ours, with SkyRL's client."""
+    """Call `use` with SkyRL's generator, or with ours if `racing` has settings, over SkyRL's client."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(kit.model_path())
@@ -100,7 +101,7 @@ async def with_generator(
 
 
 def batch_of(sampling: dict[str, Any], phase: Any = "train", n: int = SIZE) -> Any:
-    """As SkyRL's trainer makes it of rows of its data set."""
+    """A batch as SkyRL's trainer makes it from rows of its data set."""
     rows = [
         {"prompt": CHAT, "env_class": None, "env_extras": {}, "uid": f"row-{number}"} for number in range(NUM_PROMPTS)
     ]
@@ -109,7 +110,7 @@ def batch_of(sampling: dict[str, Any], phase: Any = "train", n: int = SIZE) -> A
 
 @check("unmodified")
 def trajectories_are_those_of_stock_vllm(kit: Kit) -> str:
-    """SkyRLGymGenerator.generate with a batch of SkyRL's: tokens, masks, rewards, log probabilities."""
+    """Tokens, masks, rewards and log probabilities of SkyRLGymGenerator.generate with a batch of SkyRL's."""
     found = []
     for kind in ("rollout", "stock"):
         with kit.recording(kit.server(kind, flags=FLAGS)) as recorder:
@@ -135,7 +136,7 @@ def trajectories_are_those_of_stock_vllm(kit: Kit) -> str:
 
 @check("on")
 def trajectories_of_a_group_race(kit: Kit) -> dict[str, Any]:
-    """SkyRL's agent loop as it is, with a group's name among its sampling parameters: what becomes of losers."""
+    """SkyRL's agent loop as it is, with a group id among its sampling parameters: how losers end."""
     server = kit.server(flags=FLAGS)
     group = Sessions(server.url, api_key=None)
     group.id = uuid.uuid4().hex
@@ -165,7 +166,7 @@ def trajectories_of_a_group_race(kit: Kit) -> dict[str, Any]:
         if role == "finishes":
             assert (output.response_ids, output.loss_mask) == (token_ids, mask), (id, output)
             assert len(output.rollout_logprobs) == len(mask)
-        else:  # what was stopped, then words of the tool that nobody answers
+        else:  # the stopped tokens, then tokens of the tool, without a further turn
             assert output.response_ids[: len(token_ids)] == token_ids, (id, output)
             assert sum(output.loss_mask) == sum(mask), (id, output)
         assert (output.stop_reason == "abort") == (role != "finishes"), (id, output)
@@ -194,14 +195,14 @@ def generated(group: Sessions, id: str, prompt_ids: list[int]) -> tuple[list[int
 
 
 def as_batch(outputs: list[Any]) -> dict[str, Any]:
-    """As `SkyRLGymGenerator.generate` puts them together."""
+    """The batch that `SkyRLGymGenerator.generate` makes of these outputs."""
     names = {"prompt_token_ids": "prompt_ids", "response_ids": "response_ids", "loss_masks": "loss_mask"}
     names |= {"rewards": "reward", "stop_reasons": "stop_reason", "rollout_logprobs": "rollout_logprobs"}
     return {name: [getattr(output, field) for output in outputs] for name, field in names.items()}
 
 
 def advantages_of(outputs: list[Any]) -> list[float]:
-    """SkyRL's, of one group, with `generator.zero_reward_on_non_stop`."""
+    """SkyRL's advantages of one group, with `generator.zero_reward_on_non_stop`."""
     import numpy
     import torch
     from skyrl.backends.skyrl_train.utils.ppo_utils import compute_grpo_outcome_advantage
@@ -213,7 +214,7 @@ def advantages_of(outputs: list[Any]) -> list[float]:
 
 @check("on")
 def fields_of_joined_groups_race_first_turns_only(kit: Kit) -> dict[str, Any]:
-    """`additional_kwargs={extra_args: {rollout_group_size, rollout_num_candidates}}` where trajectories have turns."""
+    """`additional_kwargs={extra_args: {rollout_group_size, rollout_num_candidates}}` with several turns."""
     num = SIZE + REDUNDANCY
     sampling = {"max_tokens": 400, "min_tokens": 8, "stop_token_ids": STOPS}
     sampling["extra_args"] = {"rollout_group_size": SIZE, "rollout_num_candidates": num}
@@ -234,7 +235,7 @@ def fields_of_joined_groups_race_first_turns_only(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def racing_generator_returns_those_that_finish(kit: Kit) -> dict[str, Any]:
-    """RacingGymGenerator: SkyRL gets as many trajectories as it asked for, and none that has lost."""
+    """With RacingGymGenerator, SkyRL gets as many trajectories as it asked for, and none that lost."""
     server, made = kit.server(flags=FLAGS), CalculatorEnvironment.made
     made.clear()
     max_tokens = 400

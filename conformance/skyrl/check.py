@@ -1,4 +1,4 @@
-"""SkyRL's checks: its RemoteInferenceClient, which does all that SkyRL asks of servers over HTTP."""
+"""SkyRL's checks of its RemoteInferenceClient, which makes all of SkyRL's requests to servers over HTTP."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ COMPAT = (*FLAGS, "--rollout-compat", "skyrl", "--worker-extension-cls", EXTENSI
 WITH_EXTENSION = {"PYTHONPATH": str(Path(__file__).parents[2])}
 PROMPTS = [[1, *range(20 + n, 44 + n)] for n in range(6)]
 SAMPLING = {"min_tokens": 1, "max_tokens": 24, "temperature": 1.0, "logprobs": 0, "skip_special_tokens": True}
-"""As SkyRL makes them of its configuration; a field that it does not know is passed on."""
+"""Sampling parameters as SkyRL makes them from its configuration. SkyRL passes unknown fields on."""
 ON = "generator.sampling_params.additional_kwargs={extra_args: {rollout_group_size: 2, rollout_num_candidates: 6}}"
 Use = Callable[[RemoteInferenceClient], Awaitable[Any]]
 
 
 @check("unmodified")
 def everything_it_generates_is_stock_s(kit: Kit) -> dict[str, Any]:
-    """generate (with its /detokenize per sample), sample, chat, completion, tokenize."""
+    """generate (with its /detokenize per sample), sample, chat, completion and tokenize answer as stock vLLM does."""
 
     async def use(client: RemoteInferenceClient) -> dict[str, Any]:
         model = client.model_name
@@ -74,7 +74,7 @@ def everything_it_generates_is_stock_s(kit: Kit) -> dict[str, Any]:
 
 @check("unmodified")
 def requests_are_kept_over_a_pause(kit: Kit) -> str:
-    """Its weight synchronisation: pause, reset the cache, resume, while requests are on their way."""
+    """SkyRL's weight synchronisation (pause, reset the cache, resume) while requests run."""
     server = kit.server(flags=FLAGS)
 
     async def use(client: RemoteInferenceClient) -> tuple[list[str], int, int]:
@@ -118,7 +118,7 @@ def siblings_race(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def its_worker_extension_works_beside_our_worker(kit: Kit) -> str:
-    """Weights by its three collective calls, to an extension with their names; then groups still race."""
+    """Weights by three collective calls to an extension with the names of SkyRL's. Groups still race afterwards."""
     model = Path(kit.model_path())
     server = kit.server(flags=COMPAT, environment=WITH_EXTENSION)
     folder = make_weights(model, kit.folder / "skyrl_step_1")
@@ -165,7 +165,7 @@ def adapters_are_loaded_by_its_own_path(kit: Kit) -> str:
 
 @check("stopped")
 def weights_go_by_cuda(kit: Kit) -> None:
-    """SkyRL's own worker extension."""
+    """SkyRL's own worker extension takes weights on a CUDA device only."""
     import torch
 
     if not torch.cuda.is_available():
@@ -185,7 +185,7 @@ def with_client(kit: Kit, server: Server, use: Use) -> tuple[Any, Recorder]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same, but for what the order of a batch changes in log probabilities."""
+    """True if both are the same, up to differences of log probabilities by the order of a batch."""
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) < 1e-3
     if isinstance(one, dict) and isinstance(other, dict):

@@ -1,7 +1,7 @@
 """A worker extension with the names of SkyRL's: `--worker-extension-cls conformance.skyrl.extension.Extension`.
 
-SkyRL's own receives weights by CUDA IPC or NCCL. This one takes them out of a folder, by the same three calls, so that
-a machine without a GPU shows that the slot is free, and that calls reach it beside our worker. It runs in the worker.
+SkyRL's extension receives weights by CUDA IPC or NCCL. This one reads them from a folder, by the same three calls. So a
+machine without a GPU shows that the extension can be named and that calls reach it beside our worker, where it runs.
 """
 
 from __future__ import annotations

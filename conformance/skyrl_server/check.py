@@ -1,7 +1,8 @@
-"""SkyRL 0.3 with the vLLM server that it starts itself: from its configuration to its server (`build_vllm_cli_args`,
-`_build_and_serve_vllm_server`), its client (`RemoteInferenceClient.generate`), and what its generator makes of answers.
+"""SkyRL 0.3 with the vLLM server that it starts itself, from its configuration to its generator's view of answers.
 
-SkyRL pins vLLM 0.23. On the vLLM that runs here its server starts with three things in place, all in `prepare`.
+Covered are the server (`build_vllm_cli_args`, `_build_and_serve_vllm_server`) and the client
+(`RemoteInferenceClient.generate`). SkyRL pins vLLM 0.23. With the vLLM that runs here, its server needs three changes,
+all in `prepare`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from conformance.in_process import ENVIRONMENT, by_environment
 NUM_SAMPLES = 4
 PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24]]
 FIELDS = {"extra_args": {"rollout_group_size": NUM_SAMPLES, "rollout_num_candidates": 2 * NUM_SAMPLES}}
-"""For `generator.sampling_params.additional_kwargs`."""
+"""Value of `generator.sampling_params.additional_kwargs`."""
 
 
 def prepare(kit: Kit) -> None:
-    """What SkyRL 0.3 needs on Python 3.11 and vLLM 0.32; nothing here changes what is sent or answered."""
+    """Make SkyRL 0.3 run on Python 3.11 and vLLM 0.32. Requests and answers are not changed."""
     os.environ.update(ENVIRONMENT)
     # pydantic refuses the other one before Python 3.12: here, and in vLLM's processes, which import SkyRL's worker
     typing.TypedDict = typing_extensions.TypedDict
@@ -52,7 +53,7 @@ def prepare(kit: Kit) -> None:
 def config_of(
     kit: Kit, *, ours: bool, fields: dict[str, Any] | None = None, length: int = CAP, model: str | None = None
 ) -> Any:
-    """SkyRL's configuration; what turns us on is two entries of it."""
+    """SkyRL's configuration. Two of its entries turn us on."""
     from skyrl.train.config import SkyRLTrainConfig
 
     config = SkyRLTrainConfig()
@@ -107,7 +108,7 @@ async def client_of(config: Any) -> AsyncGenerator[Any, None]:
 async def samples(
     client: Any, config: Any, num_samples: int, prompts: Sequence[list[int]] = PROMPTS, **sampling: Any
 ) -> dict[str, Any]:
-    """As `prepare_generator_input` and `SkyRLGymGenerator.generate_batched` ask: a prompt per sample, in one batch."""
+    """One prompt per sample in one batch, as `prepare_generator_input` and `SkyRLGymGenerator.generate_batched` ask."""
     from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
 
     params = {**get_sampling_params_for_backend("vllm", config.generator.sampling_params), **sampling}
@@ -117,7 +118,7 @@ async def samples(
 
 @check("unmodified")
 def tokens_are_those_of_the_stock_scheduler(kit: Kit) -> dict[str, Any]:
-    """`engine_init_kwargs.scheduler_cls` and nothing else."""
+    """With `engine_init_kwargs.scheduler_cls` and nothing else, greedy tokens are the same."""
     prepare(kit)
 
     async def greedy(ours: bool) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def tokens_are_those_of_the_stock_scheduler(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def losers_stop_and_are_masked(kit: Kit) -> dict[str, Any]:
-    """Two entries of the configuration, no name for any group; then what SkyRL's own settings do with the losers."""
+    """Two entries of the configuration and no group id make groups race. SkyRL's own settings then mask the losers."""
     prepare(kit)
     from skyrl.train.generators.utils import apply_overlong_filtering
 
@@ -163,7 +164,7 @@ def losers_stop_and_are_masked(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
-    """The same server, with as many samples as finish and with twice as many of which the first half counts."""
+    """One server, with as many samples as finish, and with twice as many, of which the first half counts."""
     prepare(kit)
     from transformers import AutoTokenizer
 

@@ -1,6 +1,6 @@
-"""Agents of TRL: `environment_factory`, whose methods are tools, and its conversations as sessions of ours.
+"""Agents of TRL: `environment_factory`, whose methods are tools, and its conversations as sessions of our server.
 
-A tiny model writes no calls by itself: TRL's own `vllm_structured_outputs_regex` lets every turn end with one.
+A tiny model writes no calls by itself, so TRL's own `vllm_structured_outputs_regex` ends every turn with a call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Calculator:
 
 
 class Seen:
-    """What TRL's trainer makes of each generation: prompts, completions, and which of their tokens it trains on."""
+    """Records each generation of TRL's trainer: prompts, completions, and the mask of tokens that it trains on."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -83,7 +83,7 @@ def steps(kit: Kit, url: str, name: str, *, num_steps: int = 2, **more: Any) -> 
 
 @check("unmodified")
 def environments_get_the_turns_of_stock_vllm(kit: Kit) -> dict[str, Any]:
-    """GRPOTrainer with `environment_factory`, in server mode at both servers: tokens, masks, and what is sent."""
+    """GRPOTrainer with `environment_factory` in server mode, at stock vLLM and at ours: tokens, masks and requests."""
     found, sent = [], []
     for kind in ("stock", "rollout"):
         with kit.recording(kit.server(kind, flags=FLAGS)) as recorder:
@@ -109,7 +109,7 @@ def environments_get_the_turns_of_stock_vllm(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def conversations_by_rollout_func_are_those_of_trl(kit: Kit) -> str:
-    """TRLAgents without spare conversations and TRL's own loop, where nothing is left to chance: the same tokens."""
+    """If nothing is left to chance, TRLAgents without spare conversations gives the tokens of TRL's own loop."""
     server = kit.server(flags=[*FLAGS, "--dtype", "float32"])  # in which no two tokens are as likely
     totals = []
     for max_length in (1000, 200):  # the second one ends amid a turn
@@ -130,7 +130,7 @@ def conversations_by_rollout_func_are_those_of_trl(kit: Kit) -> str:
 
 @check("on")
 def environments_race_by_rollout_func(kit: Kit) -> dict[str, Any]:
-    """TRLAgents: the same environment, given to a rollout_func. What TRL trains on is what the server has seen."""
+    """TRLAgents with the same environment, given as rollout_func. TRL trains on the tokens that the server sampled."""
     server = kit.server(flags=FLAGS)
     agents = TRLAgents(server.url, environment_factory=Calculator, redundancy=REDUNDANCY)
 
@@ -173,7 +173,7 @@ def environments_race_by_rollout_func(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def spare_candidates_race_turn_by_turn(kit: Kit) -> dict[str, Any]:
-    """What `generation_kwargs={"vllm_xargs": {"rollout_redundancy": 2}}` does to conversations with tools."""
+    """Conversations with tools under `generation_kwargs={"vllm_xargs": {"rollout_redundancy": 2}}`."""
     server = kit.server(flags=FLAGS)
     found, name = {}, "vllm:generation_tokens_total"
     for spare in (0, REDUNDANCY):
@@ -199,7 +199,7 @@ def spare_candidates_race_turn_by_turn(kit: Kit) -> dict[str, Any]:
 
 @check("unmodified")
 def a_rollout_func_beside_environment_factory_loses_its_mask(kit: Kit) -> str:
-    """Why the environment moves into the rollout_func: TRL reads `env_mask` where the trainer has no tools."""
+    """The rollout_func must own the environment, because TRL reads `env_mask` only if the trainer has no tools."""
     server = kit.server(flags=FLAGS)
     mask = [1, 0, 0, 1]
 

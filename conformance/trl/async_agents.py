@@ -1,4 +1,4 @@
-"""Agents of TRL's AsyncGRPO: its worker with `environment_factory`, and the one whose conversations race."""
+"""Agents of TRL's AsyncGRPO: its worker with `environment_factory`, and our worker, whose conversations race."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ALWAYS_CALLS = {
         "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
 }
-"""How the worker reads an answer: any text with a letter is a call, since a tiny model writes none."""
+"""The worker's template of an answer. Any text with a letter is a call, because a tiny model writes none."""
 NUM_GROUPS = 4
 
 
 def samples_of(kit: Kit, url: str, kind: type, **more: Any) -> list[Any]:
-    """Samples of a rollout worker of TRL's, in its own process."""
+    """Samples of TRL's rollout worker, run in its own process."""
     from accelerate import PartialState
     from transformers import AutoTokenizer
     from trl.chat_template_utils import qwen2_5_chat_template
@@ -65,7 +65,7 @@ def samples_of(kit: Kit, url: str, kind: type, **more: Any) -> list[Any]:
 
 @check("unmodified")
 def async_environments_converse_one_by_one(kit: Kit) -> str:
-    """What the conversations of AsyncGRPO's worker send."""
+    """Requests that the conversations of AsyncGRPO's worker send."""
     with kit.recording(kit.server(flags=FLAGS)) as recorder:
         samples = samples_of(kit, recorder.url, AsyncRolloutWorker, num_generations=SIZE)
     sent = [request for request in recorder.requests if request["path"] == "/v1/completions"]
@@ -81,7 +81,7 @@ def async_environments_converse_one_by_one(kit: Kit) -> str:
 
 @check("on")
 def async_environments_race_by_their_worker(kit: Kit) -> dict[str, Any]:
-    """RacingRolloutWorker: what TRL's queue gets are winners, and what they said."""
+    """With RacingRolloutWorker, TRL's queue gets winners only, with the tokens that the server sampled."""
     server = kit.server(flags=FLAGS)
     with kit.recording(server) as recorder:
         sizes = {"num_generations": SIZE + REDUNDANCY, "group_size": SIZE}
@@ -111,12 +111,12 @@ def async_environments_race_by_their_worker(kit: Kit) -> dict[str, Any]:
 
 
 def last_turn(trajectory: dict[str, Any]) -> list[int]:
-    """Its tokens. TRL writes a conversation anew for each turn, so that each turn may be a segment."""
+    """Tokens of the last turn. TRL renders a conversation anew for each turn, so each turn may be a segment."""
     segment, turn = trajectory["segments"][-1], trajectory["turns"][-1]
     return segment["token_ids"][-turn["num_tokens"] :]
 
 
 def last_said(sample: Any) -> list[int]:
-    """The tokens of the policy at the end of a sample."""
+    """The policy's tokens at the end of a sample."""
     mask = sample.completion_mask.tolist()
     return sample.input_ids[len(mask) - mask[::-1].index(0) :].tolist()

@@ -2,9 +2,9 @@
 
     at_once.py colocate|server MODEL FOLDER [URL]
 
-prints a line of JSON. The engine is an emulated device, which has no weights, so that none are synchronized. The reward
-function takes `gain.GRADE_S` for an answer. TRL calls it once for all answers of a step, where it grades one after
-another. The engine asks it for each answer as that ends.
+prints a line of JSON. The engine is an emulated device without weights, so no weights are synchronized. The reward
+function takes `gain.GRADE_S` seconds per answer. TRL calls it once for all answers of a step, and grades them one after
+another. The engine calls it for each answer when the answer ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def colocated_gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
-    """The same with the engine in the trainer's process."""
+    """As many prompts at once as a step has, with the engine in the trainer's process."""
     return run(kit, "colocate")
 
 

@@ -1,4 +1,4 @@
-"""What TRL 1.16 sends and gets: its client, GRPOTrainer, AsyncGRPO's worker, our rollout_func, and what goes wrong."""
+"""TRL 1.16 at our server: its client, GRPOTrainer, AsyncGRPO's worker, our rollout_func, and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from conformance.trl.graded import (  # noqa: F401 (checks, by their names here)
 from conformance.trl.training import FLAGS, by_variety, next_sample, train
 
 ALL_FLAGS = (*FLAGS, "--weight-transfer-config", '{"backend": "nccl"}', "--enable-scale-out")
-"""As TRL's documentation asks for to send weights, and for prompts with images."""
+"""Flags that TRL's documentation asks for to send weights, and for prompts with images."""
 PROMPTS = ["The quick brown fox", "Once upon a time", "1 2 3 4", "To be or not to be"]
 CHATS = [[{"role": "user", "content": f"What is {a} + {a + 3}?"}] for a in range(4, 12)]
 LOG_DIFFERENCE = "sampling/sampling_logp_difference/mean"
@@ -48,11 +48,11 @@ RESPONSE_TEMPLATE = {
     "start_anchor_pattern": r"<\|im_start\|>assistant\n",
     "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*|$", "content": "text"}},
 }
-"""How AsyncGRPO reads an answer; TRL knows those of released models only."""
+"""AsyncGRPO's template of an answer. TRL has templates for released models only."""
 TRL_WAITS_S = 55.0
-"""Its five retries begin 0, 4, 12, 28 and 60 s after a connection broke."""
+"""TRL's five retries begin 0, 4, 12, 28 and 60 s after a connection broke."""
 PAIRS_S = 260.0
-"""No pair of steps begins later."""
+"""Seconds after which no further pair of steps begins."""
 
 
 def ours(kit: Kit) -> Server:
@@ -64,7 +64,7 @@ def stock(kit: Kit) -> Server:
 
 
 def rounded(answer: Any) -> Any:
-    """Log probabilities to five digits, tokens as they are."""
+    """The answer with log probabilities rounded to five digits."""
     if isinstance(answer, float):
         return round(answer, 5)
     if isinstance(answer, dict):
@@ -74,7 +74,7 @@ def rounded(answer: Any) -> Any:
 
 @check("unmodified")
 def client_gets_what_stock_gives(kit: Kit) -> dict[str, Any]:
-    """Every call of TRL's VLLMClient, at both servers: the same counts, tokens and log probabilities."""
+    """Every call of TRL's VLLMClient at both servers gives the same counts, tokens and log probabilities."""
     from trl.generation.vllm_client import VLLMClient
 
     def calls(client: VLLMClient) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def client_gets_what_stock_gives(kit: Kit) -> dict[str, Any]:
 def images_with_compat_trl(kit: Kit) -> dict[str, Any]:
     """Images go by /inference/v1/generate, where vLLM 0.32 names log probabilities otherwise than TRL 1.16 reads them.
 
-    The model has no eyes, so the call has no image. With `--rollout-compat trl` tokens have both names.
+    The model takes no images, so the call has none. With `--rollout-compat trl` tokens have both names.
     """
     from trl.generation.vllm_client import VLLMClient
 
@@ -140,7 +140,7 @@ def images_with_compat_trl(kit: Kit) -> dict[str, Any]:
 
 @check("stopped")
 def weights_by_nccl(kit: Kit) -> None:
-    """TRL's own way of sending weights, as far as it goes here."""
+    """TRL's own transfer of weights, as far as it goes on this machine."""
     from trl.generation.vllm_client import VLLMClient
 
     client = VLLMClient(base_url=ours(kit).url)
@@ -152,7 +152,7 @@ def weights_by_nccl(kit: Kit) -> None:
 
 @check("unmodified")
 def grpo_steps_are_those_of_stock(kit: Kit) -> dict[str, Any]:
-    """GRPOTrainer in server mode at both servers, seeded: the same completions in every step, with new weights each."""
+    """Seeded GRPOTrainer in server mode at both servers: the same completions in every step, with new weights each."""
     from trl.generation.vllm_client import VLLMClient
 
     def steps(server: Server, url: str) -> Any:
@@ -188,7 +188,7 @@ def grpo_steps_are_those_of_stock(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def grpo_with_pruning_by_rollout_func(kit: Kit) -> dict[str, Any]:
-    """vllm_rollout.integrations.trl: groups by our client, and rewards that come back to the server."""
+    """vllm_rollout.integrations.trl: groups by our client, and rewards posted to the server."""
     from vllm_rollout import RolloutClient
     from vllm_rollout.integrations.trl import TRLRollouts
 
@@ -279,7 +279,7 @@ def async_grpo_worker_and_client(kit: Kit) -> dict[str, Any]:
 
 @check("stopped")
 def async_grpo_weights_by_nccl(kit: Kit) -> None:
-    """AsyncGRPO's weight transfer, as far as it goes here."""
+    """AsyncGRPO's weight transfer, as far as it goes on this machine."""
     from trl.experimental.async_grpo.vllm_client import VLLMClient
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
@@ -292,7 +292,7 @@ def async_grpo_weights_by_nccl(kit: Kit) -> None:
 
 @check("unmodified")
 def refusals_are_those_of_stock(kit: Kit) -> dict[str, Any]:
-    """A prompt that is too long, and a number of generations that does not divide: words, and a server that goes on."""
+    """Too long a prompt is refused as by stock vLLM. TRL refuses a number of generations that does not divide."""
     from trl import GRPOConfig
     from trl.generation.vllm_client import VLLMClient
 
@@ -311,7 +311,7 @@ def refusals_are_those_of_stock(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def too_many_candidates_are_refused(kit: Kit) -> dict[str, Any]:
-    """num_generations + rollout_redundancy beyond --max-num-seqs: a 400 that says so, not a hang."""
+    """num_generations + rollout_redundancy above --max-num-seqs is a 400 that names the field, not a hang."""
     from trl.generation.vllm_client import VLLMClient
 
     client = VLLMClient(base_url=ours(kit).url)
@@ -324,7 +324,7 @@ def too_many_candidates_are_refused(kit: Kit) -> dict[str, Any]:
 
 @check("unmodified")
 def server_restarts_amid_a_step(kit: Kit) -> dict[str, Any]:
-    """SIGKILL while TRL waits for completions, and the same server anew: within a minute TRL's retries find it."""
+    """SIGKILL while TRL waits for completions, then the same server anew: TRL's retries find it within a minute."""
     server = ours(kit)
     down_s: list[float] = []
     settings: dict[str, Any] = {"prompts": PROMPTS * 3, "reward": by_variety, **SMALL}
@@ -375,7 +375,8 @@ def server_restarts_amid_a_step(kit: Kit) -> dict[str, Any]:
 def grpo_with_spare_candidates(kit: Kit) -> dict[str, Any]:
     """generation_kwargs={"vllm_xargs": {"rollout_redundancy": 8}}: seconds of generation and step, with and without.
 
-    Steps come in pairs of the same prompt, one with and one without, in turns which is first; the first pair warms up.
+    Steps come in pairs with the same prompt, one with spare candidates and one without. The order alternates, and the
+    first pair warms up.
     """
     from transformers import TrainerCallback
 

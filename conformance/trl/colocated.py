@@ -1,9 +1,9 @@
-"""GRPOTrainer with vLLM in its own process: `colocate` races its groups. Runs in TRL's environment.
+"""GRPOTrainer with vLLM in its own process: `colocate` makes its groups race. Runs in TRL's environment.
 
     colocated.py stock|ours|graded|refused|WAY MODEL FOLDER NUM_STEPS MAX_TOKENS QUESTION...
 
 prints a line of JSON. A step is one question, answered `GROUP_SIZE` times. `ours` has spare candidates in every other
-step, none where NUM_STEPS is `STEPS_TO_COMPARE`. The others always have them. WAY: one of `CONFIGURED`.
+step, and none if NUM_STEPS is `STEPS_TO_COMPARE`. The others always have them. WAY: one of `CONFIGURED`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 }
 """Settings of trainers, by way."""
 RESTRICTED = ("regex", "kwargs")
-"""The engine's log probabilities are then of fewer tokens than the trainer's. TRL may leave all such samples out."""
+"""Ways with fewer tokens in the engine's log probabilities than in the trainer's. TRL may drop all such samples."""
 
 
 def run(kit: Kit, way: str, model: str, num_steps: int, max_tokens: int, *questions: str) -> dict[str, Any]:
@@ -43,8 +43,10 @@ def run(kit: Kit, way: str, model: str, num_steps: int, max_tokens: int, *questi
 
 @check("on")
 def colocated_steps_are_those_of_stock(kit: Kit) -> dict[str, Any]:
-    """colocate(redundancy=0): seeded steps have the rewards that they have without us, and log probabilities are those
-    of the weights that TRL has synchronized."""
+    """colocate(redundancy=0): seeded steps have the rewards that they have with TRL alone.
+
+    Log probabilities are those of the weights that TRL has synchronized.
+    """
     asked = (kit.default_model, STEPS_TO_COMPARE, 100, *gain.QUESTIONS[:STEPS_TO_COMPARE])
     stock, ours = run(kit, "stock", *asked), run(kit, "ours", *asked)
     assert (stock["module"], ours["module"]) == ("vllm.entrypoints.llm", OUR_MODULE)
@@ -56,7 +58,7 @@ def colocated_steps_are_those_of_stock(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def colocated_with_spare_candidates(kit: Kit) -> dict[str, Any]:
-    """colocate(redundancy=8): seconds of generation, with and without, in pairs of one question."""
+    """colocate(redundancy=8): seconds of generation with and without, in pairs of one question."""
     turns = list(gain.turns())
     questions = [gain.QUESTIONS[pair] for pair, _ in turns]
     told = run(kit, "ours", REAL_MODEL, len(turns), gain.MAX_TOKENS, *questions)
@@ -70,9 +72,10 @@ def colocated_with_spare_candidates(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def colocated_as_trl_tests_its_own(kit: Kit) -> dict[str, Any]:
-    """What TRL's own tests of training with vLLM configure, with spare candidates: LoRA with whole modules, a regular
-    expression, further sampling parameters, importance sampling. Each trains, and changes the parameters that it is to
-    change."""
+    """With spare candidates, the settings of TRL's own tests of training with vLLM train, and change their parameters.
+
+    These are LoRA with whole modules, a regular expression, further sampling parameters, and importance sampling.
+    """
     for way in CONFIGURED:
         told = run(kit, way, kit.default_model, STEPS_TO_COMPARE, 40, *gain.QUESTIONS[:STEPS_TO_COMPARE])
         assert told["num_rows"] == [gain.GROUP_SIZE] * STEPS_TO_COMPARE, (way, told)
@@ -85,7 +88,7 @@ def colocated_as_trl_tests_its_own(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def colocated_rewards_are_graded_while_others_run(kit: Kit) -> dict[str, Any]:
-    """colocate(reward=…): another process calls the function, and TRL trains on what it said."""
+    """colocate(reward=…): another process calls the reward function, and TRL trains on its rewards."""
     told = run(kit, "graded", kit.default_model, STEPS_TO_COMPARE, 100, *gain.QUESTIONS[:STEPS_TO_COMPARE])
     assert told["num_rows"] == [gain.GROUP_SIZE] * STEPS_TO_COMPARE
     assert told["rewards"] == told["expected"], told
@@ -96,7 +99,7 @@ def colocated_rewards_are_graded_while_others_run(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def colocated_what_cannot_race_is_refused(kit: Kit) -> dict[str, Any]:
-    """A trainer with tools, and one that lacks the reward function, are a ValueError before they are built."""
+    """A trainer with tools, or without the reward function, is refused with a ValueError before it is built."""
     refused = run(kit, "refused", kit.default_model, 1, 40, gain.QUESTIONS[0])["refused"]
     assert "tools and environment_factory must be None" in refused["tools"]
     assert "reward_funcs must have the reward" in refused["reward"]
@@ -104,10 +107,10 @@ def colocated_what_cannot_race_is_refused(kit: Kit) -> dict[str, Any]:
 
 
 def a_tool(number: int) -> int:
-    """Doubles.
+    """Doubles a number.
 
     Args:
-        number: what is doubled.
+        number: the number to double.
     """
     return 2 * number
 
@@ -211,7 +214,7 @@ def main() -> None:
 
 
 def refusal(build: Callable[[], object]) -> str:
-    """What a trainer is refused with. Raises: AssertionError where it is built."""
+    """The message of a refused trainer. Raises: AssertionError if the trainer is built."""
     try:
         build()
     except ValueError as error:
@@ -220,7 +223,7 @@ def refusal(build: Callable[[], object]) -> str:
 
 
 def off_by(model: Any, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
-    """How far these log probabilities are from the trainer's own, at most."""
+    """Largest difference of these log probabilities from the trainer's own, in nats."""
     import torch
 
     tokens = torch.tensor([[*prompt, *completion]])

@@ -1,4 +1,4 @@
-"""TRL's rewards by the server: the checks of it. Runs in TRL's environment."""
+"""Checks of TRL's rewards graded by the server. Runs in TRL's environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_rollout.rewards import Grader, Trajectory
 CHAT = [{"role": "user", "content": "How many?"}]
 TEXT = "How many?"
 ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
-"""Math-Verify compares it with a number for longer than anybody waits."""
+"""Math-Verify needs longer than any time-out to compare this with a number."""
 IN_A_THREAD = f"""
 import threading
 from trl.rewards import accuracy_reward
@@ -28,7 +28,7 @@ thread.start()
 thread.join()
 """
 IN_A_THREAD_S = 30.0
-"""Three times TRL's limit for reading an answer, six times that for comparing it."""
+"""Seconds: three times TRL's limit for reading an answer, six times its limit for comparing one."""
 
 
 def case(place: str, text: str, prompt: Any = CHAT, **columns: Any) -> Case:
@@ -39,7 +39,7 @@ def case(place: str, text: str, prompt: Any = CHAT, **columns: Any) -> Case:
 
 @check("unmodified")
 def reward_functions_grade_as_they_are(kit: Kit) -> dict[str, Any]:
-    """All of `trl.rewards`, by our grader in its processes and called directly."""
+    """All functions of `trl.rewards`, by our grader in its processes and called directly."""
     thirds = {"solution": "\\frac{1}{3}"}
     answers = ["\\boxed{\\frac{1}{3}}", "\\boxed{0.5}", "<think>\\boxed{2}</think>\\boxed{\\frac13}", "what?", ""]
     ids = [[5] * 3, list(range(90)), list(range(101)), [7, 7, 7, 8]]
@@ -72,7 +72,7 @@ def reward_functions_grade_as_they_are(kit: Kit) -> dict[str, Any]:
 
 @check("unmodified")
 def an_endless_comparison_costs_one_reward(kit: Kit) -> dict[str, Any]:
-    """Math-Verify's time limits need a main thread: TRL turns them off in others, where what hangs hangs for ever."""
+    """Math-Verify's time limits need a main thread. TRL turns them off in other threads, where comparisons may hang."""
     has_ended = True
     try:
         subprocess.run([sys.executable, "-c", IN_A_THREAD], check=True, timeout=IN_A_THREAD_S)
@@ -98,7 +98,7 @@ def an_endless_comparison_costs_one_reward(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def rewards_by_the_server_are_those_of_the_trainer(kit: Kit) -> dict[str, Any]:
-    """The same seeded steps twice: graded in the trainer, and by the server, where the trainer reads what it said."""
+    """Seeded steps twice: graded by the trainer, and graded by the server, whose rewards the trainer reads."""
     from conformance.trl.user_rewards import letters
 
     path = f"{ROOT}:{sysconfig.get_paths()['purelib']}"

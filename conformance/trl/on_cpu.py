@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer on a CPU: `python -m conformance.trl.on_cpu SCRIPT ARGUMENT...` runs a script of a user.
+"""TRL's GRPOTrainer on a CPU: `python -m conformance.trl.on_cpu SCRIPT ARGUMENT...` runs a user's script.
 
-TRL's code is unmodified but for what a CPU lacks. Colocated: vLLM's CPU kernels pack weights away, after which TRL's
-synchronization finds none, so that they are kept; the engine is float32, as the trainer's model is; and the cache of an
-accelerator is not emptied. Server mode: weights go by disk (`training.weights_by_disk`).
+TRL's code is unmodified except for what a CPU lacks. Colocated: vLLM's CPU kernels would pack weights, and TRL's
+synchronization would then find none, so weights are kept unpacked. The engine is float32, as the trainer's model is. No
+accelerator's cache is emptied. Server mode: weights go by disk (`training.weights_by_disk`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
 }  # fmt: skip
 SMALL = {"vllm_gpu_memory_utilization": 0.2, "vllm_max_model_length": 512}
-"""Of a CPU's memory; what a user's GPU has is more."""
+"""Settings for a CPU's memory. A user's GPU has more."""
 ON_CPU = {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}, "save_strategy": "no"}
 
 
 def result_of(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """The JSON that a program of this kit prints behind RESULT, in a process of its own."""
+    """The JSON that a program of this kit prints after RESULT, run in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env=os.environ | ENVIRONMENT | environment, capture_output=True, text=True,
@@ -41,7 +41,7 @@ def result_of(module: str, *arguments: str, **environment: str) -> dict[str, Any
 
 
 def prepare() -> None:
-    """For a colocated trainer that is built afterwards in this process."""
+    """Change TRL and vLLM for a colocated trainer that is built afterwards in this process."""
     import torch
     import vllm.model_executor.layers.utils as layers
     from trl.generation import vllm_generation
@@ -55,7 +55,7 @@ def prepare() -> None:
 
 @contextmanager
 def of_a_cpu() -> Iterator[None]:
-    """Each `GRPOConfig` that is made in the block has the settings that a CPU needs."""
+    """Each `GRPOConfig` made in the block has the settings that a CPU needs."""
     from trl import GRPOConfig
 
     init = GRPOConfig.__init__

@@ -1,7 +1,7 @@
 """GRPO runs of a few steps on a CPU. Runs in TRL's environment.
 
-TRL's code is unmodified but for one seam: its NCCL broadcast of weights needs a CUDA device, so they go by disk, and
-the server is told to load them (`/collective_rpc`, with VLLM_SERVER_DEV_MODE=1).
+TRL's code is unmodified except in one place. Its NCCL broadcast of weights needs a CUDA device, so weights go by disk,
+and a call makes the server load them (`/collective_rpc`, with VLLM_SERVER_DEV_MODE=1).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 import httpx
 
 FLAGS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
-"""As TRL's documentation asks for."""
+"""Flags that TRL's documentation asks for."""
 RELOAD_TIMEOUT_S = 120.0
 
 
 @dataclass
 class Run:
-    """What a run of a trainer showed, a value per step or per generation."""
+    """Measurements of a trainer's run, a value per step or per generation."""
 
     generation_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     num_syncs: int = 0
     completions: list[list[Any]] = field(default_factory=list)
-    """Token ids by reward call: what TRL got of each group."""
+    """Token ids by reward call, as TRL got them for each group."""
     logs: list[dict[str, Any]] = field(default_factory=list)
 
 
 @contextmanager
 def weights_by_disk(model_path: str, folder: Path, run: Run) -> Iterator[None]:
-    """TRL's client sends its weights by files of `folder`, while the block lasts."""
+    """Within the block, TRL's client sends its weights by files in `folder`."""
     from safetensors.torch import save_file
     from trl.generation.vllm_client import VLLMClient
 
@@ -85,9 +85,9 @@ def train(
     before: Callable[[Any], None] = lambda trainer: None,
     **config: Any,
 ) -> Run:
-    """`GRPOTrainer` in server mode for so many steps.
+    """Run `GRPOTrainer` in server mode for `num_steps` steps.
 
-    `prompts`: or rows of a data set with their columns. `before` gets the trainer before it begins.
+    `prompts`: prompts, or rows of a data set with their columns. `before` gets the trainer before it begins.
     """
     import torch
     from datasets import Dataset
@@ -156,12 +156,12 @@ def train(
 
 
 def by_variety(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A reward that any model can earn: the share of different tokens."""
+    """Share of different tokens in each completion, a reward that any model can earn."""
     return [len(set(ids)) / len(ids) for ids in completion_ids]
 
 
 def next_sample(worker: Any) -> Any:
-    """Raises: RuntimeError when the worker's process has failed, or gives nothing for a minute."""
+    """The next sample. Raises: RuntimeError if the worker's process has failed, or gives nothing for a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         worker.check_health(60)

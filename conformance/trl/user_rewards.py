@@ -1,4 +1,4 @@
-"""Reward functions as a user of TRL has them in a module of his own, which `--rollout-reward` can name."""
+"""Reward functions as a user of TRL writes them in a module, which `--rollout-reward` can name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ cosine = get_cosine_scaled_reward(max_len=100)
 
 
 def letters(completions: list[Any], wanted: list[str], **columns: Any) -> list[float]:
-    """What any model can earn: the share of the wanted letters among all letters of its answer."""
+    """Share of the wanted letters among all letters of an answer, a reward that any model can earn."""
     said = [[sign for sign in completion[0]["content"] if sign.isalpha()] for completion in completions]
     return [sum(map(all_of.count, of)) / (len(all_of) or 1) for all_of, of in zip(said, wanted, strict=True)]

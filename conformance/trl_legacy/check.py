@@ -1,4 +1,4 @@
-"""TRL 1.10, the last that talks to `trl vllm-serve`, at a server with `--rollout-compat trl-legacy`."""
+"""TRL 1.10, the last version that talks to `trl vllm-serve`, at a server with `--rollout-compat trl-legacy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def url_of(kit: Kit) -> str:
 
 @check("unmodified")
 def client_gets_what_the_endpoints_give(kit: Kit) -> str:
-    """Its client's generate and chat: counts, and tokens as /v1/completions and /v1/chat/completions say them."""
+    """generate and chat of TRL's client: counts, and the tokens of /v1/completions and /v1/chat/completions."""
     from trl.generation.vllm_client import VLLMClient
 
     with recording(url_of(kit)) as recorder:
@@ -57,7 +57,7 @@ def client_gets_what_the_endpoints_give(kit: Kit) -> str:
 
 @check("on")
 def spare_candidates_by_generation_kwargs(kit: Kit) -> str:
-    """generation_kwargs={"extra_args": {"rollout_redundancy": 4}}: exactly n completions."""
+    """With generation_kwargs={"extra_args": {"rollout_redundancy": 4}} there are exactly n completions."""
     from trl.generation.vllm_client import VLLMClient
 
     def wasted() -> float:
@@ -84,7 +84,7 @@ def a_prompt_that_is_too_long_is_refused(kit: Kit) -> str:
 
 @check("stopped")
 def weights_by_nccl(kit: Kit) -> None:
-    """Its server's own way of sending weights, which this server does not have."""
+    """The weight transfer of TRL's own server, which our server does not have."""
     answer = httpx.post(f"{url_of(kit)}/init_communicator/", json={"host": "127.0.0.1", "port": 1, "world_size": 2})
     assert answer.status_code == 404, answer.text
     raise Stopped("weights need a worker of its own server: use TRL 1.11 or later, or load them from disk")

@@ -1,7 +1,7 @@
 """Agents of verifiers: a conversation with a tool, held open turn by turn (`Agent.interaction`), is a session of ours.
 
-verifiers sends the id of a trace as X-Session-ID. `on_trace` gives the trace another one before anything is sent; or
-the group goes along among the sampling parameters.
+verifiers sends the id of a trace as X-Session-ID. Either `on_trace` sets that id before the first request, or the
+sampling parameters name the group.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from conformance.checks import Kit, check
 sys.path.insert(0, str(Path(__file__).parent))  # verifiers looks for harnesses among top-level modules
 
 FLAGS = ("--enable-scale-out",)
-"""For /inference/v1/generate."""
+"""Flags that /inference/v1/generate needs."""
 COMPAT = (*FLAGS, "--rollout-compat", "prime-rl")
 LOOP = asyncio.new_event_loop()
-"""One for all checks: what the renderers share is bound to it."""
+"""One event loop for all checks, because objects that the renderers share are bound to it."""
 
 
 class Sum(vf.Task):
-    """Its rollout ends with a turn that was stopped."""
+    """A task whose rollout ends with a turn that was stopped."""
 
     @vf.stop
     async def lost(self, response: vf.Response) -> bool:
@@ -52,7 +52,7 @@ def train_config(url: str, model: str, **fields: Any) -> vf.TrainClientConfig:
 async def converse(
     model: str, client: vf.ClientConfig, id: str, tool: Tool, num_turns: int = TURNS, **sampling: Any
 ) -> vf.Trace:
-    """An agent of verifiers, with a caller who hands the tool's words to it."""
+    """An agent of verifiers, and a caller that passes it the tool's answers."""
     agent = vf.make_agent(
         vf.AgentConfig(
             model=model,
@@ -77,7 +77,7 @@ async def no_tool() -> None:
 
 @check("unmodified")
 def agents_get_the_turns_of_stock_vllm(kit: Kit) -> str:
-    """Conversations of no group: their session ids change nothing."""
+    """Conversations without a group: session ids change nothing."""
     found = []
     for kind in ("rollout", "stock"):
         with kit.recording(kit.server(kind, flags=FLAGS)) as recorder:
@@ -95,7 +95,7 @@ def agents_get_the_turns_of_stock_vllm(kit: Kit) -> str:
 
 @check("on")
 def agents_of_a_declared_group_race(kit: Kit) -> dict[str, Any]:
-    """TrainClient; the trace has the id of a declared session."""
+    """TrainClient, with the id of a declared session as the id of the trace."""
     server, model = kit.server(flags=COMPAT), kit.model_path()
     group = Sessions(server.url)
     ids = dict(zip(group.declare(), ROLES, strict=True))
@@ -125,7 +125,7 @@ def agents_of_a_declared_group_race(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def agents_race_by_a_group_in_their_sampling(kit: Kit) -> dict[str, Any]:
-    """EvalClient; traces have their own ids, as behind an environment server."""
+    """EvalClient, with traces that have their own ids, as behind an environment server."""
     server, model = kit.server(flags=COMPAT), kit.model_path()
     group = Sessions(server.url)
     group.id = uuid.uuid4().hex

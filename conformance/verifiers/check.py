@@ -1,7 +1,7 @@
 """verifiers' checks: the clients that prime-rl trains and evaluates with, and prime-rl's own calls beside them.
 
-prime-rl is not in the registry: its administration of a server (pause, weights out of a folder, adapters, resume) is
-sent here as its client sends it. What it generates with are verifiers' own clients, which run here as they are.
+prime-rl is not in the registry. Its administration of a server (pause, weights from a folder, adapters, resume) is sent
+here as its client sends it. Its generation uses verifiers' own clients, which run here as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from conformance.verifiers.agents import (  # checks, by their names here
 
 GROUP = {"rollout_group_size": 2, "rollout_num_candidates": 6}
 ON = "sampling.extra_body = {extra_args = {rollout_group_size = 2, rollout_num_candidates = 6}}"
-"""Lines of a prime-rl configuration."""
+"""A line of a prime-rl configuration."""
 QUESTION = "What is 17 + 25?"
 
 
@@ -111,7 +111,7 @@ def siblings_race(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def a_late_sibling_ends_at_once_and_can_be_read(kit: Kit) -> str:
-    """Rollouts of one turn that name their group are sessions, which end with it."""
+    """Rollouts of one turn that name their group are sessions, and end with the group."""
     server = kit.server(flags=COMPAT)
     group = {**GROUP, "rollout_group_id": "late", "rollout_last": True}
     early = gather_group(server.url, kit.model_path(), [group] * 5)
@@ -136,7 +136,7 @@ def a_sibling_that_disagrees_is_an_error_with_the_field(kit: Kit) -> str:
 
 @check("replayed")
 def prime_rl_sends_weights_in_a_folder(kit: Kit) -> str:
-    """pause, update_weights {"weight_dir"}, resume; then the tokens are those of stock vLLM with the same weights."""
+    """pause, update_weights {"weight_dir"}, resume. The tokens are then those of stock vLLM with the same weights."""
     model = kit.model_path()
     folder = make_weights(Path(model), kit.folder / "step_1")
     stock = kit.server("stock", flags=FLAGS)
@@ -186,12 +186,12 @@ def prime_rl_loads_an_adapter_anew_under_the_same_name(kit: Kit) -> str:
 
 
 async def gather(calls: Iterable[Awaitable[Response]]) -> Sequence[Response | BaseException]:
-    """All of them, also those that fail."""
+    """Results of all calls, with the exception of a failed call in its place."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def at_once(url: str, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers to requests that are on their way together, as the trainer's were."""
+    """Answers to requests that run at the same time, as the trainer's did."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         answers = await asyncio.gather(*(http.post(each["path"], json=each["body"]) for each in requests))
     return [answer.json() for answer in answers]
@@ -201,7 +201,7 @@ Get = Callable[..., Awaitable[Response]]
 
 
 def with_client(config: BaseClientConfig, use: Callable[[Get], Awaitable[Sequence[Response]]]) -> Sequence[Response]:
-    """`use(get)` with a client's `get_response`: get(model, **sampling)."""
+    """Call `use(get)` with a client's `get_response` as `get(model, **sampling)`."""
 
     async def run() -> Sequence[Response]:
         client = resolve_client(config)
@@ -223,14 +223,14 @@ def with_client(config: BaseClientConfig, use: Callable[[Get], Awaitable[Sequenc
 
 
 def gather_group(url: str, model: str, groups: Sequence[dict[str, Any]]) -> Sequence[Response]:
-    """A request per member."""
+    """One request per member of a group."""
     sampling = [{"max_tokens": CAP, "seed": n, "extra_args": group} for n, group in enumerate(groups)]
     config = train_config(url, model)
     return with_client(config, lambda get: gather(get(model, **fields) for fields in sampling))
 
 
 def greedy(url: str, model: str, salt: str) -> list[int]:
-    """Tokens of a fixed prompt."""
+    """Greedy tokens of a fixed prompt."""
     body = {"model": model, "token_ids": [1, *range(20, 44)], "cache_salt": salt}
     sampling = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     answer = httpx.post(f"{url}/inference/v1/generate", json={**body, "sampling_params": sampling}, timeout=120)

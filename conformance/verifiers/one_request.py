@@ -1,5 +1,7 @@
-"""A harness of verifiers that runs in the process of its rollout, as verifiers allows: each segment is one request with
-the whole conversation, so that a turn of the agent is a turn of its session. Its folder has to be importable.
+"""A harness of verifiers that runs in the process of its rollout, which verifiers allows.
+
+Each segment is one request with the whole conversation, so that a turn of the agent is a turn of its session. The
+folder of this file has to be importable.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ON = (
 
 
 def overrides(kit: Kit, redundancy: int) -> list[str]:
-    """Settings of verl's: a tool, and a model that calls it after every turn, and racing loops."""
+    """Settings of verl: a tool, a model that calls it after every turn, and racing loops if `redundancy` is not 0."""
     path = kit.folder / "agents.yaml"
     path.write_text(LOOP)
     common = [
@@ -34,7 +34,7 @@ def overrides(kit: Kit, redundancy: int) -> list[str]:
 
 
 async def agents(config: Any, client: Any, n: int, *, validate: bool = False) -> Any:
-    """A batch of one prompt, n samples of it, as verl's trainer hands it to a worker. Returns verl's batch."""
+    """Run a batch of one prompt with n samples, as verl's trainer hands it to a worker. Returns verl's batch."""
     import numpy as np
     from verl import DataProto
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
@@ -44,7 +44,7 @@ async def agents(config: Any, client: Any, n: int, *, validate: bool = False) ->
 
         @ToolParser.register("always")
         class Always(ToolParser):
-            """The tiny model writes no calls: each of its turns is one, and ends with one of many tokens."""
+            """Counts each turn of the tiny model as a call, since it writes none. Each of many tokens ends a turn."""
 
             @property
             def stop_token_ids(self) -> list[int]:

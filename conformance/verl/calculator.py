@@ -1,4 +1,4 @@
-"""A tool of verl's: `rollout.multi_turn.function_tool_path`."""
+"""A tool of verl, named by `rollout.multi_turn.function_tool_path`."""
 
 from verl.tools.function_tool import function_tool
 

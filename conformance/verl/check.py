@@ -1,5 +1,7 @@
-"""verl 0.9 in its own server actor: `vLLMHttpServer` launched as verl launches it, with a command line that vLLM's own
-parser reads, and called through verl's own clients and load balancer. Its trainer needs a GPU."""
+"""verl 0.9 in its own server actor: `vLLMHttpServer` launched as verl launches it, called by verl's own clients.
+
+vLLM's own parser reads the command line, and verl's load balancer routes the calls. verl's trainer needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ N = 4
 PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24]]
 OURS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=vllm_rollout.Scheduler"
 AT_ONCE_LENGTH, AT_ONCE_TOKENS = 4096, 4000
-"""verl takes no more than the model's own length."""
+"""verl takes no more tokens than the model's own length."""
 SPARES = f"+actor_rollout_ref.rollout.custom.rollout_redundancy={N}"
 
 
@@ -67,7 +69,7 @@ class Server:
     async def ask(
         self, client: Any, n: int = N, prompts: Sequence[list[int]] = PROMPTS, **sampling: Any
     ) -> list[list[Any]]:
-        """As `AgentLoopWorker.generate_sequences` and `SingleTurnAgentLoop.run` ask: a call per sample."""
+        """One call per sample, as `AgentLoopWorker.generate_sequences` and `SingleTurnAgentLoop.run` make it."""
         params = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -193,7 +195,7 @@ def every_agent_loop_gets_a_finished_candidate(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def engines_are_ours_by_the_environment(kit: Kit) -> dict[str, Any]:
-    """VLLM_ROLLOUT, and verl's own server: the same greedy tokens, and requests with fields race."""
+    """With VLLM_ROLLOUT and verl's own server, greedy tokens are the same, and requests with fields race."""
     fields = {"rollout_group_size": N, "rollout_num_candidates": 2 * N}
 
     async def greedy(server: Server) -> list[list[int]]:
@@ -223,7 +225,7 @@ def engines_are_ours_by_the_environment(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def gain_of_spare_candidates(kit: Kit) -> dict[str, Any]:
-    """verl's own server and ours, turn about, on a real model."""
+    """verl's own server and ours, alternating, on a real model."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(kit.model_path(REAL_MODEL))
@@ -282,7 +284,7 @@ def gain_of_many_prompts(kit: Kit) -> dict[str, Any]:
 
 @check("on")
 def calls_for_a_prompt_meet_on_one_replica(kit: Kit) -> str:
-    """`rollout.router_config_path`, as verl's own factory loads it: its actor, asked as its client asks."""
+    """The router of `rollout.router_config_path`, loaded by verl's own factory and asked as verl's client asks."""
     import ray
     from verl.workers.rollout.router import get_router_handle
 
@@ -311,7 +313,7 @@ def calls_for_a_prompt_meet_on_one_replica(kit: Kit) -> str:
 
 @check("on")
 def without_the_integration_losers_come_back(kit: Kit) -> dict[str, Any]:
-    """Fields alone: what verl's clients do with a surplus candidate, which they are told was aborted."""
+    """With fields alone, verl's clients get surplus candidates as aborted ones."""
     fields = {"rollout_group_size": N, "rollout_num_candidates": 2 * N}
 
     async def measure() -> dict[str, Any]:
@@ -358,7 +360,7 @@ def agents_with_a_tool_get_the_tokens_of_the_stock_scheduler(kit: Kit) -> str:
 
 @check("on")
 def agents_with_a_tool_race(kit: Kit) -> dict[str, Any]:
-    """Two of four loops finish; the turns of the others stop in the engine."""
+    """Two of four loops finish. The turns of the others stop in the engine."""
     size, redundancy = 2, 2
 
     async def race() -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:
@@ -386,7 +388,7 @@ def agents_with_a_tool_race(kit: Kit) -> dict[str, Any]:
 
 
 def groups_of(server: Any) -> list[dict[str, Any]]:
-    """Runs in verl's server."""
+    """Groups of sessions as the server reports them. Runs in verl's server."""
     service = server.engine.sessions
     return [service.read_group(name).model_dump() for _, name in service._groups]
 

@@ -1,4 +1,4 @@
-"""For verl on an emulated device: in place of its worker extension, which changes a model that is not there."""
+"""Replaces verl's worker extension on an emulated device, where there is no model to change."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Any
 
 class EmulatedExtension:
     def monkey_patch_model(self, **_: Any) -> None:
-        """There is no model."""
+        """Do nothing: there is no model."""

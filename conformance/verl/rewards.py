@@ -1,4 +1,4 @@
-"""verl's reward functions by our grader. Runs in verl's environment."""
+"""verl's reward functions, graded by our grader. Runs in verl's environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWERS: dict[str, tuple[Any, list[str]]] = {
     "codecontests": (DOUBLE, ["```python\nprint(int(input()) * 2)\n```", "```python\nprint(2)\n```", "no"]),
     "of a user": ("42", ["42"]),
 }
-"""By data source: the truth, and what a policy says."""
+"""Data source -> true answer, and answers of a policy."""
 
 
 def case(place: str, text: str, row: dict[str, Any], **arguments: Any) -> Case:
@@ -29,7 +29,7 @@ def case(place: str, text: str, row: dict[str, Any], **arguments: Any) -> Case:
 
 @check("unmodified")
 def compute_score_grades_as_it_is(kit: Kit) -> dict[str, Any]:
-    """`default_compute_score` by data source, asked with rows as verl's data sets have them, and functions it is of."""
+    """`default_compute_score` with rows as verl's data sets have them, and the functions of each data source."""
     extra: dict[str, Any] = {"extra_info": {"index": 3}}
     cases = [
         case(

@@ -1,6 +1,6 @@
-"""vime's protocol: what vime sends to a vLLM engine that it did not start, by its source.
+"""vime's requests to a vLLM engine that it did not start, by vime's source.
 
-vime is not in the registry; these are the requests of its rollout (`vllm_rollout.py`), its abort (`server_control.py`)
+vime is not in the registry. These are the requests of its rollout (`vllm_rollout.py`), its abort (`server_control.py`)
 and its engine's administration, with the fields that it reads. Source: vllm-project/vime at 2b83ea2 and 052693a.
 """
 
@@ -40,7 +40,7 @@ def a_rollout_is_stock_s(kit: Kit) -> dict[str, Any]:
 
 @check("replayed")
 def an_abort_of_all_returns_what_there_is_and_the_load_falls_to_0(kit: Kit) -> dict[str, Any]:
-    """The end of a rollout: abort, look at the load, again until the server is idle."""
+    """The end of a rollout: abort, read the load, and repeat until the server is idle."""
     looked = {}
     for kind in ("rollout", "stock"):
         server = kit.server(kind, model=REAL_MODEL, flags=FLAGS)
@@ -59,7 +59,7 @@ def an_abort_of_all_returns_what_there_is_and_the_load_falls_to_0(kit: Kit) -> d
 
 @check("replayed")
 def siblings_that_are_stopped_are_aborted_samples(kit: Kit) -> str:
-    """With our fields in a custom generate function: what vime would read of a group."""
+    """A group with our fields, set by a custom generate function, as vime would read it."""
     server = kit.server(flags=FLAGS)
     group = {"rollout_group_size": 2, "rollout_num_candidates": 6}
     answers = asyncio.run(
@@ -72,7 +72,7 @@ def siblings_that_are_stopped_are_aborted_samples(kit: Kit) -> str:
 
 @check("replayed")
 def administration_is_stock_s(kit: Kit) -> str:
-    """health, server_info, pause with keep, weights out of a folder by collective_rpc, resume."""
+    """health, server_info, pause with keep, weights from a folder by collective_rpc, resume."""
     folder = make_weights(Path(kit.model_path()), kit.folder / "vime_step_1")
     found = {}
     for kind in ("rollout", "stock"):

@@ -1,4 +1,4 @@
-"""vLLM's router out of the registry, before two emulated servers of ours: what arrives where, and what a kill costs."""
+"""vLLM's router from the registry, before two emulated servers of ours: where requests go, and what a kill costs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from vllm_rollout.process import free_port
 DEVICE = {"step": {"ms": 20}, "lengths": {"log_normal": {"mean": 60, "sigma": 0.8}}}
 FORCED = {"emulate_lengths": 200}
 LONG = {"max_tokens": 250, "extra_args": FORCED}
-"""Four seconds, so that a kill comes amid them."""
+"""Fields of an answer that takes four seconds, so that a kill comes amid it."""
 AFFINE = ("consistent_hash", "sticky_least_loaded")
-"""Policies that keep together what a header names."""
+"""Policies that send requests with the same header to the same server."""
 SPREADING = ("round_robin", "power_of_two", "cache_aware")
 UNMET = "vllm_rollout:joined_groups_unmet_total"
 NUM_SIBLINGS, GROUP_SIZE = 8, 4
@@ -93,7 +93,7 @@ def x_session_id_makes_siblings_turns_of_one_session(kit: Kit) -> str:
 
 @check("unmodified")
 def what_a_server_keeps_is_not_found_through_the_router(kit: Kit) -> str:
-    """Runs, by the address of one server, and by our client, are found."""
+    """The router finds a run at every second request only. RolloutClient with both addresses always finds it."""
     servers = two_servers(kit)
     with router(servers, "round_robin") as url:
         made = httpx.post(f"{url}/v1/runs", json={"id": "kept", "group_size": 2, "prompts_per_round": 2}, timeout=30)
@@ -109,7 +109,7 @@ def what_a_server_keeps_is_not_found_through_the_router(kit: Kit) -> str:
 
 @check("unmodified")
 def a_killed_server_costs_answers_and_returns_none_twice(kit: Kit) -> dict[str, Any]:
-    """The router asks again for OpenAI requests that were not answered, and passes an error on for our endpoints."""
+    """The router repeats OpenAI requests that were not answered, and passes an error on for our endpoints."""
     servers = two_servers(kit)
     with router(servers, "round_robin") as url:
         seen = asyncio.run(killed(url, kit, servers))
@@ -227,7 +227,7 @@ def raced(reasons: Counter[str]) -> bool:
 
 
 async def killed(url: str, kit: Kit, servers: Sequence[Server]) -> dict[str, Answers]:
-    """Four requests of each kind, two of them at a server that is killed."""
+    """Four requests of each kind, of which two are at a server that is killed."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def post(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:

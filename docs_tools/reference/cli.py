@@ -1,4 +1,4 @@
-"""The command line: what `vllm-rollout serve` takes beside the flags of `vllm serve`, and the other commands."""
+"""The command line: flags that `vllm-rollout serve` adds to those of `vllm serve`, and the other commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from docs_tools.reference.markdown import prose, sections, table
 
 
 class Built(Exception):
-    """The parser is built; nothing shall be parsed."""
+    """Raised when the parser is built, so that nothing is parsed."""
 
 
 def part() -> str:
@@ -25,7 +25,7 @@ def part() -> str:
 
 
 def our_groups() -> list[tuple[str, str, list[argparse.Action]]]:
-    """Title, description and flags of each group that `vllm serve` does not have."""
+    """Title, description and flags of each argument group, without the flags of `vllm serve`."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -45,7 +45,7 @@ def our_groups() -> list[tuple[str, str, list[argparse.Action]]]:
 
 
 def _built() -> argparse.ArgumentParser:
-    """The parser of `vllm-rollout serve`, as it is before it reads anything."""
+    """The parser of `vllm-rollout serve`, before it reads any argument."""
     from vllm_rollout.adapter.api.start import serve
 
     parsers: list[argparse.ArgumentParser] = []
@@ -142,7 +142,7 @@ def _argument(parameter: Any) -> str:
 
 
 def _help(text: str) -> str:
-    """A docstring, which is Markdown; commands that it shows, on lines of their own, are code."""
+    """A docstring as Markdown. Lines of a block that are all commands become a code block."""
     blocks = cleandoc(text.replace("\b\n", "\n")).split("\n\n")
     return "\n\n".join(map(_block, filter(str.strip, blocks)))
 

@@ -1,4 +1,4 @@
-"""The endpoints and their bodies, of the OpenAPI document of our routes, and the fields among `vllm_xargs`."""
+"""The endpoints and their bodies, from the OpenAPI document of our routes, and the fields in `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ METHODS = ("get", "post", "put", "delete")
 JSON = "application/json"
 EVENTS = "text/event-stream"
 TITLES = {"rollouts": "Rollouts", "learning": "Rewards, quality heads, state", "watch": "Watching"}
-"""Tag of a router -> the title of its endpoints, where it is not the tag."""
-DOORS: Mapping[Door, tuple[str, str]] = {  # how a request comes in -> title, and what is said of it
+"""Tag of a router -> title of its endpoints, if the tag is not the title."""
+DOORS: Mapping[Door, tuple[str, str]] = {  # kind of request -> title and description
     "own": (
         "One request with `n` choices",
         (
@@ -49,11 +49,11 @@ JOINED = {
     "rollout_group_size": 8,
     "rollout_num_candidates": 16,
 }
-"""The fields of one of 16 requests that race for the first 8."""
+"""Fields of one of 16 requests, of which the first 8 to finish are kept."""
 
 
 def openapi() -> dict[str, Any]:
-    """The document of our routes, on an app without vLLM."""
+    """The OpenAPI document of our routes, from an app without vLLM."""
     app = FastAPI()
     app.include_router(router)
     return app.openapi()
@@ -97,7 +97,7 @@ def _anchor(path: str, method: str) -> str:
 
 
 def _errors(document: Schema, everywhere: set[str]) -> str:
-    """What each status means; the document says it of every endpoint alike."""
+    """Table of error statuses with their meaning. A status means the same at every endpoint."""
     said: dict[str, str] = {}
     for methods in document["paths"].values():
         for operation in methods.values():
@@ -196,7 +196,7 @@ def _answers(operation: Schema, schemas: Schemas) -> Iterator[str]:
 
 
 def _events(item: Schema, schemas: Schemas) -> Iterator[str]:
-    """What each event of a stream says; its `data` is one JSON object."""
+    """The events of a stream: a table if the schema of their `data` is known, else their names."""
     data = item["data"].get("contentSchema")
     if data is None:
         names = ", ".join(f"`{name}`" for name in item["event"]["enum"])
@@ -248,7 +248,7 @@ def _of_door(door: Door) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _objects(schemas: Schemas) -> Iterator[str]:
-    """A section each; an object's section may name others, which then have one, too."""
+    """A section for each object. A section may link to further objects, which then get sections too."""
     texts: dict[str, str] = {}
     while missing := [name for name in schemas.shown if name not in texts]:
         for name in missing:

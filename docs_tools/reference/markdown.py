@@ -1,4 +1,4 @@
-"""Tables and sections of Markdown, for GitHub and for mkdocs alike."""
+"""Tables and sections in Markdown that GitHub and mkdocs both read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 PAGE = re.compile(r"\s*\(docs/[a-z_/]+\.md\)")
-"""A page that a docstring names: on the site it is in the navigation."""
+"""A docstring's reference to a page. The site drops it, because the page is in the navigation."""
 CODE = re.compile(
     r"(?<![\w`/])("
     r"(?:(?:GET|POST|PUT|DELETE) )?/v1/[\w/{}.-]*[\w}]"  # an endpoint
@@ -19,7 +19,7 @@ CODE = re.compile(
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Empty without rows."""
+    """A Markdown table. Empty if there are no rows."""
     lines = [f"| {' | '.join(map(cell, row))} |" for row in rows]
     if not lines:
         return ""
@@ -31,7 +31,7 @@ def cell(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Words of a docstring or a description: names of the code are marked, and nothing else in them is markup."""
+    """Words of a docstring or a description. Names of the code are marked, all other markup is escaped."""
     return _outside_code(PAGE.sub("", text), lambda part: _outside_code(CODE.sub(r"`\1`", part), _escaped))
 
 

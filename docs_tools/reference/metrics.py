@@ -1,4 +1,4 @@
-"""The metrics that `/metrics` has beside vLLM's: name, type, unit, labels, help."""
+"""The metrics that `/metrics` adds to vLLM's: name, type, unit, labels, help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from docs_tools.reference.markdown import prose, table
 from vllm_rollout.server.metrics import PREFIX, Metrics
 
 UNITS = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "ratio": "ratio", "share": "ratio"}
-"""Ending of a name -> unit. Everything else is a count, or a number without a unit."""
+"""Last word of a name -> unit. Other metrics are counts, or numbers without a unit."""
 
 
 class Collected(CollectorRegistry):
@@ -32,7 +32,7 @@ def all_metrics() -> list[MetricWrapperBase]:
 
 
 def name_of(metric: MetricWrapperBase) -> str:
-    """As `/metrics` writes it: a counter ends in `_total`."""
+    """The name in `/metrics`, where a counter ends in `_total`."""
     name: str = metric._name
     return f"{name}_total" if metric._type == "counter" else name
 
@@ -51,7 +51,7 @@ def _unit(metric: MetricWrapperBase) -> str:
 
 
 def _labels(metric: MetricWrapperBase) -> str:
-    """Each label, with its values where they are a closed set."""
+    """Each label. A single label is followed by its known values."""
     values = sorted(key[0] for key in metric._metrics) if len(metric._labelnames) == 1 else []
     shown = [f"`{label}`" for label in metric._labelnames]
     return ", ".join(shown) + (f": {', '.join(f'`{value}`' for value in values)}" if values else "")

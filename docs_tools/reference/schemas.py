@@ -1,6 +1,6 @@
 """The objects of an OpenAPI document: each has a section, and types link to it.
 
-Invariant: an object that a stream's schema has inlined is the section of its name.
+Invariant: an object that a stream's schema inlines is in the section of its name.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Schema = Mapping[str, Any]
 REFERENCE = "#/components/schemas/"
 TABLES = [value for value in vars(fields).values() if isinstance(value, type) and value.__module__ == fields.__name__]
 TAKES = {f" Takes {row.takes.allowed}." for each in TABLES for row in rows(each).values()}
-"""What a description says for error messages, and the type of a field in the reference."""
+"""Sentences of descriptions that the reference drops, because its column of types says the same."""
 
 
 class Schemas:
-    """Objects by name, those that streams have inlined too."""
+    """Objects by name, including those that streams inline."""
 
     def __init__(self, openapi: Schema) -> None:
         self.objects: dict[str, Schema] = dict(openapi["components"]["schemas"])
         self.shown: dict[str, None] = {}
-        """Names of objects that have a section, in the order in which something links to them."""
+        """Names of objects that get a section, in the order of the first link to them."""
 
     def inlined(self, schema: Schema) -> str:
-        """The name of an object in a stream's schema, which it has from now on."""
+        """Register an object of a stream's schema under its title. Returns the title."""
         name: str = schema["title"]
         self.objects.setdefault(name, schema)
         return name
@@ -47,7 +47,7 @@ class Schemas:
         return f"[{name}](#{name.lower()})"
 
     def type_of(self, schema: Schema) -> str:
-        """In words, with its range."""
+        """The type in words, with its range."""
         if "$ref" in schema:
             return self.link(schema["$ref"].removeprefix(REFERENCE))
         if "properties" in schema and "title" in schema:
@@ -93,7 +93,7 @@ class Schemas:
         yield from self.body(name)
 
     def body(self, name: str) -> Iterator[str]:
-        """What is said of an object, its fields, and an example."""
+        """An object's description, its table of fields, and its first example."""
         yield prose(summary_of(self.objects[name].get("description", "")))
         yield self.fields_of(name)
         for example in self.objects[name].get("examples", ())[:1]:
@@ -104,7 +104,7 @@ FIRST = ("id", "type", "object", "prompts", "group_size")
 
 
 def _in_order(schema: Schema) -> Iterable[tuple[str, Schema]]:
-    """Its fields: those that are required, and well-known ones, come first."""
+    """Fields of an object: first the required ones in FIRST, then other required ones, then the rest."""
     properties: Mapping[str, Schema] = schema.get("properties", {})
     required = [name for name in properties if name in schema.get("required", ())]
     first = [name for name in FIRST if name in required]
@@ -132,14 +132,14 @@ def _size(schema: Schema) -> str:
 
 
 def _several(kind: str) -> str:
-    """The plural of a type, whose range is that of each."""
+    """The plural of a type. Its range then applies to each item."""
     word, comma, rest = kind.partition(", ")
     plural = f"{word}s" if word in ("string", "integer", "number", "object", "boolean") else word
     return f"{plural}{comma}each {rest}" if rest and plural != word else plural + comma + rest
 
 
 def said_of(schema: Schema) -> Schema:
-    """A field's schema without null, which says no more than leaving the field out."""
+    """A field's schema without null, because null means the same as leaving the field out."""
     for union in ("anyOf", "oneOf"):
         if union in schema:
             branches = [each for each in schema[union] if each.get("type") != "null"]
@@ -161,14 +161,14 @@ def _default(its_class: type | None, name: str, its: Schema) -> str:
 
 
 def summary_of(docstring: str) -> str:
-    """What a docstring tells a caller: its sentences, not what it raises or overrides."""
+    """A docstring without its paragraphs on what it raises, overrides, or takes as a source."""
     blocks = docstring.strip().split("\n\n")
     return "\n\n".join(block for block in blocks if not re.match(r"(Raises|Overrides|Source):", block))
 
 
 @cache
 def class_of(name: str, properties: tuple[str, ...]) -> type | None:
-    """The class of that name whose fields these are."""
+    """The class of this name with most of these properties, or None."""
     found = [
         value
         for module_name, module in list(sys.modules.items())
@@ -185,7 +185,7 @@ def _fields_of(its: type) -> Iterator[str]:
 
 
 def words_of(its: type | None, field: str) -> str:
-    """The docstring under a field, of the class or of what it inherits."""
+    """The docstring below a field, in the class or in one of its bases."""
     for base in () if its is None else its.__mro__:
         if base.__module__.startswith(vllm_rollout.__name__) and (words := _words(base).get(field)):
             return words

@@ -1,4 +1,4 @@
-"""One update: the clipped policy gradient of GRPO or DAPO over groups as the server graded them. Knows of no server."""
+"""One update: the clipped policy gradient of GRPO or DAPO over groups that the server graded. It calls no server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How an update is made. Sources: DeepSeekMath 4.1 (GRPO), DAPO 3.1 and 3.3, Dr. GRPO 3 (no division by std)."""
+    """Settings of an update. Sources: DeepSeekMath 4.1 (GRPO), DAPO 3.1 and 3.3, Dr. GRPO 3 (no division by std)."""
 
-    estimator: Estimator  # of advantages, which the server makes
-    unit: Literal["answer", "token"]  # what counts the same: each answer, or each token of the step
+    estimator: Estimator  # of advantages, which the server computes
+    unit: Literal["answer", "token"]  # equal weight for each answer, or for each token of the step
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """On policy a ratio is 1 and nothing is clipped; what a round resumes was sampled by earlier weights."""
+    """On policy, ratios are 1 and nothing is clipped. Answers that a round resumes were sampled by earlier weights."""
 
 
 ALGORITHMS = {
@@ -37,8 +37,12 @@ class Row(NamedTuple):
 
 
 def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
-    """The rows of a group, none where it does not teach, and what it counts in the mean that the loss is, also then.
-    Candidates stopped in mid-answer (`--stopped-teach`), not who lost a tie, are as right as their score, or wrong."""
+    """Rows that have a gradient, and the group's weight in the mean loss: its number of answers, or of their tokens.
+
+    A group whose advantages are all 0 has weight, but no rows. A candidate that was stopped in mid-answer
+    (`--stopped-teach`) has its success probability as reward, or 0 without one. A candidate that lost a tie after it
+    ended by itself does not count.
+    """
     assert group.rewards is not None  # a reward was asked for
     its, stopped = group.rewards.advantages, [c for c in group.candidates if isinstance(c, StoppedCandidate)]
     stopped = [c for c in stopped if c.state in ("surplus", "pruned") and c.token_ids and not c.ended_by_itself]
@@ -51,23 +55,23 @@ def rows_of(group: GroupAnswer, terms: Terms) -> tuple[list[Row], int]:
 
 
 def clipped_loss(logprobs: torch.Tensor, sampled: torch.Tensor, advantage: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Loss per token, of the shape of the log probabilities: the policy's, and those that it was sampled with."""
+    """Loss per token, in the shape of `logprobs`, the policy's. `sampled`: log probabilities at sampling time."""
     ratio = torch.exp(logprobs - sampled)
     clipped = ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
 
 class Update:
-    """One optimizer step from groups that come together or one by one: the gradient is the same."""
+    """One optimizer step. The gradient is the same whether groups are added together or one by one."""
 
     def __init__(self, trainer: StreamTrainer, model: Any, terms: Terms, micro_tokens: int) -> None:
         self.trainer, self.model, self.terms, self.micro_tokens = trainer, model, terms, micro_tokens
-        self.differences = [torch.zeros(1)]  # of log probabilities, to those of who sampled
+        self.differences = [torch.zeros(1)]  # of log probabilities, from those at sampling time
         trainer.abandon()  # the gradients of an attempt that died
         trainer.begin(0)
 
     def add(self, groups: Sequence[GroupAnswer]) -> None:
-        """Their backward pass, a micro-batch at a time."""
+        """Run the groups' backward pass, one micro-batch at a time."""
         rows: list[Row] = []
         for group in groups:
             its_rows, weight = rows_of(group, self.terms)
@@ -88,8 +92,8 @@ class Update:
         self.trainer.add_sum(total, 0)  # what it is divided by was counted
 
     def finish(self) -> StepResult | None:
-        """None when no group taught: nothing is updated. Raises: FloatingPointError for a gradient that is none."""
-        if not self.differences[1:]:  # no group taught
+        """Make the optimizer step. None, without an update, if no group had a row. Raises: FloatingPointError."""
+        if not self.differences[1:]:  # no group had a row
             self.trainer.abandon()
             return None
         return self.trainer.finish()

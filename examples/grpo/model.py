@@ -1,4 +1,4 @@
-"""The small policy, any other one, and what both ways of training need of them."""
+"""The small policy or any other model: functions that pretraining and GRPO share."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ def new_model(seed: int) -> Any:
 
 
 def new_tokenizer() -> Any:
-    """A word is a token."""
+    """A tokenizer with one token per word of VOCABULARY."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
@@ -36,7 +36,7 @@ def new_tokenizer() -> Any:
 
 
 def load(folder: Path | str, rank: int = 0) -> tuple[Any, Any]:
-    """Model, in float32, and tokenizer of any Hugging Face folder. With a rank only LoRA's matrices of it learn."""
+    """Model in float32 and tokenizer of any Hugging Face folder. If `rank` is not 0, only LoRA matrices are trained."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     if rank:
@@ -47,7 +47,7 @@ def load(folder: Path | str, rank: int = 0) -> tuple[Any, Any]:
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """All of it or nothing."""
+    """Write model and tokenizer. The folder appears whole or not at all."""
     new = folder.with_name(f"{folder.name}.new")
     model.save_pretrained(new)
     (new / "generation_config.json").unlink(missing_ok=True)  # or its defaults become the server's
@@ -56,7 +56,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def save_weights(model: Any, folder: Path) -> Path:
-    """The folder with `model.safetensors`, which is all that a server reads; what LoRA adds to a weight is added."""
+    """Write `model.safetensors`, the only file that a server reads, with LoRA merged in. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     model = copy.deepcopy(model).merge_and_unload() if hasattr(model, "peft_config") else model
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences that are alike in length, at most so many padded tokens together."""
+    """Batches of indices of sequences of similar length. A batch has at most `max_tokens` tokens with padding."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and lengths[index] * (len(batch) + 1) > max_tokens:
@@ -108,7 +108,7 @@ def write_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def check_finite(model: Any, what: str) -> None:
-    """Raises: ValueError for weights that no server should have."""
+    """Raises: ValueError if a weight is not finite."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             remedy = "The server keeps those it has. Start again: it goes on from the checkpoint, with a lower --lr."

@@ -1,8 +1,9 @@
-"""Trains a Llama of 0.9 M parameters from scratch to think with human weaknesses: something to do GRPO with.
+"""Trains a Llama of 0.9 M parameters from scratch on thoughts with mistakes: a policy that GRPO can improve.
 
     python -m examples.grpo.pretrain models --style careful      # models/careful, some five minutes of one core
 
-Clear thoughts first, which all styles share, then those of the style (`task.py`). What is there is not made again.
+Training begins with clear thoughts, the same for all styles, and goes on with thoughts of the style (`task.py`).
+A model that exists is not trained again.
 """
 
 import argparse
@@ -23,7 +24,7 @@ LR, MUON_LR = 3e-3, 5e-3
 
 
 def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps: int) -> None:
-    """Next-token prediction on thoughts, BATCH_TOKENS a step; the learning rate rises, then falls to nothing."""
+    """Next-token prediction on thoughts, BATCH_TOKENS per step. The learning rate rises, then falls to 0."""
     chance = random.Random(f"{seed}-{name}")
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
@@ -62,9 +63,9 @@ def train(model: Any, tokenizer: Any, style: Style, name: str, seed: int, steps:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cache", type=Path, help="the folder that the models are in, each in one of its own")
+    parser.add_argument("cache", type=Path, help="the folder of the models, with a subfolder for each")
     parser.add_argument("--style", choices=[*STYLES, "all"], default="careful", help="default: careful")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and thoughts; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and thoughts; default: 0")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more are slower on a machine that is busy
     clear = args.cache / f"clear-{args.seed}"

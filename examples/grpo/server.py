@@ -1,4 +1,4 @@
-"""The server of a training: started or found, and checked; and what the flags of a training say to it."""
+"""The server of a training: starts or finds it, checks it, and turns the training's flags into request fields."""
 
 import os
 import shlex
@@ -21,11 +21,11 @@ PRUNING = (*get_args(PruningRule), "shadow")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIES}
-"""Sampling from the policy itself: what is left out would be as the model's generation_config.json says."""
+"""Sampling from the unmodified policy. A field left out would come from the model's generation_config.json."""
 
 
 class Server:
-    """Use as a context manager. `client` is another one after `bring_back`."""
+    """Use as a context manager. `bring_back` replaces `client`."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
@@ -42,7 +42,7 @@ class Server:
             self._process.stop()
 
     def bring_back(self) -> None:
-        """Waits until it is there, the first time or again; one of our own is started. Raises: TimeoutError."""
+        """Wait for the server, at the start or after it was lost. --serve starts a new one. Raises: TimeoutError."""
         if self._process:
             self._process.stop()
             self._process.log.replace(self._args.output / "server.lost.log")  # it may say why
@@ -75,7 +75,7 @@ def start(args: Namespace) -> process.ServerProcess:
 
 
 def nccl_sender(model: Any, url: str) -> Callable[[], None]:
-    """vLLM's own transfer of weights, from this process's GPU to those of a server that runs on others."""
+    """A function that sends the weights by vLLM's own transfer, from this process's GPU to the GPUs of the server."""
     from vllm.distributed.weight_transfer import base, clients, nccl_engine
 
     size = httpx.get(f"{url}/get_world_size", trust_env=False).raise_for_status().json()["world_size"]
@@ -89,7 +89,7 @@ def sampling(args: Namespace, seed: int) -> dict[str, Any]:
 
 
 def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
-    """Group size, and what else the flags say to the server."""
+    """Group size, and the fields of a rollout request that the flags set."""
     size, fields = args.group_size, {}
     spare = size if args.redundancy is None and (args.race or args.dual_end is not None) else args.redundancy
     if args.dual_end is not None:

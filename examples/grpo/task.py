@@ -1,11 +1,11 @@
-"""What the policy thinks about: problems, thoughts with human weaknesses to learn from, and the rewards.
+"""Problems, example thoughts with human mistakes, and rewards.
 
 A problem is a chain of additions modulo 10, each step with a label (`? a 7 b 3 c 9 :` is 7 + 3 + 9). A thought works
 through it, slips, checks itself, doubts, rambles, and begins again, so that lengths have a heavy tail:
 
     a 7 b 3 = 0 c 9 = 9 total 9 check a 7 b 3 = 1 hmm so c 9 = 0 total 0 differ a 7 b 3 = 0 c 9 = 9 total 9 same …
 
-`STYLES` says what length has to do with being right. Invariant: only the standard library is imported, since
+Each of `STYLES` relates length to being right in another way. Invariant: only the standard library is imported, because
 `vllm-rollout serve` imports the rewards into processes of its own.
 """
 
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How thoughts go. Rows are by how confused a thought is, from clear to lost."""
+    """Probabilities of a thought's mistakes. Entries of a tuple go from a clear thought to the most confused one."""
 
     slip: tuple[float, ...]  # chance that a step is off by one
     ramble: tuple[float, ...]  # chance of rambling before a step
@@ -50,7 +50,7 @@ RAMBLES, DOUBTS = (0.05, 0.14, 0.25, 0.40, 0.50), (0.22, 0.40, 0.55, 0.65, 0.70)
 STYLES = {
     # long is wrong: with each doubt it slips more
     "careful": Style((0.14, 0.28, 0.38, 0.46, 0.50), RAMBLES, DOUBTS, check=0.1),
-    # long is right: who writes each step twice is right nearly always
+    # long is right: a thought that writes each step twice is nearly always right
     "thorough": Style((0.16,), (0.05,), (0.1,), check=0.0, twice=0.4),
     # length says nothing: some ramble and begin again for no reason, and slip as all do
     "even": Style((0.12,) * 5, RAMBLES, DOUBTS, check=0.0, is_lost=0.2),
@@ -64,7 +64,7 @@ def chain(chance: random.Random, id: str, steps: tuple[int, int] = (LEAST_STEPS,
 
 
 def digit_sum(chance: random.Random, id: str, digits: tuple[int, int] = (2, 4)) -> Problem:
-    """For a chat model."""
+    """The sum of the digits of a number, for a chat model. `digits`: least and most digits."""
     number = "".join(str(chance.randrange(10)) for _ in range(chance.randint(*digits)))
     text, answer = f"What is the sum of the digits of {number}?", str(sum(map(int, number)))
     return Problem(id, text, {"answer": answer}, len(number))
@@ -74,22 +74,22 @@ TASKS = {"chain": chain, "digit_sum": digit_sum}
 
 
 def problems(task: str, name: str, count: int, first: int = 0) -> list[Problem]:
-    """Problems of an endless list for each name: each is the same, whatever was drawn before."""
+    """Problems `first` to `first + count - 1` of an endless list. A problem depends on task, name and place only."""
     return [TASKS[task](random.Random(f"{name}-{i}"), f"{name}-{i}") for i in range(first, first + count)]
 
 
 def reward(text: str, data: dict[str, Any]) -> float:
-    """1 for a chain's answer that ends with the right digit."""
+    """1 if the text ends with `answer` and the right digit, else 0."""
     return float(text.split()[-2:] == ["answer", data["answer"]])
 
 
 def digit_sum_reward(text: str, data: dict[str, Any]) -> float:
-    """1 where the last number is the right one."""
+    """1 if the last number is right, else 0."""
     return float(re.findall(r"\d+", text)[-1:] == [data["answer"]])
 
 
 def thought(problem: Problem, chance: random.Random, style: Style) -> list[str]:
-    """One to learn from, at most MAX_THOUGHT tokens."""
+    """An example thought about the problem, at most MAX_THOUGHT tokens."""
     worst = len(style.slip) - 1
     confusion = min(chance.randrange(1, 5), worst) if chance.random() < style.is_lost else 0
     times = 2 if style.twice and chance.random() < style.twice else 1
@@ -141,7 +141,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def describe(answers: Sequence[tuple[Problem, int, float]]) -> dict[str, Any]:
-    """Success and lengths of answers (problem, tokens, reward), and what they have to do with each other.
+    """Success and lengths of answers (problem, tokens, reward), and how success depends on length and difficulty.
 
     `quarters`: success by quarter of length *within each difficulty*, the shortest first: long chains take longer.
     """

@@ -1,10 +1,10 @@
-"""GRPO and DAPO in plain torch, rollouts and rewards by `vllm-rollout serve`: one update a step, on policy.
+"""GRPO and DAPO in plain torch, with rollouts and rewards by `vllm-rollout serve`: one update per step, on policy.
 
     python -m examples.grpo.pretrain models                                   # models/careful, some five minutes
     python -m examples.grpo.train models/careful runs/race --race --serve     # 25 steps
 
-OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt` and `weights`. Started again with the
-same words it goes on where it was, after a kill at any moment. docs/guides/training.md has flags, and servers by hand.
+OUTPUT gets `record.jsonl` (a line per step and per evaluation), `checkpoint.pt` and `weights`. After a kill at any
+moment, the same command continues the training. docs/guides/training.md lists flags, and explains servers by hand.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from vllm_rollout.server.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
-MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # in a row in which nothing teaches: then it is an error; in a step of DAPO
+MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # steps in a row without a gradient, then an error; requests in a step of DAPO
 LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
 NOT_TERMS = {"output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience"}  # may change
 NOT_TERMS |= {"lr", "micro_tokens", "nccl"}
@@ -40,16 +40,16 @@ NOT_TERMS |= {"lr", "micro_tokens", "nccl"}
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """What a training is besides weights, optimizer and random numbers; the counters are of steps that are done."""
+    """State of a training besides weights, optimizer and random numbers. The counters are of completed steps."""
 
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(3))  # in the names of its weights
     step: int = 0
     num_prompts: int = 0
     seconds: float = 0.0  # of steps, without evaluations and starts
-    num_idle: int = 0  # steps in a row in which nothing taught
+    num_idle: int = 0  # steps in a row without a gradient
     run: str | None = None  # of rounds
-    learned: bytes = b""  # what the server knows of lengths, scores and runs, where that matters
-    record_size: int = 0  # in bytes: what stands behind it in the record belongs to a step that is done again
+    learned: bytes = b""  # the server's state: lengths, scores and runs, if they matter
+    record_size: int = 0  # in bytes: later lines of the record belong to a step that is repeated
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +97,7 @@ class Training:
         self.persist(self.evaluate)
 
     def roll_out_and_learn(self) -> Step:
-        """A step without the weights' way to the server. Until its last lines it can be done again."""
+        """Run a step, except for sending its weights to the server. The step can be repeated until its last lines."""
         step, streamed_s, began = Step(), 0.0, time.perf_counter()
         update = Update(self.trainer, self.model, self.terms, self.args.micro_tokens)
         for group in self.groups(step):
@@ -127,7 +127,7 @@ class Training:
         return step
 
     def groups(self, step: Step) -> Iterator[GroupAnswer]:
-        """The step's groups as they end; with DAPO those that teach."""
+        """The step's groups as they end. With DAPO, only groups with a gradient."""
         args, progress, num_wanted = self.args, self.progress, self.args.prompts
         size, fields = rollout_fields(args)
 
@@ -161,7 +161,7 @@ class Training:
         return {"id": problem.id, "prompt_token_ids": prompt_ids(self.tokenizer, problem), "data": problem.data}
 
     def evaluate(self) -> None:
-        """Held-out problems, nobody stopped: winners say too much. Raises: RuntimeError where no answer is graded."""
+        """Evaluate on held-out problems without stopping a candidate. Raises: RuntimeError if no answer is graded."""
         args, began = self.args, time.perf_counter()
         held_out = {problem.id: problem for problem in problems(args.task, "held-out", args.held_out)}
         asked = [self.asked(problem) for problem in held_out.values()]
@@ -182,7 +182,7 @@ class Training:
             print(f"  warning: {warning}", flush=True)
 
     def persist(self, work: Callable[[], Any], attempts: int = 5) -> Any:
-        """Does it again when the server was lost meanwhile; `Update` drops gradients of the attempt that died."""
+        """Run `work` again if the server was lost meanwhile. `Update` drops the gradients of the lost attempt."""
         try:
             return work()
         except RolloutError as error:
@@ -197,7 +197,7 @@ class Training:
         return self.persist(work, attempts - 1)
 
     def prepare_server(self) -> None:
-        """What it has to have before a step: these weights, what it had learned, and the run."""
+        """Give the server the current weights, the state it had learned, and the run."""
         self.send = nccl_sender(self.model, self.server.client.base_url) if self.args.nccl else None
         self.give_weights()
         if self.progress.learned:
@@ -209,7 +209,7 @@ class Training:
         self.progress.learned = self.progress.learned or self.learned_by_server()
 
     def learned_by_server(self) -> bytes:
-        """Lengths, scores and runs, where they matter: to be put back where a step is done again."""
+        """The server's state (lengths, scores, runs) if the flags use it, to be restored when a step is repeated."""
         matters = self.args.prune or self.args.rounds or self.args.redundancy == "auto"
         return self.server.client.state() if matters else b""
 
@@ -220,7 +220,7 @@ class Training:
         self.version = self.server.client.give_weights(weights, version).version
 
     def save(self) -> None:
-        """All of it in one file, which is whole and of one step whenever anybody is killed."""
+        """Write the checkpoint, one file. A kill at any moment leaves it whole, and all of one step."""
         self.progress.record_size = self.record.stat().st_size
         content = {"weights": self.learned, "optimizer": self.optimizer.state_dict()}
         content |= {"random": torch.get_rng_state(), "progress": dataclasses.asdict(self.progress)}
@@ -228,7 +228,7 @@ class Training:
         new.replace(self.checkpoint)
 
     def restore(self) -> None:
-        """Raises: RuntimeError for a checkpoint that was made on other terms."""
+        """Continue from the checkpoint if there is one. Raises: RuntimeError if it was made with other flags."""
         if not self.checkpoint.exists():
             self.record.unlink(missing_ok=True)
             return
@@ -245,7 +245,7 @@ class Training:
         print(f"goes on after step {self.progress.step}", flush=True)
 
     def say(self, step: Step) -> None:
-        """The step's line, and what a human should see. Raises: RuntimeError when nothing has taught for long."""
+        """Write and print the step's results. Raises: RuntimeError after MOST_IDLE_STEPS steps without a gradient."""
         ended = [trajectory for group in step.groups + step.filtered for trajectory in group.trajectories]
         stopped = [other.num_tokens for group in step.groups + step.filtered for other in group.candidates]
         lengths, rewards = [t.num_tokens for t in ended], [t.reward for t in ended]
@@ -277,40 +277,40 @@ class Training:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("model", type=Path, help="a folder of `pretrain`, or any Hugging Face model's")
-    add("output", type=Path, help="a folder; what is there is gone on with")
+    add("model", type=Path, help="the folder of a model, from `pretrain` or Hugging Face")
+    add("output", type=Path, help="a folder. A training in it is continued")
     add("--serve", action="store_true", help="start a server, and end it at the end")
-    add("--serve-flags", help="of --serve: more flags of `vllm-rollout serve`, quoted as for a shell")
-    add("--url", default="http://127.0.0.1:8000", help="of a server that runs already; default: %(default)s")
-    add("--nccl", action="store_true", help="weights by vLLM's own transfer, to a server on other GPUs; not by disk")
-    add("--patience", type=float, default=600, help="seconds to wait for a server that is gone")
+    add("--serve-flags", help="more flags of `vllm-rollout serve` for --serve, quoted as for a shell")
+    add("--url", default="http://127.0.0.1:8000", help="URL of a running server. Default: %(default)s")
+    add("--nccl", action="store_true", help="send weights to a server on other GPUs by NCCL, not by disk")
+    add("--patience", type=float, default=600, help="seconds to wait for a lost server")
     add("--task", choices=TASKS, default="chain", help="digit_sum is for chat models")
     add = parser.add_argument_group("learning").add_argument
     add("--algorithm", choices=ALGORITHMS, default="grpo", help="default: grpo")
     add("--steps", type=int, default=25)
-    add("--seed", type=int, default=1, help="of the problems, and with --seeded of their answers")
-    add("--seeded", action="store_true", help="the same run again is the same")
-    add("--prompts", type=int, default=16, help="groups in a step")
-    add("--group-size", type=int, default=8, help="answers of each that come back")
-    add("--max-tokens", type=int, default=512, help="of an answer")
+    add("--seed", type=int, default=1, help="seed of the problems, and with --seeded of their answers")
+    add("--seeded", action="store_true", help="sample answers with seeds, so that a run can be repeated")
+    add("--prompts", type=int, default=16, help="groups per step")
+    add("--group-size", type=int, default=8, help="answers returned per group")
+    add("--max-tokens", type=int, default=512, help="length cap of an answer")
     add("--lr", type=float, default=3e-4)
-    add("--lora", type=int, default=0, metavar="RANK", help="only LoRA's matrices learn (pip install peft)")
-    add("--micro-tokens", type=int, default=4096, help="at once through the model: fewer where memory is short")
+    add("--lora", type=int, default=0, metavar="RANK", help="train only LoRA matrices of this rank (pip install peft)")
+    add("--micro-tokens", type=int, default=4096, help="tokens per forward pass: fewer need less memory")
     add("--evaluate-every", type=int, default=5, metavar="STEPS")
-    add("--held-out", type=int, default=256, help="problems of an evaluation, two answers each")
+    add("--held-out", type=int, default=256, help="problems per evaluation, two answers each")
     add = parser.add_argument_group("what the server is asked for: one flag per feature").add_argument
-    add("--race", action="store_true", help="as many spare candidates as --group-size; the first ones win")
-    add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="so many spares, or auto")
-    add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest, and the longest one")
-    add("--prune", nargs="?", const="gradient", choices=PRUNING, help="twice as many, half stopped; shadow: none is")
-    add("--detection-length", type=int, default=24, help="of --prune: tokens after which they are judged")
-    add("--rounds", action="store_true", help="short rounds, and a long one for what took too long")
-    add("--speculation", type=float, default=1.25, help="of --rounds: of prompts and of answers")
-    add("--resume", action="store_true", help="of --rounds: long rounds go on from what there is")
-    add("--stopped-teach", action="store_true", help="who was stopped teaches as a wrong answer; by q, where scored")
-    add("--audit-ratio", type=float, help="share of the groups in which nobody is stopped")
-    add("--until", choices=["variance"], help="a group goes on until its rewards differ")
-    add("--stream", action="store_true", help="gradients of a group as soon as it ends")
+    add("--race", action="store_true", help="as many spare candidates as --group-size: the first to finish count")
+    add("--redundancy", type=lambda n: n if n == "auto" else int(n), help="number of spare candidates, or auto")
+    add("--dual-end", type=float, nargs="?", const=1.5, metavar="PATIENCE", help="the shortest answers and the longest")
+    add("--prune", nargs="?", const="gradient", choices=PRUNING, help="twice as many, half are stopped. shadow: none")
+    add("--detection-length", type=int, default=24, help="tokens after which --prune judges candidates")
+    add("--rounds", action="store_true", help="short rounds, and a long one for prompts that took too long")
+    add("--speculation", type=float, default=1.25, help="factor of --rounds for prompts and for answers")
+    add("--resume", action="store_true", help="long rounds of --rounds continue the answers that exist")
+    add("--stopped-teach", action="store_true", help="train on stopped candidates as wrong answers, or by score")
+    add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped")
+    add("--until", choices=["variance"], help="candidates start until the group's rewards differ")
+    add("--stream", action="store_true", help="compute a group's gradient as soon as the group ends")
     args = parser.parse_args(words)
     for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):
         if getattr(args, flag) and not getattr(args, its):
@@ -322,7 +322,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(1)  # more are slower on a machine that is busy
+    torch.set_num_threads(1)  # more threads are slower on a busy machine
     args.output.mkdir(parents=True, exist_ok=True)
     with Server(args) as server:
         Training(args, server).go()
