@@ -1,4 +1,4 @@
-"""Names of flags that have changed, with the new ones. An old name is refused for one version, then forgotten.
+"""Names of flags that have changed, with the new ones, and values that are gone. Each is refused for one version.
 
 Invariant: importing this is light, so that an old name is refused before anything slow is imported.
 """
@@ -34,6 +34,16 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     "serve": SERVE,
 }
 """Command -> its old flags, each with its replacement."""
+
+TRAINERS = {"trl-legacy": "it was for TRL up to 1.10. Install TRL 1.14 to 1.16, and write --rollout-compat trl"}
+"""Old value of `--rollout-compat` -> why it is gone, and a remedy."""
+
+
+def trainer(name: str) -> str:
+    """`name`, as a value of `--rollout-compat`. Raises: ArgumentTypeError, with the remedy, for an old value."""
+    if (remedy := TRAINERS.get(name)) is not None:
+        raise argparse.ArgumentTypeError(f"{name} is gone: {remedy}.")
+    return name
 
 
 def refusal(arguments: Sequence[str]) -> str | None:

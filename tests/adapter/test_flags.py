@@ -169,7 +169,7 @@ ALONE = [
     (AUTO[:2], "needs --rollout-parallelism-devices"),
     (("--rollout-compat", "nobody"), "prime-rl"),
     (("--rollout-compat", "prime-rl"), "VLLM_SERVER_DEV_MODE=1"),
-    (("--rollout-compat", "trl-legacy"), "VLLM_SERVER_DEV_MODE=1"),
+    (("--rollout-compat", "trl-legacy"), "Install TRL 1.14 to 1.16, and write --rollout-compat trl."),
 ]
 WITH_AUTO = [
     (("--api-server-count", "2"), "Only one API process can wait for an engine"),
@@ -301,8 +301,8 @@ def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(parsed, device
 def test_trainers_are_named_one_by_one(parsed, monkeypatch):
     assert parsed("--rollout-compat", "trl").rollout_compat == ["trl"]
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    both = parsed("--rollout-compat", "trl-legacy", "--rollout-compat", "prime-rl")
-    assert both.rollout_compat == ["trl-legacy", "prime-rl"]
+    both = parsed("--rollout-compat", "skyrl", "--rollout-compat", "prime-rl")
+    assert both.rollout_compat == ["skyrl", "prime-rl"]
 
 
 @pytest.mark.parametrize(

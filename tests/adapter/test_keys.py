@@ -46,12 +46,9 @@ OPEN_TO_THE_API_KEY = {
     ("POST", "/v1/sessions/{session_id:name}/finish"),
     ("POST", "/v1/runs/{run_id}/rounds"),
     ("DELETE", "/v1/runs/{run_id}/rounds/{number}"),
-    *(("POST", f"/{name}/") for name in ("generate", "chat")),  # TRL's, of which /v1 asks the key
 }
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/update_weights"): {"weight_dir": "/weights"},
-    ("POST", "/generate/"): {"prompts": ["a"]},
-    ("POST", "/chat/"): {"messages": [[{"role": "user", "content": "a"}]]},
 }
 """With which a route is ours, or asks another one."""
 

@@ -21,7 +21,6 @@ from vllm.sampling_params import SamplingParams
 from conformance.recording import samples
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.xargs import plan_from_xargs, rollout_xargs
-from vllm_rollout.server.compat.trl_legacy import ChatBody, GenerateBody
 from vllm_rollout.server.learning.body import RewardsRequest
 from vllm_rollout.server.protocol import RolloutRequest
 
@@ -97,18 +96,6 @@ def test_our_fields_make_a_plan_of_n_choices_and_are_not_there_unless_asked_for(
 @pytest.mark.parametrize(("path", "body"), recorded("/v1/rollouts"))
 def test_rollouts_are_understood(path, body):
     assert RolloutRequest.model_validate(body).group_size == body["group_size"]
-
-
-@pytest.mark.parametrize(("path", "body"), recorded("/generate/", "/chat/"))
-def test_what_trl_up_to_1_10_sends_becomes_what_vllm_takes(path, body):
-    if path == "/generate/":
-        asked = [CompletionRequest(**GenerateBody.model_validate(body).completion())]
-    else:
-        asked = [ChatCompletionRequest(**chat) for chat in ChatBody.model_validate(body).chats()]
-        assert len(asked) == len(body["messages"])
-    for request in asked:
-        assert not request.model_extra
-        assert sampling_of(request).n == body["n"]
 
 
 def test_rewards_are_understood():

@@ -46,7 +46,7 @@ class Engine:
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
-    app.state.args = Namespace(rollout_compat=sorted(set(COMPAT) - {"trl-legacy"}), worker_extension_cls="")
+    app.state.args = Namespace(rollout_compat=sorted(COMPAT), worker_extension_cls="")
     app.state.engine_client = app.state.openai_serving_models = Engine()
     app.state.rollout_service = SimpleNamespace(admin_key=None)
 

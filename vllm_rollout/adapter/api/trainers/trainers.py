@@ -12,21 +12,19 @@ from collections.abc import Callable, Mapping
 from fastapi import FastAPI
 from vllm import envs
 
+from vllm_rollout import old_names
 from vllm_rollout.adapter.api.trainers import areal, prime_rl, skyrl
-from vllm_rollout.server.compat import trl_legacy
 
 COMPAT: Mapping[str, Callable[[FastAPI], None]] = {
     "areal": areal.attach,
     "prime-rl": prime_rl.attach,
     "skyrl": skyrl.attach,
     "trl": prime_rl.attach_token_names,
-    "trl-legacy": trl_legacy.attach,
 }
 """Function that adds a trainer's routes to vLLM's app, by trainer."""
 NEEDS_DEV_MODE = {
     "prime-rl": "/pause and /resume",
     "skyrl": "/pause, /resume and /collective_rpc",
-    "trl-legacy": "/get_world_size and /reset_prefix_cache",
 }
 """Endpoints that a trainer needs and that vLLM has only in its development mode."""
 
@@ -37,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-compat",
+        type=old_names.trainer,
         choices=sorted(COMPAT),
         action="append",
         default=[],
