@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.main import get_command
 
+from tests.support.waiting import WAIT_S
 from vllm_rollout import cli, old_names
 
 LINES = [
@@ -60,6 +61,6 @@ def test_an_old_name_is_refused_before_anything_slow_is_imported():
         "try: cli.main()\nexcept SystemExit as ended: assert ended.code == 2\n"
         "assert not {'vllm', 'torch', 'numpy', 'fastapi'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert "--rollout-emulate" in done.stderr

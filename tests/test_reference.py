@@ -82,7 +82,7 @@ def test_each_field_among_the_xargs_has_a_row() -> None:
 
 
 def test_descriptions_under_the_fields_of_answers_are_in_their_rows() -> None:
-    assert "Chance that it is among the trajectories" in section("Trajectory")
+    assert "Probability that the candidate is among the trajectories" in section("Trajectory")
     assert "One per prompt, in the order of the prompts." in section("RolloutAnswer")
 
 
