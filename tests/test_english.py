@@ -1,10 +1,11 @@
-"""Rules for pages that can be counted: sentences of at most 25 words, without a semicolon, that begin with a subject.
+"""Rules for pages and docstrings that can be counted: at most 25 words, no semicolon, and a subject that comes first.
 
 `python -m tests.test_english [PAGE...]` prints sentences that break a rule, and `make lint` runs it.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,9 @@ LOG = ROOT / "docs" / "development" / "log.md"
 PAGES = [page for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))) if page != LOG]
 MAX_WORDS = 25
 NOT_FIRST = ("Of", "Who", "Whoever", "What", "Nobody")
+RIDDLES = (*NOT_FIRST, "Whether", "How", "The same")
+"""First words of a docstring that does not name its subject."""
+SOURCES = ("benchmarks", "conformance", "docs_tools", "examples", "kernels", "tests", "vllm_rollout")
 
 
 def sentences(page: str) -> Iterator[str]:
@@ -57,6 +61,24 @@ def test_the_pages_fit_into_a_third_of_what_they_were() -> None:
     pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
     assert len(pages) > 30
     assert sum(len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages) <= 30_000
+
+
+def strings_alone(source: str) -> Iterator[str]:
+    """Docstrings, of attributes too: strings that are statements."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value.strip()
+
+
+def test_docstrings_name_their_subject() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {docstring[:60]}"
+        for folder in SOURCES
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for docstring in strings_alone(path.read_text())
+        if docstring.startswith(tuple(f"{first} " for first in RIDDLES))
+    ]
+    assert found == []
 
 
 def test_rules_are_found_where_they_are_broken() -> None:

@@ -18,7 +18,7 @@ class Core:
         self.run = run
         self.scheduler = run.scheduler
         self.known: dict[str, WorkerState] = {}
-        """What its worker was told."""
+        """States that the worker was sent, by request."""
         self.kv = KVWorker(run)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:

@@ -191,7 +191,7 @@ class Cluster:
         self.engines = [VLLMEngine(llm, names) for llm in self.llms]
         self.engine, self.llm = self.engines[0], self.llms[0]
         self.ends: dict[tuple[str, int], list[str]] = {}
-        """How each candidate ended, and how often."""
+        """End states of each candidate, in order."""
         self.said: dict[tuple[str, int], list[int]] = {}
         self.readers: dict[str, asyncio.Task[None]] = {}
 

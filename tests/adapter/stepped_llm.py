@@ -70,7 +70,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.door = Door()
         self.lost_weights = LostWeights()
         self.num_inside: list[int] = []
-        """Of the door, whenever a request was added."""
+        """Number of admitted candidates each time a request was added."""
         self._candidates = WeakKeyDictionary()
         self.num_ranks = num_ranks
         self.vllm_config = SimpleNamespace(

@@ -170,7 +170,7 @@ class Step(NamedTuple):
     num_nans: int
     masked: bool
     """It has a sampling mask, which cannot wait for another one."""
-    """What is held was to come with it."""
+    """The held outputs were to come with it."""
 
 
 @settings(max_examples=150)

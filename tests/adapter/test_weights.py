@@ -43,7 +43,7 @@ class KnownKV:
         """The weights with which each request began."""
         self.sampled: dict[str, list[int]] = {} if other is None else other.sampled
         self.ended: dict[str, list[tuple[int, str]]] = {} if other is None else other.ended
-        """What notes must say, by the names that were known when they were written."""
+        """Expected content of notes, by the names that were known when they were written."""
         self._weights: dict[int, int] = {}
         self._schedule, run.scheduler.schedule = run.scheduler.schedule, self.schedule
         self._sample, run.sample = run.sample, self.sample

@@ -46,7 +46,7 @@ class Turns:
         self.prunes: set[int] = set()
         """Indices of turns that their score stops."""
         self.lets_stop: Callable[[], bool] = lambda: True
-        """Whether stops reach their turns now; the service sends them again."""
+        """True if stops reach their turns now. The service sends them again."""
         self._stops: dict[tuple[str, int], asyncio.Event] = {}
 
     @property

@@ -22,9 +22,9 @@ def output_of(*command: str) -> str:
 
 def main(folder: Path, libraries: list[str]) -> None:
     versions: dict[str, set[str]] = defaultdict(set)
-    """Of each stub."""
+    """Symbol versions of each stub."""
     symbols: dict[str, set[str]] = defaultdict(set)
-    """Of each version; those without one by the empty string."""
+    """Symbols of each version. Symbols without a version have the key ''."""
     for library in libraries:
         headers = output_of("objdump", "-p", library)
         for needed in re.findall(r"NEEDED\s+(\S+)", headers):

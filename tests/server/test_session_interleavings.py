@@ -62,7 +62,7 @@ class Known:
         self.group, self.names = group, names
         self.told: list[Event] = []
         self.ended: dict[str, tuple[str | None, int]] = {}
-        """How each session ended, and the turns that it had begun by then."""
+        """End state of each session, and the turns that it had begun by then."""
         self.in_time: set[str] | None = None
         """Sessions that had begun when it was over: later ones have lost, and hear it by their turns."""
         self.reader: asyncio.Task[None] | None = None
@@ -93,9 +93,9 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.generated: dict[Key, list[int]] = {}
         """By session: tokens of its turns that have ended."""
         self.prompts: dict[str, list[int]] = {}
-        """What its next turn would say that rewrites nothing."""
+        """Prompt of the session's next turn, if that turn rewrites nothing."""
         self.last: dict[Key, list[int]] = {}
-        """What the engine saw in the last turn that ended."""
+        """Tokens in the engine after the last turn that ended."""
         self.finishing: list[asyncio.Task[FinishAnswer]] = []
         self.words = itertools.count(1)
         self.xargs: dict[str, dict[str, Any]] = {}

@@ -82,7 +82,7 @@ class DryRun:
         self._lengths: dict[str, int] = {}
         self._scored_lengths: dict[str, tuple[int, ...]] = {}
         self.logits: dict[str, float] = {}
-        """What a trained head says of candidates with a detection length, NaN where there is no such head; else 0."""
+        """Logit of a trained head for candidates with a detection length, NaN without such a head, else 0."""
         self.num_sampled: dict[str, int] = {}
         """Tokens the model made, also those the scheduler dropped."""
         self.outputs: dict[str, list[EngineCoreOutput]] = {}

@@ -1,4 +1,6 @@
-"""What `--rollout-emulate FILE` holds. Invariant: what can be read can be served; complaints name file and field.
+"""The content of `--rollout-emulate FILE`.
+
+Invariant: a file that can be read can be served. Errors name file and field.
 
 The file is a profile, as `vllm-rollout profile` writes it, or a JSON object with the fields of `Settings`.
 """
@@ -119,10 +121,10 @@ class DraftKind(_Model):
 
 
 class DraftSettings(_Model):
-    """What `--enable-rollout-drafts` finds.
+    """Drafts that `--enable-rollout-drafts` finds on an emulated device.
 
-    The defaults follow what answers of Qwen2.5-Coder-0.5B-Instruct at temperature 1 gave, 16 to a prompt: 1.38, 1.45
-    and 1.58 tokens a step at 0.6, 0.8 and 1.5 drafts a row.
+    The defaults follow answers of Qwen2.5-Coder-0.5B-Instruct at temperature 1, 16 per prompt. They had 1.38, 1.45 and
+    1.58 tokens per step with 0.6, 0.8 and 1.5 drafts per row.
     """
 
     kinds: tuple[DraftKind, ...] = (

@@ -33,8 +33,8 @@ class Vocabulary:
         if not self.even or not self.odd:
             raise ValueError(f"an emulated device needs 2 tokens that end nothing, the model has {len(tokens)} of them")
         self.cycle = [tokens[STRIDE * position % len(tokens)] for position in range(PERIOD)]
-        """What a candidate says: output token n, counted from 1, is number (salt + n) modulo `PERIOD` of these. A list
-        and no method: it is read for every token of a step."""
+        """Output tokens: token n, counted from 1, is number (salt + n) modulo `PERIOD` of these. A list and no method,
+        because it is read for every token of a step."""
 
     def verdict(self, salt: int, succeeds: bool) -> int:
         """The last but one token of a candidate, which encodes whether it succeeds."""

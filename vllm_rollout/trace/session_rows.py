@@ -37,7 +37,7 @@ class TurnRow(NamedTuple):
     num_cached_tokens: Length | None = None
     """Number of prompt tokens whose KV was cached."""
     history: StrictStr | None = None
-    """How the turn's prompt continues the previous turn."""
+    """Relation of the turn's prompt to the previous turn."""
 
 
 class SessionRow(Row):

@@ -1,8 +1,8 @@
-"""What the prompts of one worker have been answered with, as a source of drafts.
+"""Answers to the prompts of one worker, as a source of drafts.
 
-Invariant: drafts of a prompt come from sequences of the same key only, and what is stored stays within `max_bytes`.
+Invariant: drafts of a prompt come from sequences of the same key only, and stored bytes stay within `max_bytes`.
 
-The rule is draft_memory_reference.py's; csrc/draft_memory.cpp serves where it is built. `VLLM_ROLLOUT_OPS=torch` forces
+The rule is in draft_memory_reference.py. If it is built, csrc/draft_memory.cpp serves. `VLLM_ROLLOUT_OPS=torch` forces
 the reference, as for operators.
 """
 
@@ -56,7 +56,7 @@ def draft_memory_implementation() -> DraftMemoryImplementation:
 
 
 class DraftMemory:
-    """What the prompts of one worker have been answered with, as a source of drafts.
+    """Answers to the prompts of one worker, as a source of drafts.
 
     max_bytes: what prompts and sequences may take together. Above it whole ended sequences go, until an eighth is
     free: those of the least recently used prompt first, of one prompt the first that ended. When there is none,

@@ -1,11 +1,11 @@
-"""What a draft memory stores, as bytes that another process can take in.
+"""The content of a draft memory as bytes that another process can load.
 
-Invariant: what is loaded has been checked as a whole: the checksum finds what is torn, and every count and token is
-compared with what there is, so that no data, however made, asks for more memory than it has bytes.
+Invariant: loaded bytes have been checked as a whole. The checksum finds torn bytes. Every count and token is compared
+with the bytes that are there, so that no data asks for more memory than it has bytes.
 
-Little endian: magic, checksum of the rest, number of prompts; a prompt: bytes of its key, tokens of its stem, number
-of its sequences, then key and stem; a sequence: tokens of the stem that it begins with, versions since it ended, number
-of its own tokens, then these.
+All numbers are little-endian. The file has a magic number, a checksum of the rest and the number of prompts. A prompt
+has the number of bytes of its key, of tokens of its stem and of its sequences, then key and stem. A sequence has the
+number of stem tokens that it begins with, of versions since it ended and of its own tokens, then these tokens.
 """
 
 from __future__ import annotations

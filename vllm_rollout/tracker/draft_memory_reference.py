@@ -1,6 +1,6 @@
-"""What the prompts of one worker have been answered with, in plain Python: the specification of csrc/draft_memory.cpp.
+"""A draft memory in plain Python: the specification of csrc/draft_memory.cpp.
 
-Invariant: of the same calls both give the same drafts, probabilities, bytes and errors.
+Invariant: the same calls give the same drafts, probabilities, bytes and errors in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_VERSIONS_OLD = 30
 VOTE_KEPT = 0.98
 """Factor by which each weights update multiplies the votes of answers that ended before it."""
 DOUBT = 2.6
-"""What speaks against any draft. Fitted by hand, with the exponents, to what recorded answers accepted
+"""Weight against any draft. Fitted by hand, with the exponents, to the drafts that recorded answers accepted
 (docs/development/log.md)."""
 
 KeptSequence = tuple[int, int, bytes]

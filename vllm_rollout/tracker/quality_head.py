@@ -122,9 +122,9 @@ class QualityHead:
         self.model = model
         self.detection_length = detection_length
         self.weights: HeadWeights | None = None
-        """What scores now; None while untrained."""
+        """Weights that score now. None while untrained."""
         self.version = 0
-        """How often `weights` were replaced by training."""
+        """Number of times that training replaced `weights`."""
         self.losses: deque[float] = deque(maxlen=MAX_QUALITY_HEAD_VERSIONS)
         """Mean training loss of each version in nats, oldest first."""
         self.num_steps = 0

@@ -46,9 +46,9 @@ class QualityHeads:
         self._clock = clock
         self._heads: dict[HeadKey, QualityHead] = {}
         self._open: OrderedDict[str, HeadBytes] = OrderedDict()
-        """What is being read, by reader."""
+        """Bytes of the heads that readers are fetching, by reader."""
         self._copying: OrderedDict[tuple[str, HeadKey], Generator[None, None, HeadBytes]] = OrderedDict()
-        """What will be read, by reader and head."""
+        """Copies of heads under way, by reader and head."""
 
     def take_features(self, keys: Sequence[StateKey]) -> tuple[torch.Tensor, list[int]]:
         """Features that are still there, [num_found, hidden_size], and their positions in `keys`.

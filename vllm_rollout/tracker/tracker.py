@@ -100,7 +100,7 @@ class CandidateTracker:
         self.heads: dict[HeadKey, PublishedHead] = {}
         """An entry is replaced whole."""
         self.step: StepValues | None = None
-        """What the step last observed showed; None without candidates."""
+        """Values of the step that was observed last. None without candidates."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -307,8 +307,11 @@ class CandidateTracker:
             self.step = replace(self.step, last=LastLogits(seen.rows, seen.tokens, logits, np.array(versions)))
 
     def _none_can_be_due(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether that was known before this step, in which each candidate has gone on by one token. Looking at all
-        lengths of 1,024 candidates takes 40 microseconds of the host."""
+        """True if an earlier step showed that no candidate can be due in this step.
+
+        Each candidate has gone on by one token since then. A look at all lengths of 1,024 candidates takes 40
+        microseconds of the host.
+        """
         last_slots, last_positions = self._last_seen
         goes_on = (
             self._steps_before_due > 0
@@ -376,7 +379,7 @@ class CandidateTracker:
         return DueRows(request_ids, reached, versions, values, features)
 
     def _logits(self, heads: list[tuple[HeadKey, slice]], rows: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """What heads say of rows, float32 [num_rows], NaN where none is trained; and each one's version."""
+        """Logits of heads for rows, float32 [num_rows], NaN without a trained head, and each row's head version."""
         parts: list[torch.Tensor] = []
         versions: list[int] = []
         for key, its in heads:

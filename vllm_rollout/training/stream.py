@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 Normalization = Literal["token", "sample", "group"]
-"""What counts alike: every token of the step; every sample, by the mean of its tokens; every group, likewise."""
+"""Units of equal weight: tokens of the step, samples (mean over their tokens), or groups (mean over their samples)."""
 
 BUCKET_ELEMENTS = 2**26
 """Gradients travel between processes in pieces of about so many numbers, which exist twice meanwhile."""
@@ -156,7 +156,7 @@ class StreamTrainer:
                 self.add_sum(losses.sum() / group_tokens, tokens.sum().double() / group_tokens)
 
     def add_sum(self, loss_sum: Tensor, weight: Tensor | float) -> None:
-        """The same for a sum of one's own, and what it adds to the N by which the whole step is divided at its end.
+        """Add a loss that is a sum. `weight`: its share of the N by which the whole step is divided at its end.
 
         A constant divisor per sample, as in Dr. GRPO, is `add_sum(losses.sum(), num_samples * max_tokens)`.
         Raises: ValueError for a loss that is no scalar with a graph; RuntimeError as `add`.
