@@ -83,7 +83,7 @@ def demo(
         int | None, typer.Option(help="Candidates per prompt that race. Default: 16. Not with --rounds.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Upper bound of a candidate's output tokens. Default: 1024, with --rounds 768.")
+        int | None, typer.Option(help="Upper bound of a candidate's output tokens. Default: 768.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="File for the picture (PNG).")] = None,
     rounds: Annotated[

@@ -176,7 +176,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         type=_admin_key,
         help="Key for requests that change the whole server: PUT of quality heads and of the state, drains, weights "
-        f"by --rollout-compat. Clients send it in the header {ADMIN_HEADER} or as a bearer token. Default: every "
+        f"by --rollout-compat. Clients send it in the header {ADMIN_HEADER}, or as a bearer token if there is no "
+        "--api-key. Default: every "
         "client of the server may send these requests.",
     )
     group.add_argument(
