@@ -309,7 +309,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="of --rounds: long rounds go on from what there is")
     add("--stopped-teach", action="store_true", help="who was stopped teaches as a wrong answer; by q, where scored")
     add("--audit-ratio", type=float, help="share of the groups in which nobody is stopped")
-    add("--until", choices=["variance"], help="a group goes on until its rewards differ")
     add("--stream", action="store_true", help="gradients of a group as soon as it ends")
     args = parser.parse_args(words)
     for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):

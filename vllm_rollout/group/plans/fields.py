@@ -41,7 +41,6 @@ EarlyStop = bool | Literal["auto"] | None
 """None and "auto": stop early if the selection allows it."""
 Migration = Literal["off", "spread", "consolidate", "auto"]
 OnEngineFailure = Literal["fail", "retry"]
-Until = Literal["complete", "variance"]
 CutTurn = Literal["ends", "goes_on"]
 HistoryRule = Literal["strict", "rewritable"]
 LaunchRule = Literal["auto", "prompts"]
@@ -226,17 +225,10 @@ class RaceFields:
         "body",
         default="fail",
     )
-    until: Until = row(
-        Names(get_args(Until)),
-        '"variance": a group is complete when group_size of its candidates are graded and their rewards differ; until '
-        "then spares run, and more candidates are launched. Needs reward, selection first, and redundancy as a number.",
-        "body",
-        default="complete",
-    )
     max_candidates: int | None = row(
         Integer(1, 8 * config.MAX_GROUP_SIZE),
-        "Candidates that a group may ever have: those it begins with, those in the place of void ones, those launched "
-        'until rewards differ. Default: four times group_size with until "variance", else twice what it begins with.',
+        "Candidates that a group may ever have: those it begins with, and those in the place of void ones. Default: "
+        "twice what it begins with.",
         "body",
         default=None,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
-from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields, Until
+from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields
 from vllm_rollout.group.racing.sessions import EndedBy, SessionState
 from vllm_rollout.group.types import GroupStatus
 from vllm_rollout.server.body import Body, check_json, of_table
@@ -31,13 +31,10 @@ class SessionOptions(Body, SessionFields):
         default=True, description="Stop a group's other sessions when group_size of them have finished."
     )
     selection: SessionSelection = Field(default="first", description="Which finished sessions make the group.")
-    until: Until = Field(
-        default="complete", description='"variance": the group is over when group_size rewards are known and differ.'
-    )
     max_sessions: Size | None = Field(
         default=None,
-        description="Sessions that the group may ever have, with those in the place of void ones. Default: four times "
-        'group_size with until "variance", else twice what it begins with.',
+        description="Sessions that the group may ever have, with those in the place of void ones. Default: twice what "
+        "it begins with.",
     )
     pruning: Pruning | None = Field(
         default=None, description="Score each session in one of its turns, and stop those that will not help training."
@@ -128,7 +125,7 @@ class FinishAnswer(SessionAnswer):
     group_id: str
     group_status: GroupStatus | Literal["running"]
     wanted: list[str]
-    """Ids of sessions to begin now, to replace void ones or to go on until rewards differ."""
+    """Ids of sessions to begin now, to replace void ones."""
     num_wanted: int
     reward_status: str | None = None
     """Status of the server's own grade. Null if the server did not grade the session."""
