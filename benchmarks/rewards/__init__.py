@@ -1,1 +1,1 @@
-"""Rewards: graders, time limits, groups that end when they teach."""
+"""Rewards: graders and time limits."""

@@ -295,9 +295,7 @@ class SessionRace:
     def result(self) -> GroupResult:
         """The result of the group, as far as its sessions have ended."""
         result = conclude(self.plan, self.endings, void=[s.index for s in self.sessions.values() if s.is_void])
-        if self.is_cancelled:
-            return deferred(result, "it was cancelled")
-        return result
+        return deferred(result, "it was cancelled") if self.is_cancelled else result
 
     @property
     def endings(self) -> list[Ending]:

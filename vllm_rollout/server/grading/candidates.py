@@ -22,8 +22,6 @@ class LaunchedCandidates:
         self._places = places
         self._waves = waves
         self._numbers = count(1)
-        self.launched_later: set[int] = set()
-        """Indices of candidates that were launched by `more`."""
 
     async def more(self, indices: Sequence[int]) -> AsyncGenerator[Happening, None]:
         """Launch new candidates of the same prompt. To the engine they are a group of their own, in which no
@@ -31,7 +29,6 @@ class LaunchedCandidates:
         await self._places.take_more(len(indices))
         name = f"{self._order.group_id}+{next(self._numbers)}"
         self._waves.add(name)
-        self.launched_later.update(indices)
         plan = replace(self._order.plan, group_size=len(indices), redundancy=0, early_stop=False, patience=None)
         beginnings = Beginnings(dict.fromkeys(indices, ()), max(indices) + 1)
         # A race counts this group by the candidates that it began with.
@@ -40,8 +37,3 @@ class LaunchedCandidates:
             async for happening in happenings:
                 yield happening
         self._waves.discard(name)
-
-    @property
-    def stream_tokens(self) -> bool:
-        """True if tokens are streamed while candidates run."""
-        return self._order.stream_tokens is not None

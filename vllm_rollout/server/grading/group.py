@@ -7,7 +7,7 @@ an event of one candidate takes no loop over the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Set
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from vllm_rollout.group.types import Ending
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.attempts import Graded, Lost, Restarted, attempts
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.server.engine import CandidateEnd, Happening
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.grading.candidates import LaunchedCandidates
 from vllm_rollout.server.grading.service import Grading
@@ -51,10 +51,8 @@ class GradedGroup:
         self._num_launched = plan.num_candidates
         self._next_index = plan.num_candidates
         """The next free index. The engine also uses indices, for candidates that replace lost ones."""
-        self._num_waves = 0
-        """Waves that are not over."""
-        self._told_in_vain: Set[int] = frozenset()
-        """Indices of later candidates that run on while the group begins again. Readers have dropped their tokens."""
+        self._in_wave = False
+        """True while candidates run that were launched together. The next ones are launched when these have ended."""
         self._begin_again()
 
     async def happenings(self, race: AsyncGenerator[Happening | Restarted | Lost, None]) -> AsyncGenerator[Any, None]:
@@ -63,13 +61,11 @@ class GradedGroup:
         try:
             async for happening in self._all:
                 if isinstance(happening, _WaveOver):
-                    self._num_waves -= 1
+                    self._in_wave = False
                     self._decide(happening)
                     continue
                 if isinstance(happening, Restarted):
                     self._restart()
-                if isinstance(happening, CandidateTokens) and happening.index in self._told_in_vain:
-                    continue  # they come again, at its end
                 if self._group.take(happening):
                     if isinstance(happening, CandidateEnd):
                         self._next_index = max(self._next_index, happening.ending.index + 1)
@@ -77,8 +73,6 @@ class GradedGroup:
                         self._tasks.pop(happening.end.ending.index, None)
                     if isinstance(happening, CandidateEnd | Graded | Lost):
                         self._decide(happening)
-                    if isinstance(happening, CandidateEnd) and (tokens := self._told_again(happening)) is not None:
-                        yield tokens
                     yield happening
         finally:
             await self._all.close()
@@ -92,7 +86,7 @@ class GradedGroup:
             self._take(happening.ending)
         elif isinstance(happening, Graded) and happening.grade.status == "void":
             heir = self._ranking.drop(happening.end.ending)
-        if self._num_waves:
+        if self._in_wave:
             return
         if isinstance(happening, _WaveOver):
             chosen: Collection[int] = self._new
@@ -126,19 +120,11 @@ class GradedGroup:
         """Drop all gradings. Everything known about the group is void."""
         self._drop(list(self._tasks))
         self._next_index = self._num_launched
-        self._told_in_vain = self._candidates.launched_later - self._group.ends.keys()
         self._begin_again()
 
     def _begin_again(self) -> None:
         self._ranking, self._new = Ranking(self._plan), []
         self._num_valid = self._num_pruned = 0
-
-    def _told_again(self, end: CandidateEnd) -> CandidateTokens | None:
-        """All tokens of a candidate, if a reader has dropped their beginning. Else None."""
-        index, state = end.ending.index, end.ending.state
-        if state != "finished" or index not in self._told_in_vain or not self._candidates.stream_tokens:
-            return None
-        return CandidateTokens(index, 0, end.token_ids, end.logprobs)
 
     def _add(self, race: AsyncGenerator[Any, None]) -> None:
         async def wave() -> AsyncGenerator[Any, None]:
@@ -147,7 +133,7 @@ class GradedGroup:
                     yield happening
             yield _WaveOver()
 
-        self._num_waves += 1
+        self._in_wave = True
         self._all.add(wave())
 
     def _launch(self, num_candidates: int) -> None:
