@@ -9,7 +9,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 TORCH_INDEX ?=
 PIP_FLAGS ?= -qq
 ARGS ?=
-BENCHMARKS ?= group_race overhead audits pruning ptl shaping front_end rounds stream_training rewards.rounds rewards.variance rounds_emulated moves_emulated ablation agents move receipts soak
+BENCHMARKS ?= group_race overhead audits pruning ptl shaping front_end rounds stream_training rewards.rounds rounds_emulated moves_emulated ablation agents move receipts soak
 
 ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE must be cpu or cuda, got "$(DEVICE)")

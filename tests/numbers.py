@@ -254,10 +254,6 @@ def ordered(it: Any) -> list[list[float]]:
     return [[ratio for ratios in cell["ratios"] for ratio in ratios[1:3]] for cell in cells]
 
 
-def until(it: Any, way: str, rate: float | None, key: str) -> float:
-    return float(next(row[key] for row in it["rounds"] if (row["rate"], row["way"]) == (rate, way)))
-
-
 def believed(it: Any, audit_ratio: float) -> str:
     """Success rate that the report believes, less the true one."""
     world = {"way": "raced", "longer": 1.0, "audit_ratio": audit_ratio}
@@ -461,9 +457,6 @@ RESULTS: Sequence[Quoted] = (
     Quoted("longest groups first, if that pays", "the prompts' order", "launch_order",
            lambda it: f"{min(map(fmean, ordered(it))):.2f} {max(map(fmean, ordered(it))):.2f} "
                       f"{len(it['cells'][0]['ratios'])} 8 {max(map(max, ordered(it))):.2f}"),
-    Quoted("groups that end when rewards differ", "filtering, 2 % of answers right", "variance",
-           lambda it: f"{until(it, 'ours', 0.02, 'prompts'):.1f} {until(it, 'filter', 0.02, 'prompts'):.1f} "
-                      f"{until(it, 'ours', None, 'seconds') / until(it, 'filter', None, 'seconds'):.1f}"),
     Quoted("tokens that a receipt calls saved", "the same rollout, awaited", "receipts",
            lambda it: f"{saved(it, 'saved_tokens')} {len(it['rollouts'])} "
                       f"{100 * max(row['saved_seconds']['std'] for row in it['errors']):.0f}"),

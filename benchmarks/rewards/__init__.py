@@ -1,1 +1,1 @@
-"""Rewards: graders, time limits, and groups that end when their rewards differ."""
+"""Rewards: graders and time limits."""

@@ -81,10 +81,11 @@ ARMS = {
     "rounds": Arm("rounds, 1.25 x prompts and answers", "--rounds"),
     "resume": Arm("the same, long rounds go on from what there is", "--rounds --resume"),
     "rounds1": Arm("rounds, no more prompts and answers than wanted", "--rounds --speculation 1.0"),
-    "until": Arm("8, until rewards differ", "--until variance"),
     "stopped": Arm("race, stopped ones teach", "--race --stopped-teach"),
     "expected": Arm("the same, as right as their scores say", "--race --prune shadow --stopped-teach"),
     "together": Arm("7 first + the longest, stopped ones teach", "--race --dual-end 1.5 --stopped-teach"),
 }
+RETIRED = {"until": "8, until rewards differ"}
+"""Titles of arms that earlier records have, and that no version trains any more."""
 RIVALS = {"trl": "TRL's trainer on stock vLLM, 8 of 8", "trl_race": "TRL's trainer, race, 8 of 16"}
 """Titles of the arms that `trl` trains in an environment of its own. `run` leaves these arms out."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import ROOT, arguments_of, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent, picture
-from benchmarks.time_to_reward.arms import ARMS, RIVALS
+from benchmarks.time_to_reward.arms import ARMS, RETIRED, RIVALS
 from benchmarks.time_to_reward.run import whole_lines
 
 GOALS = (0.6, 0.7, 0.8)
@@ -30,9 +30,14 @@ STEP_S, CANDIDATE_S, TRAINED_TOKENS_S, SYNC_S = 0.0052, 0.000012, 7000, 1.0
 HALF, RANDOMLY_PRUNED, PRUNED_AT = "half16", "random", 24
 """RANDOMLY_PRUNED is HALF as if its unused half had been stopped after PRUNED_AT tokens, where pruning judges."""
 NOT_MEASURED = {(RANDOMLY_PRUNED, "seconds"), ("until", "gpu_seconds")}
-"""Numbers without a basis. Candidates of `until` start one wave after another, at times that no record has."""
+"""Candidates of the second began one wave after another. No record says when."""
 PICTURED = ("plain", HALF, "race", "dual", "prune", "stopped", "trl", "trl_race")
-TITLES = {name: arm.title for name, arm in ARMS.items()} | {RANDOMLY_PRUNED: "16, a random half stopped early"} | RIVALS
+TITLES = {
+    **{name: arm.title for name, arm in ARMS.items()},
+    RANDOMLY_PRUNED: "16, a random half stopped early",
+    **RETIRED,
+    **RIVALS,
+}
 ENDS = ("length", "p99", "easy", "hard")
 """Values that a summary takes from each evaluation."""
 PARTS = ("rollout", "rewards", "training", "sync")

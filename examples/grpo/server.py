@@ -99,7 +99,7 @@ def rollout_fields(args: Namespace) -> tuple[int, dict[str, Any]]:
         fields["pruning"] = {"detection_length": args.detection_length, "keep_ratio": 0.5, **how}
         if spare is None and not args.rounds and args.prune != "shadow":  # twice as many, of which half are kept
             size, fields["pruning"]["allow_fewer"] = 2 * size, True
-    fields |= {name: getattr(args, name) for name in ("until", "audit_ratio") if getattr(args, name)}
+    fields |= {"audit_ratio": args.audit_ratio} if args.audit_ratio else {}
     fields |= {"include": ["logprobs", "stopped"]} if args.stopped_teach else {}
     fields |= {"redundancy": spare} if spare is not None else {}
     # each prompt samples by a seed of its own, made of this one and its id: none comes twice

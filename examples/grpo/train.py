@@ -309,7 +309,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="long rounds of --rounds continue the answers that exist")
     add("--stopped-teach", action="store_true", help="train on stopped candidates as wrong answers, or by score")
     add("--audit-ratio", type=float, help="share of groups in which no candidate is stopped")
-    add("--until", choices=["variance"], help="candidates start until the group's rewards differ")
     add("--stream", action="store_true", help="compute a group's gradient as soon as the group ends")
     args = parser.parse_args(words)
     for flag, its in (("resume", "rounds"), ("serve_flags", "serve")):

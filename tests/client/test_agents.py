@@ -146,15 +146,6 @@ def test_a_function_without_a_turn_is_void(url):
     assert "it begins with a turn" in str(group.others[0].error)
 
 
-def test_sessions_begin_until_rewards_differ(url):
-    async def run(session: AgentSession) -> float:
-        await session.chat([USER])
-        return float(session.number >= 3)
-
-    (group,) = groups_of(url, ["p"], 2, run=run, until="variance", max_sessions=8)
-    assert (group.status, {each.reward for each in group.trajectories}) == ("complete", {0.0, 1.0})
-
-
 def test_a_session_that_a_limit_ends_still_brings_its_reward(url):
     async def run(session: AgentSession) -> float:
         await session.chat([USER], logprobs=False)

@@ -128,7 +128,7 @@ def test_every_argument_reaches_the_body():
         pruning=Pruning(detection_length=5), sampling_params={"seed": 1}, include=["text", "stopped"],
         model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
         migration="auto", scale_down="auto", on_engine_failure="retry", reward="math",
-        until="variance", max_candidates=64, order="prompts", priority=-1,
+        max_candidates=64, order="prompts", priority=-1,
     )  # fmt: skip
     request = RolloutRequest.model_validate(body)
     assert request.model_fields_set == RolloutRequest.model_fields.keys()

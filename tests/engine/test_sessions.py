@@ -449,19 +449,6 @@ def test_many_at_once_lose_nothing_while_ranks_are_drained(server):
         assert found["returned_tokens"] == sum(of[session] for session in found["selected"])
 
 
-def test_until_rewards_differ_more_sessions_are_wanted(server):
-    id, sessions = declared(server, 2, 0, until="variance", max_sessions=6)
-    wanted: list[str] = []
-    for session in sessions:
-        session.turn()
-        wanted += session.finish(reward=0)["wanted"]
-    assert 0 < len(wanted) <= 4
-    third = Harness(server, wanted[0])
-    third.turn()
-    assert third.finish(reward=1)["group_status"] == "complete"
-    assert group(server, id)["selected"] == [sessions[0].session, third.session]
-
-
 def test_the_server_grades_the_whole_conversation(server):
     """The reward is a regular expression in what follows the first generated token, the tool's words included."""
     said = server.http.post("/detokenize", json={"tokens": [71, 72, 73]}).json()["prompt"]

@@ -247,7 +247,6 @@ HALF = {"detection_length": 24, "keep_ratio": 0.5}
         ("--prune", 16, {"pruning": {**HALF, "rule": "gradient", "allow_fewer": True}}),
         ("--prune paper --race", 8, {"redundancy": 8, "pruning": {**HALF, "rule": "paper"}}),
         ("--prune shadow", 8, {"pruning": {**HALF, "mode": "shadow"}}),
-        ("--until variance", 8, {"until": "variance"}),
         ("--race --audit-ratio 0.1", 8, {"redundancy": 8, "audit_ratio": 0.1}),
     ],
 )

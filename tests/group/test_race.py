@@ -18,7 +18,7 @@ PAIR_OF_THREE = GroupTerms(2, 3)
 class Round(Run):
     """Groups that race each other, each named by its position."""
 
-    def __init__(self, lengths: list[list[int]], num_wanted: int | None, terms: GroupTerms = PAIR_OF_THREE) -> None:
+    def __init__(self, lengths: list[list[int]], num_wanted: int, terms: GroupTerms = PAIR_OF_THREE) -> None:
         super().__init__()
         self.terms, self.num_wanted = terms, num_wanted
         self.lost: list[str] = []
@@ -152,20 +152,6 @@ def test_a_lost_candidate_is_replaced_as_often_as_its_group_allows() -> None:
     assert not group.is_replaced(2)
     steps.ended(ids[1], group, "stop", 4)
     assert steps.close_step({}, lambda id: 4).over == ("g",)
-
-
-def test_a_race_that_counts_nothing_goes_on_until_it_is_cut() -> None:
-    round = Round([[2, 3, 12], [4, 5, 6], [9, 9, 9]], num_wanted=None, terms=GroupTerms(2, 3, early_stop=False))
-    round.advance(9)
-    assert round.states(2) == ["stop"] * 3
-    assert round.steps.races.cut("round") == ["g0"]  # complete, and not over
-    round.steps.cut("round")
-    round.advance()
-    assert round.ends[CandidateId("g0", 2)] == ("deferred", 10)
-    round.steps.races.widen("round", None)
-    round.enter(3, [2, 2, 2])
-    round.run()
-    assert round.states(3) == ["stop"] * 3
 
 
 def test_a_forgotten_race_lets_its_groups_go_on() -> None:

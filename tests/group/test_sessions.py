@@ -11,13 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.sessions import Session, SessionLimits, SessionRace, SessionRefused
-from vllm_rollout.group.rewards.until import UntilTerms
 
 
 def race_of(
     group_size: int = 2, redundancy: int = 0, limits: SessionLimits | None = None, max_sessions: int = 0, **plan: Any
 ) -> SessionRace:
-    return SessionRace(GroupPlan(group_size, redundancy, **plan), limits or SessionLimits(), None, max_sessions)
+    return SessionRace(GroupPlan(group_size, redundancy, **plan), limits or SessionLimits(), max_sessions)
 
 
 def turn(race: SessionRace, session: Session, num_tokens: int = 10, now_s: float = 0.0, **how: bool) -> None:
@@ -206,41 +205,6 @@ def test_cancelled_ones_are_deferred():
     assert (race.result.status, race.result.selected) == ("deferred", ())
 
 
-def until_race(group_size: int, num_candidates: int, most: int) -> SessionRace:
-    until = UntilTerms(group_size, most)
-    return SessionRace(GroupPlan(group_size, num_candidates - group_size), SessionLimits(), until, most)
-
-
-def test_until_rewards_differ_more_are_wanted_and_the_rest_stops():
-    race = until_race(2, 2, 8)
-    a, b = entered(race, 2)
-    num_wanted = 0
-    for session in (a, b):
-        race.finish(session, 0.0, reward=0.0)
-        num_wanted += race.settle().num_wanted
-    assert (num_wanted, race.num_to_enter, race.is_over) == (3, 3, False), "one of three differs with an even chance"
-    more = [race.enter(f"more{number}", 0.0) for number in range(num_wanted)]
-    race.begin_turn(more[-1])
-    race.finish(more[0], 0.0, reward=1.0)
-    settled = race.settle()
-    assert (race.is_over, race.result.status, race.result.selected) == (True, "complete", (0, 2))
-    assert settled.lost == tuple(more[1:])
-
-
-@pytest.mark.parametrize("by_limit", [False, True])
-def test_until_rewards_differ_one_that_ends_without_a_reward_leaves_its_place(by_limit):
-    race = until_race(2, 2, 4)
-    first, second = entered(race, 2)
-    turn(race, first, cut=by_limit)
-    turn(race, second)
-    race.finish(first, 1.0)
-    race.finish(second, 1.0, reward=1.0)
-    assert race.settle().num_wanted >= 1
-    race.finish(race.enter("third", 2.0), 2.0, reward=0.0)
-    race.settle()
-    assert (race.is_over, race.result.status, race.result.selected) == (True, "complete", (1, 2))
-
-
 def test_who_is_being_graded_is_not_silent_and_has_no_other_turn():
     race = race_of(1, limits=SessionLimits(idle_timeout_s=30.0))
     (session,) = entered(race, 1)
@@ -253,18 +217,6 @@ def test_who_is_being_graded_is_not_silent_and_has_no_other_turn():
     assert race.expire(100.0)
 
 
-def test_until_rewards_differ_one_that_is_never_graded_does_not_hold_the_group_for_ever():
-    race = until_race(2, 2, 2)
-    a, b = entered(race, 2)
-    turn(race, a, last=True)  # and nobody says what it is worth
-    race.finish(b, 0.0, reward=1.0)
-    race.settle()
-    assert not race.is_over
-    race.expire(601.0)
-    race.settle()
-    assert (race.is_over, race.result.status, race.result.selected) == (True, "incomplete", (1,))
-
-
 class AnyOrder(RuleBasedStateMachine):
     """Any order of what harnesses may do, against what is true of every race."""
 
@@ -275,13 +227,11 @@ class AnyOrder(RuleBasedStateMachine):
         early_stop=st.booleans(),
         max_turns=st.none() | st.integers(1, 3),
         max_tokens=st.none() | st.integers(1, 30),
-        variance=st.booleans(),
     )
-    def begin(self, group_size, redundancy, more, early_stop, max_turns, max_tokens, variance):
+    def begin(self, group_size, redundancy, more, early_stop, max_turns, max_tokens):
         plan = GroupPlan(group_size, redundancy, early_stop)
-        until = UntilTerms(group_size, plan.num_candidates + more) if variance and group_size > 1 else None
         limits = SessionLimits(max_turns, max_tokens, 5.0)
-        self.race = SessionRace(plan, limits, until, plan.num_candidates + more)
+        self.race = SessionRace(plan, limits, plan.num_candidates + more)
         self.now_s = 0.0
         self.ended: dict[str, str] = {}
         self.num_tokens = 0
@@ -369,9 +319,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert race.is_cancelled or {s.id for s in selected} <= {s.id for s in usable}
             if race.result.status == "complete" and not race.is_cancelled:
                 assert len(selected) == size
-            if race.until is not None and not race.is_cancelled:
-                assert all(session.reward is not None for session in selected)
-        elif race.until is None and race.plan.early_stop:
+        elif race.plan.early_stop:
             assert sum(race.state(session) == "finished" for session in usable) < size
 
 

@@ -283,7 +283,7 @@ class FakeEngine:
         if race_id in self.races:
             self.races[race_id].cut(race_id)
 
-    async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
         self.learning.check_alive()
         assert race_id in self.races, "a race that nobody entered"
         self.races[race_id].races.widen(race_id, num_wanted)

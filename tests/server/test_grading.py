@@ -8,7 +8,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,15 +15,12 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
-from tests.support.waiting import WAIT_S, eventually
-from vllm_rollout.client.joints import Joints
+from tests.support.waiting import eventually
 from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.group.types import Assessment, Confidence
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Trajectory
-from vllm_rollout.server.answers import RolloutAnswer, RolloutEvent
+from vllm_rollout.server.answers import RolloutAnswer
 from vllm_rollout.server.engine import EngineStopped
 from vllm_rollout.server.grading import service
 from vllm_rollout.server.slices import SLICE_S
@@ -34,7 +30,7 @@ from .fake_engine import FakeEngine
 from .learning_steps import PRUNING
 from .test_errors import check_error
 from .test_metrics import samples
-from .test_runs import TERMS, make, play, prompts
+from .test_runs import make, play, prompts
 
 PROMPTS = [
     {"id": "a", "prompt": "1 + 1", "data": {"answer": "2"}},
@@ -228,22 +224,6 @@ async def test_a_client_that_leaves_stops_what_is_graded_for_it(http, engine, gr
     assert (await roll(http)).usage.num_rewards == 8
 
 
-async def test_a_short_round_is_over_when_enough_of_its_groups_teach(http, engine, graders):
-    graders.function = lambda t: Grade("ok", 1.0) if t.prompt in ("question 1", "question 2") else by_length(t)
-    await make(http, reward="even", until="variance", max_candidates=1000, response_speculation=1.0)
-    answer = await play(http, prompts=prompts(0, 6))
-    assert [group["prompt_id"] for group in answer["groups"]] == ["q0", "q3", "q4", "q5"]
-    assert all(group["status"] == "complete" and group["rewards"]["teaches"] for group in answer["groups"])
-    assert answer["deferred"] == ["q1", "q2"]
-    assert engine.num_running == 0
-    (at_cut,) = engine.launched_at_cuts
-    assert engine.num_launched <= at_cut + 16  # those that were on their way
-    assert answer["usage"]["generated_tokens"] == answer["usage"]["returned_tokens"] + answer["usage"]["wasted_tokens"]
-    graders.function = by_length
-    rest = await play(http, kind="long")
-    assert [group["rewards"]["teaches"] for group in rest["groups"]] == [True, True]
-
-
 @pytest.mark.parametrize(
     ("grades", "filtered"), [((None,) * 9, 0), ((1.0, *(None,) * 8), 0), ((1.0, 1.0, *(None,) * 7), 2)]
 )
@@ -263,16 +243,6 @@ async def test_a_grader_that_fails_takes_no_prompt_out_of_its_run(http, graders,
     assert (len(answer["filtered"]), len(answer["groups"])) == (filtered, 2 - filtered)
 
 
-async def test_a_candidate_that_is_lost_where_rewards_decide_costs_its_group_nothing(http, engine):
-    """The group launches another by itself, and the engine none under the same index."""
-    run = {"id": "a", "group_size": 4, "prompts_per_round": 2, "prompt_speculation": 1, "response_speculation": 1}
-    await http.post("/v1/runs", json={**run, "until": "variance", "reward": "even"})
-    engine.failures, engine.lengths = {1: 3}, {index: 10 + index for index in range(16)}
-    asked = {"prompts": [{"id": id, "prompt": id} for id in "ab"], "sampling_params": {"seed": 2}}
-    answer = (await http.post("/v1/runs/a/rounds", json=asked)).json()
-    assert [group["status"] for group in answer["groups"]] == ["complete", "complete"]
-
-
 async def test_a_deferred_group_launches_nobody_in_place_of_a_void_one(http, engine, graders):
     graders.function = lambda t: Grade("void") if t.prompt == "question 5" else by_length(t)
     engine.lengths = {index: index + 1 for index in range(64)}
@@ -280,11 +250,6 @@ async def test_a_deferred_group_launches_nobody_in_place_of_a_void_one(http, eng
     answer = await play(http, prompts=prompts(0, 6))
     assert answer["deferred"] == ["q4", "q5"]  # ties go to the first
     assert engine.num_launched == 12
-
-
-async def test_until_variance_does_not_go_on_from_an_earlier_round(http):
-    response = await http.post("/v1/runs", json={**TERMS, "reward": "even", "until": "variance", "resume": True})
-    check_error(response, 400, "until", ["order of launch"])
 
 
 def first_ones(*rewards: float | None) -> Callable[[Trajectory], Grade]:
@@ -333,101 +298,10 @@ async def test_a_stream_says_that_a_void_trajectory_is_out(http, engine, graders
     assert group["selected"] == [1, 2]
 
 
-async def test_until_variance_goes_on_until_rewards_differ(http, engine, graders):
-    engine.lengths = {index: index + 1 for index in range(64)}
-    graders.function = first_ones(1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, 0.0)
-    group = await group_of(http, group_size=4, redundancy=0, until="variance")
-    assert group.status == "complete"
-    assert group.rewards.teaches
-    assert [t.index for t in group.trajectories] == [0, 1, 3, 7]
-    assert (group.rewards.success, group.rewards.num_graded, group.rewards.weight) == (1.0, 7, 4 / 7)
-    assert engine.num_running == 0
-
-
-async def test_until_variance_ends_at_once_where_rewards_differ_and_stops_the_spares(http, engine, graders):
-    engine.lengths = {0: 1, 1: 2, 2: 1000, 3: 1000, 4: 1000}
-    graders.function = first_ones(1.0, 0.0)
-    group = await group_of(http, group_size=2, redundancy=3, until="variance")
-    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
-    assert {c.state for c in group.candidates} == {"surplus"}
-    assert max(c.num_tokens for c in group.candidates) < 1000
-    assert (group.rewards.success, group.rewards.num_graded) == (0.5, 2)
-
-
-async def test_spares_that_ended_before_a_restart_are_not_waited_for():
-    """The rewards differ from candidate 7 on. When the rank dies, all wait for candidate 3."""
-    lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 3)}
-    engine = FakeEngine(lengths=lengths, losses={"a": 20})
-    async with http_of(make_app(engine, graders=FakeGraders())) as http:
-        group = await group_of(http, redundancy=0, until="variance", on_engine_failure="retry")
-    assert (group.status, group.rewards.teaches) == ("complete", True)
-
-
-async def test_tokens_of_a_spare_that_outlives_a_restart_are_told_from_the_first_one():
-    """The rewards differ from candidate 7 on. Candidates 3 and 7 run when the rank of the others dies."""
-    lengths = {**dict.fromkeys(range(7), 2), 3: 40, **dict.fromkeys(range(7, 16), 31)}
-    engine = FakeEngine(lengths=lengths, losses={"a": 20})
-    async with http_of(make_app(engine, graders=FakeGraders())) as http:
-        fields = {"group_size": 4, "reward": "even", "until": "variance", "on_engine_failure": "retry"}
-        events = await events_of(http, "/v1/rollouts", prompts=PROMPTS[:1], stream_tokens=1, **fields)
-    assert "restarted" in [event["type"] for event in events]
-    joints, of_event = Joints(), TypeAdapter(RolloutEvent)
-    assert [joints.problem(of_event.validate_python(event)) for event in events] == [None] * len(events)
-    (group,) = [event for event in events if event["type"] == "group"]
-    assert (group["status"], group["selected"]) == ("complete", [0, 1, 2, 7])
-
-
-async def calm(engine: FakeEngine, num_launched: int = 1) -> None:
-    """So many have been launched, nothing runs, and nothing is being launched."""
-    num_turns = 0
-    async with asyncio.timeout(WAIT_S):
-        while num_turns < 200:  # of the loop
-            await asyncio.sleep(0)
-            is_calm = not engine.num_running and engine.num_launched >= num_launched
-            num_turns = num_turns + 1 if is_calm else 0
-
-
-async def test_a_prompt_that_hardly_ever_succeeded_begins_with_more_candidates(http, engine, graders):
-    graders.function = lambda trajectory: Grade("ok", 0.0)
-    most = []
-    for id in ("hard", "hard", "new"):
-        graders.may_end.clear()
-        before = engine.num_launched
-        prompts = [{"id": id, "prompt": "?"}]
-        rollout = asyncio.create_task(roll(http, prompts=prompts, group_size=2, redundancy=0, until="variance"))
-        await calm(engine, before + 2)
-        most.append(engine.num_launched - before)  # nothing is graded yet
-        graders.may_end.set()
-        await rollout
-    assert most[0] == most[2] < most[1]
-
-
-@pytest.mark.parametrize(("final", "scored", "num_launched"), [
-    (0.02, None, 16), (None, 0.02, 16), (0.5, 0.02, 4), (None, None, 4),
-])  # fmt: skip
-async def test_the_head_decides_whether_spares_run_while_rewards_are_awaited(
-    http, engine, graders, monkeypatch, final, scored, num_launched
-):
-    def said(chance: float | None) -> Assessment:
-        return Assessment("head", 0.0, chance, 1.0, True, 1, Confidence(1.0, 1.0, 1.0))
-
-    end_of = FakeEngine._end
-    monkeypatch.setattr(
-        FakeEngine, "_end", lambda *of: replace(end_of(*of), final=said(final), assessment=said(scored))
-    )
-    graders.function = lambda trajectory: Grade("ok", 0.0)
-    graders.may_end.clear()
-    rolling = asyncio.create_task(roll(http, group_size=4, redundancy=0, until="variance", prompts=PROMPTS[:1]))
-    await calm(engine)
-    assert engine.num_launched == num_launched
-    graders.may_end.set()
-    await rolling
-
-
 async def test_a_client_that_leaves_amid_launches_leaves_nothing_running(http, engine, graders):
     engine.lengths = {index: 2 if index < 4 else 4000 for index in range(64)}
-    graders.function = lambda trajectory: Grade("ok", 0.0)
-    leaving = asyncio.create_task(roll(http, group_size=4, redundancy=0, until="variance"))
+    graders.function = lambda trajectory: Grade("void")
+    leaving = asyncio.create_task(roll(http, group_size=4, redundancy=0))
     await eventually(lambda: engine.num_launched > 8)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
@@ -438,20 +312,6 @@ async def test_a_group_may_have_at_least_as_many_candidates_as_it_begins_with(ht
     check_error(await roll(http, 400, max_candidates=7), 400, "max_candidates", ["may begin with 8", "got 7"])
     assert (await roll(http, max_candidates=8)).usage.num_candidates == 16
     check_error(await roll(http, 400, redundancy="auto", max_candidates=4), 400, "max_candidates", ["got 4"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"reward": None}, "reward"),
-        ({"selection": "shortest"}, "selection"),
-        ({"redundancy": "auto"}, "redundancy"),
-        ({"group_size": 1, "redundancy": 0}, "at least 2"),
-        ({"early_stop": True}, "early_stop"),
-    ],
-)
-async def test_until_variance_says_what_it_needs(http, fields, words):
-    check_error(await roll(http, 400, until="variance", **fields), 400, "until", [words])
 
 
 class ChanceGraders:
@@ -520,26 +380,19 @@ async def rolled(seed: int, success: float, trouble: float, losses: dict[str, in
             answer = RolloutAnswer.model_validate_json(response.content)
             usage = answer.usage.model_dump()
             for group in answer.groups:
-                check(group, body, restarted=group.prompt_id in losses)
+                check(group, body)
     assert engine.num_running == 0
     assert graders.running == []
     assert usage["generated_tokens"] == usage["returned_tokens"] + usage["wasted_tokens"]
 
 
-def check(group: Any, body: dict[str, Any], *, restarted: bool) -> None:
+def check(group: Any, body: dict[str, Any]) -> None:
     indices = [each.index for each in (*group.trajectories, *group.candidates)]
     assert len(indices) == len(set(indices))
     assert len(indices) <= body["max_candidates"]
     assert (len(group.trajectories) == body["group_size"]) == (group.status == "complete")
     assert all(t.reward_status in ("ok", "timeout", "error") for t in group.trajectories)
     assert [a is None for a in group.rewards.advantages] == [t.reward is None for t in group.trajectories]
-    if body["until"] == "variance":
-        rewards = [t.reward for t in group.trajectories]
-        assert None not in rewards
-        assert group.rewards.teaches == (len(set(rewards)) > 1)
-        # Spares that had ended before a restart are forgotten, and count among those that it may have.
-        has_all = restarted or len(indices) == body["max_candidates"]
-        assert group.rewards.teaches or group.status == "incomplete" or has_all
 
 
 @pytest.mark.thorough
@@ -548,7 +401,6 @@ def check(group: Any, body: dict[str, Any], *, restarted: bool) -> None:
     seed=st.integers(0, 2**20),
     success=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
     trouble=st.sampled_from([0.0, 0.1, 0.9]),
-    until=st.sampled_from(["complete", "variance"]),
     early_stop=st.booleans(),
     group_size=st.integers(2, 5),
     redundancy=st.integers(0, 3),
@@ -557,14 +409,13 @@ def check(group: Any, body: dict[str, Any], *, restarted: bool) -> None:
     loss=st.none() | st.integers(0, 10),
 )
 def test_a_graded_rollout_keeps_its_promises(
-    seed, success, trouble, until, early_stop, group_size, redundancy, more, stream, loss
+    seed, success, trouble, early_stop, group_size, redundancy, more, stream, loss
 ):
     body = {
         "prompts": [{"id": id, "prompt": id} for id in "ab"],
         "group_size": group_size,
         "redundancy": redundancy,
-        "early_stop": early_stop and until == "complete",
-        "until": until,
+        "early_stop": early_stop,
         "max_candidates": group_size + redundancy + more,
         "reward": "chance",
         "on_engine_failure": "retry" if seed % 2 else "fail",

@@ -1,4 +1,4 @@
-"""Old names of fields and options: each is refused with its new name, wherever the new name is known."""
+"""Fields of earlier versions: an old name is refused with the new one, a removed field with what to do instead."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_rollout.client.body import rollout_body
+from vllm_rollout.client.agents import AgentOptions
+from vllm_rollout.client.body import option_fields, rollout_body
 from vllm_rollout.client.run_calls import create_run, round
 from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.renamed import RENAMED, with_new_names
+from vllm_rollout.server.renamed import REMOVED, RENAMED, with_new_names
 from vllm_rollout.server.runs.body import RoundRequest, RunRequest
 
 from .conftest import make_app
@@ -20,6 +21,7 @@ from .fake_engine import FakeEngine
 
 APP = make_app(FakeEngine())
 OLD_NAMES = pytest.mark.parametrize("old", RENAMED)
+REMOVED_NAMES = pytest.mark.parametrize("removed", REMOVED)
 
 
 def bodies() -> Iterator[tuple[str, str, str, frozenset[str]]]:
@@ -66,6 +68,50 @@ def test_an_old_name_is_an_unknown_field_where_the_new_one_is_none() -> None:
         RolloutRequest.model_validate({"prompts": [{"prompt": "p", "sampling": {}}], "group_size": 1})
 
 
+@REMOVED_NAMES
+async def test_every_body_refuses_a_removed_field_with_what_to_do_instead(
+    http: httpx.AsyncClient, removed: str
+) -> None:
+    assert [name for _, _, name, fields in bodies() if removed in fields] == []
+    refusing = [(method, path) for method, path, _, fields in bodies() if fields & {"group_size", "max_candidates"}]
+    assert len(refusing) >= 4, "a rollout, a run, its rounds and a group of sessions"
+    for method, path in refusing:
+        response = await http.request(method, path.replace("{run_id}", "a"), json={removed: "variance"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, removed), path
+        assert error["message"] == f"{removed}: {REMOVED[removed]}"
+    in_sessions = {"group_size": 2, "prompts_per_round": 2, "sessions": {removed: "variance"}}
+    response = await http.post("/v1/runs", json=in_sessions)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, f"sessions.{removed}")
+
+
+@REMOVED_NAMES
+def test_the_client_refuses_a_removed_option_with_what_to_do_instead(removed: str) -> None:
+    option: dict[str, Any] = {removed: "variance"}
+    for call in (
+        lambda: rollout_body(["p"], 2, **option),
+        lambda: create_run(2, 2, **option),
+        lambda: option_fields(option, AgentOptions),
+    ):
+        with pytest.raises(TypeError, match=f"^{removed}: removed, leave it out: let rounds filter"):
+            call()
+
+
+@pytest.mark.parametrize("until", [None, "complete"])
+def test_a_run_that_was_kept_without_until_goes_on(until: str | None) -> None:
+    sessions = {"max_turns": 3, "until": "complete"}
+    kept = {"group_size": 2, "prompts_per_round": 2, "until": until, "sessions": sessions}
+    run = RunRequest.model_validate(with_new_names(kept))
+    assert run.sessions is not None
+    assert run.sessions.max_turns == 3
+
+
+@pytest.mark.parametrize("kept", [{"until": "variance"}, {"sessions": {"until": "variance"}}])
+def test_a_run_that_was_kept_with_until_is_refused(kept: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="removed, leave it out"):
+        RunRequest.model_validate(with_new_names({"group_size": 2, "prompts_per_round": 2, **kept}))
+
+
 @pytest.mark.parametrize(
     ("old", "words"),
     [
@@ -82,7 +128,7 @@ def test_what_an_earlier_version_kept_is_read_under_its_new_names(old: Any, word
     assert (again.sampling_params, again.include) == ({"seed": 4}, words)
 
 
-@pytest.mark.parametrize("kept", [[], None, "text", {"return": 3}, {"return": ["text"]}])
+@pytest.mark.parametrize("kept", [[], None, "text", {"return": 3}, {"return": ["text"]}, {"sessions": 3}])
 def test_what_nobody_kept_is_a_type_error(kept: Any) -> None:
     with pytest.raises(TypeError):
         with_new_names(kept)

@@ -73,7 +73,9 @@ async def test_a_run_that_cannot_be_read_stands_in_nobodys_way(http, store, colu
 
 
 async def test_a_run_that_was_kept_before_there_were_rewards_is_made_again_on_the_same_terms(http, store):
-    store._db.execute("UPDATE runs SET settings = json_remove(settings, '$.reward', '$.until') WHERE id = 'bad'")
+    store._db.execute(
+        "UPDATE runs SET settings = json_remove(settings, '$.reward', '$.max_candidates') WHERE id = 'bad'"
+    )
     async with asyncio.timeout(10):
         assert (await http.post("/v1/runs", json={"id": "bad", **TERMS})).status_code == 200
         response = await http.post("/v1/runs", json={"id": "bad", **TERMS, "on_engine_failure": "retry"})

@@ -48,7 +48,6 @@ DECLARED = {
     "redundancy": st.integers(0, 2),
     "early_stop": st.sampled_from([True, True, False]),
     "selection": st.sampled_from(["first", "shortest"]),
-    "until": st.sampled_from(["complete", "complete", "variance"]),
     "reward": st.sampled_from([None, None, "exact"]),
     "more": st.integers(0, 3),
     "limits": st.fixed_dictionaries(LIMITS),

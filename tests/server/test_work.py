@@ -35,8 +35,7 @@ class Graders:
         return self._grade or Grade("ok", float(len(trajectory.token_ids) % 2))
 
 
-SAME, VOID, ERROR = Grade("ok", 0.0), Grade("void", None), Grade("error", None)
-UNTIL = {"reward": "r", "until": "variance"}
+SAME, VOID = Grade("ok", 0.0), Grade("void", None)
 SHAPES: dict[str, tuple[dict[str, Any], Grade | None, tuple[float, float]]] = {
     # Fields, grades, and group_size and redundancy as shares of all.
     "a race": ({}, None, (0.5, 0.5)),
@@ -47,10 +46,6 @@ SHAPES: dict[str, tuple[dict[str, Any], Grade | None, tuple[float, float]]] = {
     "a graded race": ({"reward": "r"}, SAME, (0.5, 0.5)),
     "graded, none stopped": ({"reward": "r", "early_stop": False}, SAME, (0.5, 0.5)),
     "all void": ({"reward": "r", "early_stop": False}, VOID, (0.25, 0.25)),
-    "hopeless, one after the other": (UNTIL, SAME, (0.05, 0)),
-    "hopeless, all at once": (UNTIL, SAME, (1, 0)),
-    "without a grade": (UNTIL, ERROR, (0.5, 0)),
-    "until its rewards differ": (UNTIL, None, (0.5, 0.5)),
 }
 
 
@@ -64,8 +59,7 @@ def test_a_rollout_takes_work_by_its_candidates(name):
         engine.lengths = {index: 8 + index % 3 for index in range(2 * num)}
         app = make_app(engine, graders=Graders(grade))
         sizes = {"group_size": max(2, int(group_size * num)), "redundancy": int(redundancy * num)}
-        most = {"max_candidates": num} if "until" in fields else {}
-        body = {"prompts": [{"id": "p", "prompt": "abc"}], **sizes, **most, **fields}
+        body = {"prompts": [{"id": "p", "prompt": "abc"}], **sizes, **fields}
         async with http_of(app) as http:
             response = await http.post("/v1/rollouts", json=body)
         assert response.status_code == 200, response.text
@@ -78,8 +72,6 @@ SESSIONS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] 
     "a race": ({}, {}, (0.5, 0.5)),
     "all": ({}, {}, (1, 0)),
     "void ones are replaced": ({"max_sessions": 4}, {"void": True}, (1, 0)),
-    "hopeless": ({"until": "variance", "max_sessions": 1}, {"reward": 0.0}, (1, 0)),
-    "without a reward": ({"until": "variance", "max_sessions": 2}, {}, (0.5, 0)),
 }
 
 

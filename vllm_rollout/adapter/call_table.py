@@ -173,7 +173,7 @@ class CostToCompare:
 
 class WiderRace(NamedTuple):
     race_id: str
-    num_wanted: int | None
+    num_wanted: int
 
 
 class LastTokens(NamedTuple):

@@ -27,7 +27,6 @@ class AgentOptions(TypedDict, total=False):
 
     early_stop: bool
     selection: str
-    until: str
     max_sessions: int | None
     pruning: Mapping[str, Any] | None
     pruning_turn: int

@@ -37,7 +37,6 @@ class GroupOptions(TypedDict, total=False):
     migration: str
     scale_down: str
     on_engine_failure: str
-    until: str
     max_candidates: int | None
     reward: str | Mapping[str, Any] | None
     sampling_params: Mapping[str, Any] | None

@@ -178,15 +178,6 @@ class GroupRewards(BaseModel):
     estimator: Estimator
     advantages: list[float | None]
     """One per trajectory, in their order. Null for a trajectory without a reward."""
-    num_graded: int | None = None
-    """With `until` "variance": number of rewards that ended the group, including those of candidates that are not
-    returned."""
-    success: float | None = None
-    """With `until` "variance": mean of the first `group_size` rewards by index. The mean of the returned
-    trajectories is biased by the rule."""
-    weight: float | None = None
-    """With `until` "variance": weight of the group if each graded answer is to count the same: group_size /
-    num_graded."""
 
 
 class GroupSummary(BaseModel):

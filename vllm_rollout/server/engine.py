@@ -433,9 +433,8 @@ class Engine(Protocol):
         Raises: RequestError (503) for a dead engine, as do the next two.
         """
 
-    async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
-        """Change the number of groups of a race that have to complete. None: only `cut_race` ends it. Groups that
-        were cut stay cut."""
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+        """Change the number of groups of a race that have to complete. Groups that were cut stay cut."""
 
     async def forget_race(self, race_id: str) -> None:
         """Forget a race, in which no more groups will take part."""

@@ -19,7 +19,6 @@ from vllm_rollout.group.plans.plan import GroupPlan, make_plan
 from vllm_rollout.group.plans.prompt_key import digest_of
 from vllm_rollout.group.plans.request_names import rollout_id
 from vllm_rollout.group.plans.rows import PlanError
-from vllm_rollout.group.rewards.until import UntilTerms
 from vllm_rollout.server.clients import client_namespace, client_request
 from vllm_rollout.server.course import AllPrompts
 from vllm_rollout.server.engine import Engine, PreparedPrompt, PromptInput, RequestError
@@ -63,8 +62,6 @@ class Preparation:
     async def rollout(self, request: RolloutRequest) -> Rollout:
         """Check a request and prepare its rollout. Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
-        if request.until == "variance":
-            plan = _until_it_teaches(request, plan)
         _check_max_candidates(request, plan)
         if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
@@ -128,10 +125,8 @@ class Preparation:
             rollout.grading = Grading(
                 reward,
                 await self._questions(request, prompts),
-                [f"{adapter}:{key}" for key in keys],
                 num_graded,
                 self._grading,
-                request.until,
                 request.max_candidates,
             )
         if request.scale_down == "auto":
@@ -242,25 +237,6 @@ def _check_max_candidates(request: RolloutRequest, plan: GroupPlan) -> None:
             f"{request.max_candidates}. Say at least as many, or leave it out.",
             param="max_candidates",
         )
-
-
-def _until_it_teaches(request: RolloutRequest, plan: GroupPlan) -> GroupPlan:
-    """The plan of a group that its rewards end. Raises: RequestError."""
-    for field, allowed, got in (
-        ("reward", "named", request.reward is not None),
-        ("selection", '"first"', plan.selection == "first"),
-        ("redundancy", "a number", isinstance(request.redundancy, int)),
-        ("early_stop", "false or left out", request.early_stop is not True),
-    ):
-        if not got:
-            raise RequestError(
-                f'until: "variance" needs {field} to be {allowed}. Say so, or leave until out.', param="until"
-            )
-    try:
-        UntilTerms.of(plan.group_size, plan.num_candidates, request.max_candidates)
-    except ValueError as error:
-        raise RequestError(f"until: {error}", param="until") from error
-    return replace(plan, early_stop=False)
 
 
 def _tradeoff(request: RolloutRequest) -> float | None:

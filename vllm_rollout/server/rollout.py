@@ -172,11 +172,6 @@ class Rollout:
         return [None if group is None else group.started_s for group in seen]
 
     @property
-    def rewards_decide(self) -> bool:
-        """True if rewards decide when a group is complete, which the engine cannot know."""
-        return self.grading is not None and self.grading.until == "variance"
-
-    @property
     def num_responses(self) -> int:
         """Number of candidates at the start."""
         return sum(plan.group.num_candidates for plan in self.plans)

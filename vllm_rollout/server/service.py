@@ -29,7 +29,7 @@ from vllm_rollout.server.clients import owned_name
 from vllm_rollout.server.engine import Engine, EngineStopped, GroupOrder, MovesPart, Outlook
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.grading.candidates import LaunchedCandidates
-from vllm_rollout.server.grading.group import GradedGroup, TeachingGroup, WholeGroup
+from vllm_rollout.server.grading.group import GradedGroup
 from vllm_rollout.server.grading.service import Graders, GradingService
 from vllm_rollout.server.launch import Launcher, Places
 from vllm_rollout.server.learning.body import RewardEntry
@@ -295,11 +295,11 @@ class RolloutService:
                     group.take(happening)
                 for event in group.events_of(happening):
                     yield event
-        result, reason = await group.over(group.concluded() if graded is None else graded.result())
+        result, reason = await group.over(group.concluded())
         for event in group.events_of_the_rest(result):
             yield event
         await self._account(rollout, group, result, reason, self._clock() - started)
-        yield group.last_event(result, reason, None if graded is None else graded.decision)
+        yield group.last_event(result, reason)
         if graded is not None and reason is None:
             await rollout.course.graded(position, group.rewards_of(result.selected))
 
@@ -329,10 +329,7 @@ class RolloutService:
     ) -> GradedGroup | None:
         if (grading := rollout.grading) is None:
             return None
-        candidates = LaunchedCandidates(self._engine, order, places, grading.waves)
-        # An audit group is a plain sample of the policy's.
-        teaches = grading.until == "variance" and not group.plan.group.audit
-        return (TeachingGroup if teaches else WholeGroup)(grading, group, candidates)
+        return GradedGroup(grading, group, LaunchedCandidates(self._engine, order, places, grading.waves))
 
     def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
         """A function that launches the group of this prompt each time it is called."""
@@ -373,8 +370,6 @@ class RolloutService:
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
         rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
-        if rollout.grading is not None:
-            rollout.grading.group_over(group.position, group.grades.values())
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
         self._metrics.group_over(result, latency_s, audit=plan.group.audit)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 
 from vllm_rollout.group.racing.selection import conclude, deferred, lengths_of
 from vllm_rollout.group.rewards.estimates import advantages, summarize
-from vllm_rollout.group.rewards.until import Decision, group_weight
 from vllm_rollout.group.rounds.round_progress import DeferReason
 from vllm_rollout.group.types import GroupResult
 from vllm_rollout.rewards.values import Grade
@@ -139,7 +138,7 @@ class StartedGroup:
             if ending.index not in self._told:
                 yield self._dropped(self.ends[ending.index])
 
-    def last_event(self, result: GroupResult, reason: DeferReason | None, decision: Decision | None = None) -> Event:
+    def last_event(self, result: GroupResult, reason: DeferReason | None) -> Event:
         if reason is not None:
             return DeferredEvent(**self._names, reason=reason)
         off_policy = not self._off_policy.isdisjoint(result.selected)
@@ -157,10 +156,10 @@ class StartedGroup:
                 dict.fromkeys(span["version"] for i in result.selected for span in self.ends[i].weight_versions)
             ),
             audit=self.plan.group.audit,
-            rewards=self._rewards(result, decision),
+            rewards=self._rewards(result),
         )
 
-    def _rewards(self, result: GroupResult, decision: Decision | None) -> GroupRewards | None:
+    def _rewards(self, result: GroupResult) -> GroupRewards | None:
         grading = self._rollout.grading
         if grading is None:
             return None
@@ -170,9 +169,6 @@ class StartedGroup:
             **summarize(rewards)._asdict(),
             estimator=grading.options.estimator,
             advantages=advantages(rewards, grading.options.estimator),
-            num_graded=None if decision is None else decision.num_graded,
-            success=None if decision is None else decision.success,
-            weight=decision and group_weight(self.plan.group.group_size, max(1, decision.num_graded)),
         )
 
     def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, FiniteFloat, StrictBool, StrictInt, StrictStr, model_validator
 
-from vllm_rollout.group.plans.fields import SelectionRule, Until
+from vllm_rollout.group.plans.fields import SelectionRule
 from vllm_rollout.group.racing.sessions import EndedBy, SessionState
 from vllm_rollout.group.types import GroupStatus
 from vllm_rollout.trace.rows import Length, Name, Row
@@ -74,7 +74,6 @@ class SessionGroupRow(Row):
     max_tokens: StrictInt | None = None
     early_stop: StrictBool = True
     selection: SelectionRule = "first"
-    until: Until = "complete"
     detection_length: StrictInt | None = None
     """Number of tokens after which its sessions were scored,"""
     pruning_turn: StrictInt | None = None
@@ -92,6 +91,12 @@ class SessionGroupRow(Row):
     """Sessions of the group, ascending by index."""
     selected: list[Annotated[StrictInt, Field(ge=0)]] = Field(default_factory=list)
     """Indices of the returned sessions, ascending."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_until(cls, row: Any) -> Any:
+        """Drop a field of earlier versions that nothing reads."""
+        return {name: row[name] for name in row if name != "until"} if isinstance(row, dict) else row
 
     @model_validator(mode="after")
     def _consistent(self) -> SessionGroupRow:

@@ -41,7 +41,6 @@ EarlyStop = bool | Literal["auto"] | None
 """None and "auto": stop early if the selection allows it."""
 Migration = Literal["off", "spread", "consolidate", "auto"]
 OnEngineFailure = Literal["fail", "retry"]
-Until = Literal["complete", "variance"]
 CutTurn = Literal["ends", "goes_on"]
 HistoryRule = Literal["strict", "rewritable"]
 LaunchRule = Literal["auto", "prompts"]
@@ -232,19 +231,10 @@ class RaceFields:
         "body",
         default="fail",
     )
-    until: Until = row(
-        Names(get_args(Until)),
-        '"variance": a group is complete when group_size of its candidates are graded and their rewards differ. '
-        "Until then spare candidates run, and more candidates are launched. Needs reward, selection first, and "
-        "redundancy as a number.",
-        "body",
-        default="complete",
-    )
     max_candidates: int | None = row(
         Integer(1, 8 * config.MAX_GROUP_SIZE),
-        "Upper bound of a group's candidates: those at its start, those in the place of void ones, and those "
-        'launched until rewards differ. Default: four times group_size with until "variance", otherwise twice the '
-        "number at its start.",
+        "Upper bound of a group's candidates: those at its start, and those in the place of void ones. Default: twice "
+        "the number at its start.",
         "body",
         default=None,
     )

@@ -24,8 +24,8 @@ class RacePlace:
     """The race of a group and its position there."""
 
     race_id: str
-    num_wanted: int | None
-    """Complete groups that end the race. None: only the API process counts them, and ends the race by `cut`."""
+    num_wanted: int
+    """Complete groups that end the race."""
     position: int
     """Position of the group in the race. Ties go to the lower position."""
 
@@ -41,7 +41,7 @@ class _Racer(NamedTuple):
 class _Race:
     """The groups of one round in one engine."""
 
-    num_wanted: int | None
+    num_wanted: int
     racers: dict[str, _Racer] = field(default_factory=dict)
     """Groups that are neither complete nor over, by group id."""
     num_complete: int = 0
@@ -51,7 +51,7 @@ class _Race:
     @property
     def is_cut(self) -> bool:
         """True if enough groups are complete."""
-        return self.is_cut_elsewhere or (self.num_wanted is not None and self.num_complete >= self.num_wanted)
+        return self.is_cut_elsewhere or self.num_complete >= self.num_wanted
 
     def settle(self, group_ids: Iterable[str]) -> tuple[str, ...]:
         """Close the step for groups with an event: count the complete ones, and forget those that are over.
@@ -60,10 +60,6 @@ class _Race:
         with the lower position. Returns the others, which have lost a tie.
         """
         groups = {group_id: self.racers[group_id].group for group_id in group_ids}
-        if self.num_wanted is None:
-            for id in (id for id, group in groups.items() if group.over):
-                del self.racers[id]
-            return ()
         ended = {id: self.racers.pop(id) for id, group in groups.items() if group.complete or group.over}
         complete = [id for id, racer in ended.items() if racer.group.complete]
         complete.sort(key=lambda id: (ended[id].group.longest, ended[id].position))
@@ -123,7 +119,7 @@ class RaceTable:
                     self._race_of.pop(group_id, None)
         return lost, cancelled
 
-    def widen(self, race_id: str, num_wanted: int | None) -> None:
+    def widen(self, race_id: str, num_wanted: int) -> None:
         """Set the number of complete groups that the race needs, after winners were filtered. Cut groups stay cut."""
         race = self._open(race_id, num_wanted)
         race.num_wanted, race.is_cut_elsewhere = num_wanted, False
@@ -144,7 +140,7 @@ class RaceTable:
             for group_id in race.racers:
                 del self._race_of[group_id]
 
-    def _open(self, race_id: str, num_wanted: int | None) -> _Race:
+    def _open(self, race_id: str, num_wanted: int) -> _Race:
         """The race with this id, created on the first use: `num_wanted` may arrive before the first group."""
         race = self._races.get(race_id)
         if race is None:

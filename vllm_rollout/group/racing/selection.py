@@ -64,6 +64,15 @@ def num_wanted(plan: GroupPlan, num_pruned: int) -> int:
     return max(1, min(plan.group_size, plan.num_candidates - num_pruned))
 
 
+def num_to_refill(group_size: int, max_candidates: int, num_launched: int, num_alive: int) -> int:
+    """Candidates to launch in place of void ones: as many as `num_alive` is below `group_size`.
+
+    Args:
+        num_alive: candidates that are running, or have finished and are not void.
+    """
+    return max(0, min(max_candidates - num_launched, group_size - num_alive))
+
+
 class Ranking:
     """Finished candidates in the orders by which a plan selects. No operation takes a Python loop over all of them."""
 

@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple
 
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.racing.selection import conclude, deferred
-from vllm_rollout.group.rewards.until import GroupRewards, UntilTerms, num_to_refill
-from vllm_rollout.group.types import Ending, EndReason, GroupResult, GroupStatus
+from vllm_rollout.group.racing.selection import conclude, deferred, num_to_refill
+from vllm_rollout.group.types import Ending, EndReason, GroupResult
 
 SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
 """The first two states are open. `void`: the session does not count, and another one may replace it. `pruned`:
@@ -83,7 +82,7 @@ class Settled(NamedTuple):
     lost: tuple[Session, ...] = ()
     """Sessions that were open and have lost. Their turns have to be stopped."""
     num_wanted: int = 0
-    """Number of sessions to begin, in place of void ones or until rewards differ."""
+    """Number of sessions to begin, in place of void ones."""
 
 
 @dataclass(slots=True)
@@ -92,9 +91,6 @@ class SessionRace:
 
     plan: GroupPlan
     limits: SessionLimits
-    until: UntilTerms | None = None
-    """Terms of a group that ends when its rewards differ (`group/rewards/until.py`). None: it ends with its
-    trajectories."""
     max_sessions: int = 0
     """Most sessions that the group may ever have."""
     now_s: float = 0.0
@@ -108,26 +104,16 @@ class SessionRace:
     """Number of sessions that the group may have now."""
     active_s: float = field(init=False)
     """Time of the last activity of any session, in seconds."""
-    _returned: tuple[int, ...] | None = None
-    """Indices of the returned sessions, if rewards decide."""
-    _rewards: GroupRewards | None = None
-    """Rewards of the group, if they decide."""
     _by_index: list[Session] = field(default_factory=list)
     _ended: list[Session] = field(default_factory=list)
     """Sessions that ended since the last `take_ended`."""
     _num_pruned: int = 0
 
     def __post_init__(self) -> None:
-        terms = self.plan.terms
-        if self.until is not None:
-            terms = replace(terms, early_stop=False)
-        self._group = Group(terms)
+        self._group = Group(self.plan.terms)
         self._num_places = self.plan.num_candidates
         self.max_sessions = max(self.max_sessions, self._num_places)
         self.active_s = self.now_s
-        if self.until is not None:
-            self._rewards = GroupRewards(self.until)
-            self._rewards.launched(range(self._num_places))
 
     @property
     def num_to_enter(self) -> int:
@@ -218,7 +204,7 @@ class SessionRace:
             session.ended_by = "score"
             self._num_pruned += 1
             self._group.prune([session.index])
-            self._has_ended(session)
+            self._ended.append(session)
         elif limits.max_tokens is not None and session.num_tokens >= limits.max_tokens:
             self._end(session, "last_turn" if last and not cut else "max_tokens")
         elif cut and limits.cut_turn_ends:
@@ -248,10 +234,9 @@ class SessionRace:
             self._end(session, "finish", void=void)
         if self.is_over or session.is_void or self._group.state(session.index) != "finished":
             return
-        if void or (self.until is not None and reward is None):
-            self._withdraw(session)  # void though a limit ended it, or without a reward though rewards decide
-        elif self._rewards is not None and reward is not None:
-            self._rewards.graded(session.index, reward)
+        if void:  # though a limit ended it
+            session.is_void = True
+            self._group.withdraw(session.index)
 
     @property
     def has_open(self) -> bool:
@@ -275,9 +260,6 @@ class SessionRace:
             self.is_abandoned = True
             self.max_sessions = len(self.sessions)
             self._set_places(self.max_sessions)
-            for session in self.sessions.values() if self.until is not None else ():
-                if session.reward is None and self._group.state(session.index) == "finished":
-                    self._withdraw(session)
             return True
         return bool(silent)
 
@@ -292,25 +274,17 @@ class SessionRace:
         if self.is_over:
             return Settled()
         settlement = self._group.settle()
-        lost, num_wanted = [*settlement.stop, *settlement.lost_ties], 0
-        if self._rewards is None:
-            alive = self._group.num_finished + self._group.num_running + self.num_to_enter
-            if self.plan.pruning is not None and self.plan.pruning.allow_fewer:
-                alive += self._num_pruned
-            num_wanted = num_to_refill(self.plan.group_size, self.max_sessions, self._num_places, alive)
-            self.is_over = self._group.closed
-        else:
-            decision = self._rewards.decision()
-            lost += self._group.give_up(set(decision.stop)) if decision.stop else []
-            num_wanted = min(decision.launch, self.max_sessions - self._num_places)
-            if decision.kind != "wait":
-                self.is_over, self._returned = True, decision.returned
+        alive = self._group.num_finished + self._group.num_running + self.num_to_enter
+        if self.plan.pruning is not None and self.plan.pruning.allow_fewer:
+            alive += self._num_pruned
+        num_wanted = num_to_refill(self.plan.group_size, self.max_sessions, self._num_places, alive)
+        self.is_over = self._group.closed
         if num_wanted and not self.is_over:
             self._set_places(self._num_places + num_wanted)
-        nothing_comes = not self._group.num_running and self.num_to_enter <= 0 and not self._awaited
-        if nothing_comes and not self.is_over:
-            self.is_over, self._returned = True, self._graded
-        return Settled(self._lose(lost), 0 if self.is_over else num_wanted)
+        if not self._group.num_running and self.num_to_enter <= 0:
+            self.is_over = True
+        lost = self._lose((*settlement.stop, *settlement.lost_ties))
+        return Settled(lost, 0 if self.is_over else num_wanted)
 
     def take_ended(self) -> list[Session]:
         """Sessions that ended since the last call, by index."""
@@ -321,12 +295,7 @@ class SessionRace:
     def result(self) -> GroupResult:
         """The result of the group, as far as its sessions have ended."""
         result = conclude(self.plan, self.endings, void=[s.index for s in self.sessions.values() if s.is_void])
-        if self.is_cancelled:
-            return deferred(result, "it was cancelled")
-        if self._returned is None:
-            return result
-        status: GroupStatus = "complete" if len(self._returned) >= self.plan.group_size else "incomplete"
-        return replace(result, status=status, selected=self._returned)
+        return deferred(result, "it was cancelled") if self.is_cancelled else result
 
     @property
     def endings(self) -> list[Ending]:
@@ -343,43 +312,20 @@ class SessionRace:
             if not session.is_open
         ]
 
-    @property
-    def _awaited(self) -> bool:
-        """True if a session has ended whose reward is still awaited and decides."""
-        return self._rewards is not None and self._group.num_finished > self._rewards.num_graded
-
-    @property
-    def _graded(self) -> tuple[int, ...] | None:
-        """Indices of rewarded sessions, at most `group_size`. None unless rewards decide."""
-        return None if self._rewards is None else tuple(self._rewards.indices[: self.plan.group_size])
-
     def _set_places(self, num_places: int) -> None:
-        if self._rewards is not None:
-            self._rewards.launched(range(self._num_places, num_places))
         self._num_places = num_places
         self._group.terms = replace(self._group.terms, num_candidates=num_places)
-
-    def _withdraw(self, session: Session) -> None:
-        session.is_void = True
-        self._group.withdraw(session.index)
-        if self._rewards is not None:
-            self._rewards.gone(session.index)
 
     def _end(self, session: Session, by: EndedBy, *, void: bool = False) -> None:
         session.ended_by, session.is_void = by, void
         reason: EndReason = "failed" if void else "length" if by in TRUNCATED_BY else "stop"
         self._group.end(session.index, reason, session.num_tokens)
-        self._has_ended(session)
+        self._ended.append(session)
 
     def _lose(self, indices: Iterable[int], by: EndedBy = "race") -> tuple[Session, ...]:
         """End those of these sessions that are open, and return them."""
         lost = tuple(self._by_index[index] for index in indices if self._by_index[index].is_open)
         for session in lost:
             session.ended_by = by
-            self._has_ended(session)
+            self._ended.append(session)
         return lost
-
-    def _has_ended(self, session: Session) -> None:
-        self._ended.append(session)
-        if self._rewards is not None and self._group.state(session.index) != "finished":
-            self._rewards.gone(session.index)

@@ -1,4 +1,4 @@
-"""One group whose trajectories are graded as they end. Decides which candidates to grade, to launch and to return.
+"""One group whose trajectories are graded as they end. Decides which candidates to grade, and which to launch.
 
 Invariant: no group waits for the grade of a candidate that is not returned, and every launched candidate ends. Handling
 an event of one candidate takes no loop over the others.
@@ -7,19 +7,17 @@ an event of one candidate takes no loop over the others.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Iterable, Set
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_rollout.group.racing.selection import Ranking, num_wanted
-from vllm_rollout.group.rewards.until import Decision, GroupRewards, UntilTerms, num_to_refill
-from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.group.racing.selection import Ranking, num_to_refill, num_wanted
+from vllm_rollout.group.types import Ending
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade
 from vllm_rollout.server.attempts import Graded, Lost, Restarted, attempts
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.server.engine import CandidateEnd, Happening
 from vllm_rollout.server.fan_in import FanIn
 from vllm_rollout.server.grading.candidates import LaunchedCandidates
 from vllm_rollout.server.grading.service import Grading
@@ -31,8 +29,15 @@ class _WaveOver:
     """All candidates that were launched together have ended."""
 
 
-class GradedGroup(ABC):
-    """Adds grades to the events of one group."""
+class GradedGroup:
+    """Adds grades to the events of one group. A finished spare, else a new candidate, replaces a void one."""
+
+    _ranking: Ranking
+    """Ranks candidates that have finished and are not void."""
+    _new: list[int]
+    """Indices of candidates that have finished since the last wave ended."""
+    _num_valid: int
+    _num_pruned: int
 
     def __init__(self, grading: Grading, group: StartedGroup, candidates: LaunchedCandidates) -> None:
         self._grading = grading
@@ -46,12 +51,9 @@ class GradedGroup(ABC):
         self._num_launched = plan.num_candidates
         self._next_index = plan.num_candidates
         """The next free index. The engine also uses indices, for candidates that replace lost ones."""
-        self.decision: Decision | None = None
-        """With `until` "variance", set once the group is over."""
-        self._num_waves = 0
-        """Waves that are not over."""
-        self._told_in_vain: Set[int] = frozenset()
-        """Indices of later candidates that run on while the group begins again. Readers have dropped their tokens."""
+        self._in_wave = False
+        """True while candidates run that were launched together. The next ones are launched when these have ended."""
+        self._begin_again()
 
     async def happenings(self, race: AsyncGenerator[Happening | Restarted | Lost, None]) -> AsyncGenerator[Any, None]:
         """The events of a group and the grades of its candidates, until the group is settled."""
@@ -59,113 +61,32 @@ class GradedGroup(ABC):
         try:
             async for happening in self._all:
                 if isinstance(happening, _WaveOver):
-                    self._num_waves -= 1
-                    await self._decide(happening)
+                    self._in_wave = False
+                    self._decide(happening)
                     continue
                 if isinstance(happening, Restarted):
                     self._restart()
-                if isinstance(happening, CandidateTokens) and happening.index in self._told_in_vain:
-                    continue  # they come again, at its end
                 if self._group.take(happening):
                     if isinstance(happening, CandidateEnd):
                         self._next_index = max(self._next_index, happening.ending.index + 1)
                     if isinstance(happening, Graded):
                         self._tasks.pop(happening.end.ending.index, None)
                     if isinstance(happening, CandidateEnd | Graded | Lost):
-                        await self._decide(happening)
-                    if isinstance(happening, CandidateEnd) and (tokens := self._told_again(happening)) is not None:
-                        yield tokens
+                        self._decide(happening)
                     yield happening
         finally:
             await self._all.close()
             self._drop(list(self._tasks))
 
-    @abstractmethod
-    def result(self) -> GroupResult:
-        """The result of the group."""
-
-    @abstractmethod
-    async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
-        """Launch, stop, grade or drop candidates after an event."""
-
-    def _restart(self) -> None:
-        """Drop all gradings. Everything known about the group is void."""
-        self._drop(list(self._tasks))
-        self._next_index = self._num_launched
-        self._told_in_vain = self._candidates.launched_later - self._group.ends.keys()
-
-    def _told_again(self, end: CandidateEnd) -> CandidateTokens | None:
-        """All tokens of a candidate, if a reader has dropped their beginning. Else None."""
-        index, state = end.ending.index, end.ending.state
-        if state != "finished" or index not in self._told_in_vain or not self._candidates.stream_tokens:
-            return None
-        return CandidateTokens(index, 0, end.token_ids, end.logprobs)
-
-    def _add(self, race: AsyncGenerator[Any, None]) -> None:
-        async def wave() -> AsyncGenerator[Any, None]:
-            async with aclosing(race) as happenings:
-                async for happening in happenings:
-                    yield happening
-            yield _WaveOver()
-
-        self._num_waves += 1
-        self._all.add(wave())
-
-    def _launch(self, num_candidates: int) -> None:
-        """Launch candidates. A candidate that is lost with its rank does not run again: others take its place, up to
-        the maximum."""
-        if num_candidates:
-            indices = range(self._next_index, self._next_index + num_candidates)
-            self._num_launched = self._next_index = indices.stop
-            self._add(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
-
-    def _grade(self, indices: Iterable[int]) -> None:
-        """Start to grade candidates that have no grade and are not being graded."""
-        if self._grading.is_left:
-            return
-        for index in indices:
-            if index not in self._group.grades and index not in self._tasks:
-                end = self._group.ends[index]
-                self._tasks[index] = task = self._grading.start(self._group.position, end, self._urgency)
-                self._all.add(_graded(end, task))
-
-    def _drop(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            if (task := self._tasks.pop(index, None)) is not None:
-                task.cancel()
-
-
-async def _graded(end: CandidateEnd, task: asyncio.Task[Grade]) -> AsyncGenerator[Graded, None]:
-    await asyncio.wait([task])
-    if not task.cancelled():
-        yield Graded(end, task.result())
-
-
-class WholeGroup(GradedGroup):
-    """Returns the candidates that its race selects. A finished spare, else a new candidate, replaces a void one."""
-
-    _ranking: Ranking
-    """Ranks candidates that have finished and are not void."""
-    _new: list[int]
-    """Indices of candidates that have finished since the last wave ended."""
-    _num_valid: int
-    _num_pruned: int
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._begin_again()
-
-    def result(self) -> GroupResult:
-        return self._group.concluded()
-
-    async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
+    def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
+        """Launch, grade or drop candidates after an event."""
         plan = self._plan
         heir = None
         if isinstance(happening, CandidateEnd):
             self._take(happening.ending)
         elif isinstance(happening, Graded) and happening.grade.status == "void":
             heir = self._ranking.drop(happening.end.ending)
-        if self._num_waves:
+        if self._in_wave:
             return
         if isinstance(happening, _WaveOver):
             chosen: Collection[int] = self._new
@@ -196,89 +117,53 @@ class WholeGroup(GradedGroup):
             self._grade([ending.index])
 
     def _restart(self) -> None:
-        super()._restart()
+        """Drop all gradings. Everything known about the group is void."""
+        self._drop(list(self._tasks))
+        self._next_index = self._num_launched
         self._begin_again()
 
     def _begin_again(self) -> None:
         self._ranking, self._new = Ranking(self._plan), []
         self._num_valid = self._num_pruned = 0
 
+    def _add(self, race: AsyncGenerator[Any, None]) -> None:
+        async def wave() -> AsyncGenerator[Any, None]:
+            async with aclosing(race) as happenings:
+                async for happening in happenings:
+                    yield happening
+            yield _WaveOver()
 
-class TeachingGroup(GradedGroup):
-    """Goes on until its rewards differ (`until` "variance", docs/development/log.md)."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        plan = self._plan
-        self._terms = UntilTerms.of(plan.group_size, plan.num_candidates, self._grading.max_candidates)
-        self._prior = self._grading.prior(self._group.position)
-        self._stopped: set[int] = set()
-        self._begin_again()
-
-    def result(self) -> GroupResult:
-        plain = self._group.concluded()
-        if self.decision is None:
-            return GroupResult("incomplete", "its rewards were not waited for", (), plain.endings)
-        reason = None
-        if self.decision.kind == "incomplete":
-            num, size = len(self.decision.returned), self._plan.group_size
-            reason = f"{num} of {len(plain.endings)} candidates have a reward, group_size is {size}"
-        return GroupResult("incomplete" if reason else "complete", reason, self.decision.returned, plain.endings)
-
-    async def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
-        if self.decision is not None or self._grading.is_left:
-            return
-        if self._group.is_cut:
-            self._drop(list(self._tasks))
-            return
-        if isinstance(happening, CandidateEnd | Graded):
-            end = happening if isinstance(happening, CandidateEnd) else happening.end
-            if isinstance(happening, CandidateEnd) and end.ending.state == "finished":
-                self._grade({end.ending.index} - self._stopped)
-            if end.ending.index < self._num_launched:
-                self._take(end)
-        self._urgency.hasten(min(1.0, len(self._group.grades) / self._plan.group_size))
-        decision = self._rewards.decision()
-        self._launch(decision.launch)
-        if decision.kind != "wait":
-            self.decision = decision
-        if stop := set(decision.stop):
-            self._stopped |= stop
-            self._drop(stop)
-            for index in stop:
-                self._rewards.gone(index)
-            await self._candidates.stop(stop - self._group.ends.keys())
+        self._in_wave = True
+        self._all.add(wave())
 
     def _launch(self, num_candidates: int) -> None:
-        first = self._num_launched
-        super()._launch(num_candidates)
-        self._rewards.launched(range(first, self._num_launched))
-        for index in range(first, self._num_launched - num_candidates):  # the engine put them in the place of lost ones
-            if (end := self._group.ends.get(index)) is not None:
-                self._take(end)
+        """Launch candidates. A candidate that is lost with its rank does not run again: others take its place, up to
+        the maximum."""
+        if num_candidates:
+            indices = range(self._next_index, self._next_index + num_candidates)
+            self._num_launched = self._next_index = indices.stop
+            self._add(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
 
-    def _take(self, end: CandidateEnd) -> None:
-        """Pass the state of a candidate on to the rewards."""
-        index, grade = end.ending.index, self._group.grades.get(end.ending.index)
-        if grade is not None and grade.reward is not None:
-            self._rewards.graded(index, grade.reward)
-        elif grade is not None or index in self._stopped or end.ending.state != "finished":
-            self._rewards.gone(index)
-        else:
-            said = [each.success_probability for each in (end.final, end.assessment) if each is not None]
-            self._rewards.awaited(index, next((each for each in said if each is not None), None))
+    def _grade(self, indices: Iterable[int]) -> None:
+        """Start to grade candidates that have no grade and are not being graded."""
+        if self._grading.is_left:
+            return
+        for index in indices:
+            if index not in self._group.grades and index not in self._tasks:
+                end = self._group.ends[index]
+                self._tasks[index] = task = self._grading.start(self._group.position, end, self._urgency)
+                self._all.add(_graded(end, task))
 
-    def _restart(self) -> None:
-        super()._restart()
-        self.decision = None
-        self._stopped = self._candidates.launched_later & self._group.ends.keys()  # they do not run again
-        self._begin_again()
+    def _drop(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if (task := self._tasks.pop(index, None)) is not None:
+                task.cancel()
 
-    def _begin_again(self) -> None:
-        self._rewards = GroupRewards(self._terms, self._prior)
-        self._rewards.launched(range(self._num_launched))
-        for index in self._stopped:
-            self._rewards.gone(index)
+
+async def _graded(end: CandidateEnd, task: asyncio.Task[Grade]) -> AsyncGenerator[Graded, None]:
+    await asyncio.wait([task])
+    if not task.cancelled():
+        yield Graded(end, task.result())
 
 
 async def _nothing() -> None:

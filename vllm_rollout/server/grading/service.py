@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_rollout.background import begin
 from vllm_rollout.group.checks import shown
-from vllm_rollout.group.judging.success import SuccessHistory
-from vllm_rollout.group.plans.fields import Until
 from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.group.rewards.until import Prior, prior_of
 from vllm_rollout.rewards.kept_limits import KeptLimits
 from vllm_rollout.rewards.slots import Urgency
 from vllm_rollout.rewards.values import Grade, Message, Trajectory, failed
@@ -59,29 +56,15 @@ class Grading:
     options: RewardOptions
     questions: Sequence[Question]
     """Questions by position of the prompt."""
-    names: Sequence[str]
-    """Names under which success rates are remembered, by position of the prompt."""
     num_trajectories: int
     """Number of trajectories that the rollout wants."""
     service: GradingService
-    until: Until = "complete"
     max_candidates: int | None = None
     waves: set[str] = field(default_factory=set)
     """The engine's names of waves: candidates launched later because of grades."""
     is_left: bool = False
     """True if grades are not needed any more."""
     _tasks: set[asyncio.Task[Grade]] = field(default_factory=set)
-
-    def prior(self, position: int) -> Prior:
-        """The success rate expected of a prompt, from its earlier groups."""
-        return prior_of(*self.service.successes(self.options.name).of(self.names[position]))
-
-    def group_over(self, position: int, grades: Iterable[Grade]) -> None:
-        """Remember the rewards of a group."""
-        history = self.service.successes(self.options.name)
-        for grade in grades:
-            if grade.reward is not None:
-                history.observe(self.names[position], grade.reward > 0)
 
     def promise(self) -> None:
         self.service.promise(self.options.name, self.num_trajectories)
@@ -108,13 +91,8 @@ class GradingService:
         self._kept = kept
         self._graders = graders
         self._metrics = metrics
-        self._successes: dict[str, SuccessHistory] = {}
         self._promised: Counter[str] = Counter()
         """Trajectories that running rollouts want, graded or not, by reward."""
-
-    def successes(self, reward: str) -> SuccessHistory:
-        """Success counts of prompts by this reward, as graded by this process."""
-        return self._successes.setdefault(reward, SuccessHistory())
 
     def refresh_gauges(self) -> None:
         if self._graders is not None and (longest_s := self._graders.limits.summary().largest_s) is not None:

@@ -25,12 +25,7 @@ LOOK_S = 2.0
 class RoundCourse(Course):
     """The course of a rollout that is a round of a run. Positions are those of the round's entries."""
 
-    def __init__(
-        self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool, rewards_decide: bool = False
-    ) -> None:
-        """`rewards_decide`: True if rewards decide when a group is complete (`until` "variance"). Then the engine
-        cannot count complete groups."""
-        self._rewards_decide = rewards_decide
+    def __init__(self, engine: Engine, race_id: str, opened: OpenRound, *, filters: bool) -> None:
         self.progress = RoundProgress(opened, filters)
         self.race_id = race_id
         self.on_filtered: Callable[[str], None] = lambda prompt_id: None
@@ -92,9 +87,9 @@ class RoundCourse(Course):
         return RacePlace(self.race_id, self._num_to_count, position)
 
     @property
-    def _num_to_count(self) -> int | None:
-        """Number of complete groups after which the engine cuts the race in the same step. None if rewards decide."""
-        return None if self._rewards_decide else self.progress.num_wanted - self._num_before
+    def _num_to_count(self) -> int:
+        """Number of complete groups after which the engine cuts the race in the same step."""
+        return self.progress.num_wanted - self._num_before
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
         self._ended[position][ending.index] = ending.state
@@ -190,7 +185,7 @@ class RoundCourse(Course):
             if self.progress.opened.kind == "short":
                 if wider:
                     await self._engine.widen_race(self.race_id, self._num_to_count)
-                if is_cut and not was_cut and (self._rewards_decide or self._engine.moves.num_ranks > 1):
+                if is_cut and not was_cut and self._engine.moves.num_ranks > 1:
                     await self._engine.cut_race(self.race_id)
         finally:
             if is_cut:

@@ -88,12 +88,6 @@ def resumed(planned: PlannedRound) -> Resumed:
 
 def check_resumable(rollout: Rollout) -> None:
     """Check that candidates can go on in a later round. Raises: RequestError."""
-    if rollout.rewards_decide:
-        raise RequestError(
-            'until: "variance" counts candidates in the order of launch, and a run that resumes keeps those that had '
-            "generated most. Leave until or resume out.",
-            param="until",
-        )
     for prompt in rollout.prompts:
         if prompt.resume_refusal is not None:
             raise prompt.resume_refusal

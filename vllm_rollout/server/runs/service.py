@@ -292,11 +292,10 @@ class RunService:
         body = await asyncio.to_thread(round_request, fields, prompts, stored.run.terms.group_size, num_candidates)
         rollout = await self._rollouts.prepare(body)
         rollout.seed_names = [entry.prompt.seed_name for entry in opened.all_entries]
-        if not rollout.rewards_decide:  # else the group launches others by itself (`TeachingGroup`)
-            rollout.plans = [
-                replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
-                for plan in rollout.plans
-            ]
+        rollout.plans = [
+            replace(plan, group=replace(plan.group, num_replaceable=plan.group.num_candidates))
+            for plan in rollout.plans
+        ]
         # A filter by rewards that are posted would need those, too, and they come again with the groups.
         keeps_ended = self._store.is_durable and not (filters and rollout.grading is None)
         version = await self._engine.current_weight_version() if defaults.resume or keeps_ended else None
@@ -305,7 +304,7 @@ class RunService:
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        course = RoundCourse(self._engine, rollout.id, opened, filters=filters, rewards_decide=rollout.rewards_decide)
+        course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
         course.progress.start_in([position async for position in rollout.course.positions()])
         rollout.course = course
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind

@@ -12,7 +12,6 @@ from vllm_rollout.group.plans.fields import SessionFields
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.plans.rows import PlanError, rows
 from vllm_rollout.group.plans.xargs import NAMES, TurnSaid
-from vllm_rollout.group.rewards.until import UntilTerms
 from vllm_rollout.server.engine import RequestError
 from vllm_rollout.server.sessions.body import SessionGroupRequest
 from vllm_rollout.server.sessions.groups import OpenGroup, Terms, limits_of
@@ -34,7 +33,6 @@ def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit
         request.early_stop,
         request.selection,
         request.history == "rewritable",
-        request.until,
         request.max_sessions,
         *_pruned(request, pruning_refusal, audit_ratio),
     )
@@ -108,24 +106,12 @@ def check_same(group: OpenGroup, said: TurnSaid) -> None:
             )
 
 
-def until_of(terms: Terms) -> tuple[UntilTerms | None, int]:
-    """The terms by which rewards end the group, if they do, and the most sessions that it may ever have. Raises:
-    RequestError."""
-    until, most = None, terms.max_sessions or 2 * terms.num_candidates
+def most_sessions(terms: Terms) -> int:
+    """The most sessions that the group may ever have. Raises: RequestError."""
+    most = terms.max_sessions or 2 * terms.num_candidates
     if most < terms.num_candidates:
         raise RequestError(
             f"max_sessions: must be at least group_size + redundancy ({terms.num_candidates}), got {most}.",
             param="max_sessions",
         )
-    if terms.until == "variance" and terms.selection != "first":
-        raise RequestError(
-            f'selection: with until "variance" the rewards choose, got {terms.selection!r}. Leave one of them out.',
-            param="selection",
-        )
-    if terms.until == "variance" and not terms.is_audit:
-        try:
-            until = UntilTerms.of(terms.group_size, terms.num_candidates, terms.max_sessions)
-        except ValueError as error:
-            raise RequestError(f"until: {error}", param="until") from error
-        most = until.max_candidates
-    return until, most
+    return most

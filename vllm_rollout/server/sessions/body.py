@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
-from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields, Until
+from vllm_rollout.group.plans.fields import MAX_NAME_CHARS, ROWS, SessionFields
 from vllm_rollout.group.racing.sessions import EndedBy, SessionState
 from vllm_rollout.group.types import GroupStatus
 from vllm_rollout.server.body import Body, check_json, of_table
@@ -33,13 +33,10 @@ class SessionOptions(Body, SessionFields):
     selection: SessionSelection = Field(
         default="first", description="Rule that selects a group's sessions among its finished ones."
     )
-    until: Until = Field(
-        default="complete", description='"variance": the group is over when group_size rewards are known and differ.'
-    )
     max_sessions: Size | None = Field(
         default=None,
-        description="Upper bound of a group's sessions, with those in the place of void ones. Default: four times "
-        'group_size with until "variance", otherwise twice the number at its start.',
+        description="Upper bound of a group's sessions, with those in the place of void ones. Default: twice the number "
+        "at its start.",
     )
     pruning: Pruning | None = Field(
         default=None,
@@ -138,7 +135,7 @@ class FinishAnswer(SessionAnswer):
     group_id: str
     group_status: GroupStatus | Literal["running"]
     wanted: list[str]
-    """Ids of sessions to begin now, to replace void ones or to go on until rewards differ."""
+    """Ids of sessions to begin now, to replace void ones."""
     num_wanted: int
     reward_status: str | None = None
     """Status of the server's own grade. Null if the server did not grade the session."""

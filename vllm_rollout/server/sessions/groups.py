@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, Protocol
 
-from vllm_rollout.group.plans.fields import SelectionRule, Until
+from vllm_rollout.group.plans.fields import SelectionRule
 from vllm_rollout.group.plans.plan import GroupPlan
 from vllm_rollout.group.plans.pruning_plan import PruningPlan
 from vllm_rollout.group.racing.sessions import Session, SessionLimits, SessionRace
@@ -72,7 +72,6 @@ class Terms(NamedTuple):
     selection: SelectionRule = "first"
     is_rewritable: bool = False
     """True if a turn may contradict the history of earlier turns."""
-    until: Until = "complete"
     max_sessions: int | None = None
     pruning: PruningPlan | None = None
     pruning_turn: int = 1

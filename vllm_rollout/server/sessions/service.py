@@ -34,7 +34,7 @@ from vllm_rollout.server.learning.body import RewardEntry
 from vllm_rollout.server.learning.service import LearningService
 from vllm_rollout.server.metrics import Metrics
 from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.sessions.asked import asked_terms, check_same, said_terms, until_of
+from vllm_rollout.server.sessions.asked import asked_terms, check_same, most_sessions, said_terms
 from vllm_rollout.server.sessions.body import (
     FinishAnswer,
     FinishRequest,
@@ -150,8 +150,7 @@ class SessionService:
     def check(self, request: SessionGroupRequest) -> int:
         """The most sessions that such a group may have. Raises: RequestError for terms that no group can have."""
         terms, _ = self._asked(request)
-        _, most = until_of(terms)
-        return most
+        return most_sessions(terms)
 
     def check_room(self, num_sessions: int) -> None:
         """Check that `num_sessions` more sessions may be open. Raises: RequestError (503) if there are too many."""
@@ -523,10 +522,10 @@ class SessionService:
 
     def _open(self, key: Key, terms: Terms) -> OpenGroup:
         """Open a group. Raises: RequestError if too many sessions are open, or for terms that no group can have."""
-        until, most = until_of(terms)
+        most = most_sessions(terms)
         self.check_room(most)
         now_s = self._clock()
-        group = OpenGroup(key, terms, SessionRace(terms.plan, terms.limits, until, most, now_s), now_s, most)
+        group = OpenGroup(key, terms, SessionRace(terms.plan, terms.limits, most, now_s), now_s, most)
         if self._begin is not None:
             self._begin()
             self._begin = None

@@ -221,7 +221,7 @@ class VLLMEngine:
     async def cut_race(self, race_id: str) -> None:
         await self.moves.tell_all_groups(CUT_RACE, race_id)
 
-    async def widen_race(self, race_id: str, num_wanted: int | None) -> None:
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
         await self.moves.tell_all_groups(WIDEN_RACE, WiderRace(race_id, num_wanted))
 
     async def forget_race(self, race_id: str) -> None:
