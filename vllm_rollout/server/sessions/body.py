@@ -35,8 +35,8 @@ class SessionOptions(Body, SessionFields):
     )
     max_sessions: Size | None = Field(
         default=None,
-        description="Upper bound of a group's sessions, with those in the place of void ones. Default: twice the number "
-        "at its start.",
+        description="Upper bound of a group's sessions, with those in the place of void ones. Default: twice the "
+        "number at its start.",
     )
     pruning: Pruning | None = Field(
         default=None,
