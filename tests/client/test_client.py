@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import re
 import runpy
 import socket
 import subprocess
@@ -379,20 +378,6 @@ def test_the_trainers_loop_standardizes_rewards_within_a_group():
     assert advantages([1, 0, 0, 0]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
     assert advantages([1, 1]) == [0, 0]
     assert advantages([]) == []
-
-
-def test_documented_weights_follow_from_their_table():
-    """The worked example of docs/guides/pruning.md: baselines and advantages from rewards and probabilities."""
-    text = (Path(__file__).parents[2] / "docs" / "guides" / "pruning.md").read_text()
-    section = text[text.index("## Weights") :].partition("\n## ")[0]
-    rows = [[float(cell) for cell in row] for row in re.findall(r"^\| \d \|" + r" (\S+) \|" * 5, section, re.MULTILINE)]
-    rewards, inclusion, weights, plain, corrected = map(list, zip(*rows, strict=True))
-    assert weights == pytest.approx([1 / p for p in inclusion])
-    for weighing, expected in (([1.0] * len(rows), plain), (weights, corrected)):
-        mean = sum(w * r for w, r in zip(weighing, rewards, strict=True)) / sum(weighing)
-        assert f"{mean:.2f}" in section
-        found = [(r - mean) / (mean * (1 - mean)) ** 0.5 for r in rewards]
-        assert expected == pytest.approx(found, abs=0.005)
 
 
 def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, app):
