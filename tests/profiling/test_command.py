@@ -77,7 +77,7 @@ def test_output_is_the_profile_or_the_picture_of_a_comparison(monkeypatch):
     assert "must end in .png, got a.json" in invoke("--compare", "a.json", "b.json", "--output", "a.json").output
 
 
-def test_the_help_teaches():
+def test_the_help_explains_measurement_flags_and_interruption():
     said = " ".join(invoke("--help").output.split())
-    for taught in ("What it measures", "three linear pieces", "go behind --", "goes on where it stopped", "--compare"):
-        assert taught in said
+    for named in ("median of steady steps", "three linear", "stand behind --", "continues an interrupted", "--compare"):
+        assert named in said

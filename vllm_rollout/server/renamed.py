@@ -27,8 +27,7 @@ _WORDS = {"text": "text", "logprobs": "logprobs", "unselected": "stopped"}
 
 
 def remedy_for(name: str, known: Container[str]) -> str | None:
-    """What to write in place of a field of an earlier version. None for other names, and if `known` does not have the
-    new name."""
+    """Message for a field of an earlier version. None for other names, and if `known` does not have the new name."""
     if name in REMOVED:
         return REMOVED[name]
     new = RENAMED.get(name)
