@@ -85,7 +85,7 @@ def test_a_chat_is_asked_with_the_fields_filled_in_and_the_last_match_is_the_rew
         {"role": "user", "content": "{prompt}|{text}|{data.answer}|{data[points][0].worth}|{data.points}"},
     ]
     answer = chat("Score: 1 would be too low.\nScore: 0.75")
-    grade, (body,) = grade_of(answer, template=template, sampling={"max_tokens": 64, "seed": 1})
+    grade, (body,) = grade_of(answer, template=template, sampling_params={"max_tokens": 64, "seed": 1})
     assert (grade.status, grade.reward) == ("ok", 0.75)
     assert body["messages"] == [
         {"role": "system", "content": 'You grade. {"a": {}}'},
@@ -370,7 +370,11 @@ def test_a_grader_takes_a_judge_or_the_file_that_a_user_writes(tmp_path):
         ('template = "x"\nchoices = {a = inf}', "a finite number up to 1e+100, got inf for a"),
         ('template = "x"\nchoices = {a = "1"}', "Expected `float`"),
         ('template = "x"\npattern = "(.)"\ntemperature = 1', "no field 'temperature', it has template, pattern"),
-        ('template = "x"\npattern = "(.)"\nsampling = {stream = true}', "sampling: stream cannot be said"),
+        (
+            'template = "x"\npattern = "(.)"\nsampling_params = {stream = true}',
+            "sampling_params: stream cannot be said",
+        ),
+        ('template = "x"\npattern = "(.)"\nsampling = {seed = 1}', "sampling: renamed, write sampling_params"),
         ('template = "x"\npattern = "(.)"\nmodel = "m"', "'m' is at some url"),
         ('template = "x"\npattern = "(.)"\nurl = "judge"\nmodel = "m"', "url: must be one such as"),
         ('template = "x"\npattern = "(.)"\nurl = "http://judge"', "with a model"),

@@ -33,7 +33,7 @@ ENGINE_VARIABLE = "VLLM_ROLLOUT_JUDGE"
 ENGINE_MODEL = "judge"
 """Model name of the judge beside this server."""
 FIXED = ("model", "messages", "prompt", "n", "stream", "logprobs", "top_logprobs")
-"""Fields of a request that `sampling` may not set."""
+"""Fields of a request that `sampling_params` may not set."""
 
 
 class JudgeTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class JudgeTerms(msgspec.Struct, frozen=True, kw_only=True):
     api: Literal["chat", "completions"] = "chat"
     api_key_env: str | None = None
     """Environment variable that has the API key."""
-    sampling: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = {}
     """Further fields of the request."""
     top_logprobs: int = 20
     """Number of likeliest tokens that are read for `choices`. A server has a maximum."""
@@ -158,7 +158,11 @@ class Judge:
         run."""
         terms = self._terms
         filled = [{"role": role, "content": template.filled(trajectory)} for role, template in self._templates]
-        body: dict[str, Any] = {"temperature": 0, "max_tokens": 512 if self._choices is None else 1, **terms.sampling}
+        body: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": 512 if self._choices is None else 1,
+            **terms.sampling_params,
+        }
         body["model"] = terms.model
         if terms.api == "chat":
             body |= {"messages": filled}
@@ -220,6 +224,8 @@ class Judge:
 def _checked(terms: dict[str, Any]) -> JudgeTerms:
     """Check a judge's terms. Raises: ValueError."""
     known = JudgeTerms.__struct_fields__
+    if "sampling" in terms:
+        raise ValueError("sampling: renamed, write sampling_params")
     if unknown := [name for name in terms if name not in known]:
         raise ValueError(f"a judge has no field {', '.join(map(shown, unknown))}, it has {', '.join(known)}")
     try:
@@ -238,8 +244,8 @@ def _checked(terms: dict[str, Any]) -> JudgeTerms:
         raise ValueError(f"url: must be one such as http://127.0.0.1:8000, with a model, got {shown(checked.url)}")
     if checked.api == "completions" and not isinstance(checked.template, str):
         raise ValueError('template: a list is a chat; api = "completions" takes a text')
-    if fixed := [name for name in FIXED if name in checked.sampling]:
-        raise ValueError(f"sampling: {', '.join(fixed)} cannot be said here")
+    if fixed := [name for name in FIXED if name in checked.sampling_params]:
+        raise ValueError(f"sampling_params: {', '.join(fixed)} cannot be said here")
     if checked.cache < 0 or checked.top_logprobs < 1:
         raise ValueError(f"cache must be at least 0 and top_logprobs 1, got {checked.cache} and {checked.top_logprobs}")
     return checked
