@@ -119,7 +119,8 @@ def test_names_of_our_flags_say_whose_they_are_what_they_take_and_in_which_unit(
     assert len(ours) > 25
     for action in ours:
         is_switch = isinstance(action, argparse.BooleanOptionalAction)
-        prefix = "--(no-)?enable-rollout-" if is_switch else "--rollout-"
+        # vLLM 0.33 shows --disable-x, and takes --no-enable-x too
+        prefix = "--((no-)?enable|disable)-rollout-" if is_switch else "--rollout-"
         assert all(re.match(prefix, name) for name in action.option_strings), action.option_strings
         assert is_switch or action.nargs != 0, "say --enable-rollout-…"
         assert not {"on", "off"} & set(action.choices or ()), "say --enable-rollout-…"
@@ -138,7 +139,7 @@ def test_sizes_are_whole_powers_of_two(parsed):
 def test_an_old_name_is_refused_wherever_it_stands(refusal, ours, tmp_path, old):
     new = old_names.SERVE[old]
     names = {name for action in ours for name in action.option_strings}
-    assert set(re.findall(r"--[\w-]+", new)) <= names
+    assert set(re.findall(r"--[\w-]+", new.replace("--no-enable", "--enable"))) <= names
     assert old not in names
     assert f"{old} has a new name: {new}." in refusal(old, "x")
     for value in ("8", "off", "on"):
