@@ -145,7 +145,7 @@ async def test_a_process_follows_holds_on_after_a_look_that_failed(new_cluster, 
 
     monkeypatch.setattr(moves, "engine_loads", fails_at_first)
     moves.follow_holds()
-    await cluster.until(lambda: num_looks == 1)
+    await cluster.until(lambda: num_looks >= 1)
     await cluster.done(drain(cluster, 0))
     await cluster.until(lambda: second.routes.held == {0})
     second.errored = True
