@@ -298,9 +298,12 @@ def over_stock(it: Any, way: str) -> float:
 TRAINED = "throughput while a head trains 5 ms after each step, over none"
 
 
-def raced_on_gpu(it: Any) -> str:
-    gain, ways = found(it, "ours, first 8: times as fast as stock"), repeated(it, piece="race", way="ours, first 8")
-    return f"{gain['median']:.2f} 256 {{}}{len(ways)}"
+def gain_on_gpu(it: Any) -> str:
+    return f"{found(it, 'ours, first 8: times as fast as stock')['median']:.2f}"
+
+
+def races_on_gpu(it: Any) -> int:
+    return len(repeated(it, piece="race", way="ours, first 8"))
 
 
 def prompts(it: Any) -> int:
@@ -326,7 +329,8 @@ def refused(it: Any) -> str:
 LEASE = "benchmarks/results/gpu_h200/lease.jsonl"
 
 README: Sequence[Quoted] = (
-    Quoted("race, first 8 of 16, H200", "stock vLLM, all 16 awaited", LEASE, lambda it: raced_on_gpu(it).format("")),
+    Quoted("race, first 8 of 16, H200", "stock vLLM, all 16 awaited", LEASE,
+           lambda it: f"{gain_on_gpu(it)} 256 {races_on_gpu(it)}"),
     Quoted(RACE, "vLLM, n=8, all awaited", "group_race",
            lambda it: f"{race(it, 'b'):.1f} {prompts(it)} {runs(it)}"),
     Quoted("race, 2,048 candidates", "a streaming client that aborts losers", "front_end",
@@ -346,7 +350,7 @@ README: Sequence[Quoted] = (
 RESULTS: Sequence[Quoted] = (
     # On a GPU.
     Quoted(RACE, "stock vLLM, all 16 awaited", LEASE,
-           lambda it: raced_on_gpu(it).format("300 ") + f" {100 * found(it, 'share of tokens'):.0f}"),
+           lambda it: f"{gain_on_gpu(it)} 256 300 {races_on_gpu(it)} {100 * found(it, 'share of tokens'):.0f}"),
     Quoted("groups that nothing stops, H200", "stock vLLM", LEASE,
            lambda it: f"{over_stock(it, 'tagged'):.3f} 256 256 {pairs(it, 'tagged')} "
                       f"{over_stock(it, 'idle'):.3f}"),

@@ -10,13 +10,9 @@ from enum import Enum
 from inspect import cleandoc
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from docs_tools.reference.markdown import prose, sections, table
-
-
-class Built(Exception):
-    """Raised when the parser is built, so that nothing is parsed."""
 
 
 def part() -> str:
@@ -25,47 +21,18 @@ def part() -> str:
 
 
 def our_groups() -> list[tuple[str, str, list[argparse.Action]]]:
-    """Title, description and flags of each argument group, without the flags of `vllm serve`."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    ours = _built()
-    stock = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
-    known = {flag for action in stock._actions for flag in action.option_strings}
-    found = []
-    for group in ours._action_groups:
-        actions = [
-            action
-            for action in group._group_actions
-            if action.option_strings and not known & set(action.option_strings) and action.help != argparse.SUPPRESS
-        ]
-        if actions:
-            found.append((group.title or "", group.description or "", actions))
-    return found
-
-
-def _built() -> argparse.ArgumentParser:
-    """The parser of `vllm-rollout serve`, before it reads any argument."""
+    """Title, description and flags of each argument group that we add to `vllm serve`."""
     from vllm_rollout.adapter.api.start import serve
 
-    parsers: list[argparse.ArgumentParser] = []
-
-    class Parser(serve.FlexibleArgumentParser):  # type: ignore[misc, name-defined]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            parsers.append(self)
-
-        def parse_args(self, *args: Any, **kwargs: Any) -> NoReturn:
-            raise Built
-
-    its, serve.FlexibleArgumentParser = serve.FlexibleArgumentParser, Parser
-    try:
-        serve.parse([], "vllm-rollout serve", "[model_tag] [options]")
-    except Built:
-        return parsers[-1]
-    finally:
-        serve.FlexibleArgumentParser = its
-    raise AssertionError("vllm-rollout serve did not parse its flags")
+    parser = serve.FlexibleArgumentParser()
+    theirs = list(parser._action_groups)
+    serve.add_all_flags(parser)
+    return [
+        (group.title or "", group.description or "", shown)
+        for group in parser._action_groups
+        if group not in theirs
+        and (shown := [action for action in group._group_actions if action.help != argparse.SUPPRESS])
+    ]
 
 
 def _serve() -> Iterator[str]:

@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from docs_tools.reference.markdown import prose, table
 from vllm_rollout.server.metrics import PREFIX, Metrics
 
-UNITS = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "ratio": "ratio", "share": "ratio"}
+UNITS = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "ratio": "ratio"}
 """Last word of a name -> unit. Other metrics are counts, or numbers without a unit."""
 
 

@@ -149,14 +149,12 @@ def said_of(schema: Schema) -> Schema:
 
 def _default(its_class: type | None, name: str, its: Schema) -> str:
     default = its.get("default")
-    if default is None and its_class is not None:
-        for field_name, field in getattr(its_class, "model_fields", {}).items():
-            if name == (field.alias or field_name):
-                default = field.get_default(call_default_factory=True)
+    if default is None and (field := getattr(its_class, "model_fields", {}).get(name)) is not None:
+        default = field.get_default(call_default_factory=True)
     if default is None:
         return ""
     if hasattr(default, "model_dump"):
-        default = default.model_dump(mode="json", by_alias=True)
+        default = default.model_dump(mode="json")
     return f"`{json.dumps(default)}`"
 
 

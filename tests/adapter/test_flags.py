@@ -110,8 +110,7 @@ def test_without_our_flags_nothing_changes(parsed):
 def ours() -> list[argparse.Action]:
     parser = FlexibleArgumentParser()
     theirs = set(parser._actions)
-    for module in (serve, *serve.GROUPS):
-        module.add_flags(parser)
+    serve.add_all_flags(parser)
     return [action for action in parser._actions if action not in theirs]
 
 

@@ -110,9 +110,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     description = serve_parser.description or ""
     serve_parser.description = re.sub(r"Defaults to \S+", f"Defaults to {DEFAULT_MODEL}", description)
     serve_parser.epilog = EPILOG + (serve_parser.epilog or "").replace("vllm serve", program)
-    add_flags(serve_parser)
-    for group in GROUPS:
-        group.add_flags(serve_parser)
+    add_all_flags(serve_parser)
     old_names.refuse(arguments, serve_parser)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
@@ -128,6 +126,13 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     judge.refuse(args, serve_parser)
     switch_on(args, arguments, serve_parser)
     return args
+
+
+def add_all_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of ours, in argument groups of their own."""
+    add_flags(parser)
+    for group in GROUPS:
+        group.add_flags(parser)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
