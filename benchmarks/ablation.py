@@ -64,12 +64,12 @@ from benchmarks.rewards.rounds import Workload as Rewards
 from benchmarks.rollpacker import FLOPS_PER_S, PROMPT_TOKENS, Model
 from benchmarks.rounds_emulated import num_prompts, terms_of
 from benchmarks.tables import columns, number, percent, picture
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.client.run import AsyncRun, Fed, RoundFeed
-from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
-from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.http.answers import GroupEvent, RanksFreeEvent, TrajectoryEvent
+from vllm_rollout.parts.emulation.step_log import LoggedStep, Summary, read_steps
+from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms, TimeLimits
+from vllm_rollout.parts.rounds.client.run import AsyncRun, Fed, RoundFeed
 from vllm_rollout.process import counter, exit_on_sigterm
-from vllm_rollout.server.answers import GroupEvent, RanksFreeEvent, TrajectoryEvent
 
 MFU, FLOPS_PER_PARAMETER, NETWORK_BYTES_PER_S = 0.4, 8, 50e9
 TRAINER_SOURCE = (

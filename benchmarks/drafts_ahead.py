@@ -23,7 +23,7 @@ from benchmarks.common import arguments_of, publish, record_of_run
 from benchmarks.prompts import PROMPTS
 from benchmarks.tables import columns, number
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.tracker.draft_memory import DraftMemory
+from vllm_rollout.parts.drafts.worker.memory import DraftMemory
 
 NUM_PROMPTS, NUM_NEW, NUM_AGAIN, MAX_TOKENS = 16, 16, 8, 384
 CELLS = ((4, 0.5), (4, 0.2), (8, 0.2), (8, 0.05))

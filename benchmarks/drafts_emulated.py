@@ -42,14 +42,14 @@ from benchmarks.common import arguments_of, median, median_of_known, publish, re
 from benchmarks.rollpacker import GPU_SOURCE, MODEL_SOURCE, MODELS, PROMPT_TOKENS
 from benchmarks.tables import columns, number, percent
 from tests.support.emulated_run import EmulatedRun
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.emulation.device import cost_of
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.prompt_key import draft_key
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.prompt_key import draft_key
+from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny
+from vllm_rollout.parts.emulation.device import cost_of
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race

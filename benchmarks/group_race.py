@@ -64,7 +64,7 @@ from benchmarks.common import (
 from benchmarks.prompts import cycle
 from benchmarks.tables import bars, columns, number, picture
 from vllm_rollout.demo.options import MAX_CANDIDATES
-from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.process import (
     ServerError,

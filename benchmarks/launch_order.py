@@ -20,15 +20,15 @@ from rich.progress import track
 
 from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
-from vllm_rollout.emulation.device import cost_of
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.plans.fields import LaunchRule
+from vllm_rollout.kernel.rules.fields import LaunchRule
+from vllm_rollout.parts.emulation.device import cost_of
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.recording import Ran, Recording
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 DEVICE = {"step": {"ms": 5.2, "ms_per_request": 0.012, "ms_per_context_token": 2e-5, "ms_per_prefilled_token": 0.03}}
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, MEDIAN_TOKENS = 64, 16, 16_384, 1000

@@ -24,11 +24,11 @@ from typing import Any
 
 from benchmarks.common import arguments_of, median, publish, record_of_run, server_process, started
 from benchmarks.tables import columns, number
-from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.http.answers import TokensEvent
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.on_cpu import this_cpu
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
-from vllm_rollout.server.answers import TokensEvent
 
 MOVE_KV = {"recompute": "--no-enable-rollout-move-kv", "kv": "--enable-rollout-move-kv"}
 """Flag of the server, by way."""

@@ -38,10 +38,10 @@ from benchmarks.emulated import (
     workload_of,
 )
 from benchmarks.tables import columns, number, percent
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.emulation.step_log import Summary, read_steps
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.emulation.step_log import Summary, read_steps
+from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.process import counter, exit_on_sigterm
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.race import Race

@@ -28,19 +28,19 @@ from vllm.v1.outputs import ModelRunnerOutput
 from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
-from vllm_rollout.adapter.core.scheduler import RolloutScheduler
-from vllm_rollout.adapter.faults import Faults
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.adapter.worker.observing import Observing
-from vllm_rollout.adapter.worker.runner import StepReport
 from vllm_rollout.config import FEATURE_RING_BYTES, OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.core.scheduler import RolloutScheduler
+from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.tracker import tracker as tracking
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.kernel.worker.observing import Observing
+from vllm_rollout.kernel.worker.runner import StepReport
 from vllm_rollout.model_files import tiny
-from vllm_rollout.tracker import tracker as tracking
-from vllm_rollout.tracker.feature_ring import FeatureRing
-from vllm_rollout.tracker.tracker import CandidateTracker
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
 ROWS = (16, 256, 1024)
 GROUP_SIZE = 16

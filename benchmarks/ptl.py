@@ -2,9 +2,9 @@
 
 First `vllm-rollout profile` measures the time of decode steps by batch size and context, and fits its curves. Then a
 real server with the same flags runs group rollouts (no early stop, temperature 1, natural lengths).
-`group/lengths/cost.py` predicts the seconds of each rollout from the lengths in its answer. The two are independent:
-the profile has random prompts of fixed contexts only, the rollouts have chat prompts, batches that shrink and contexts
-that grow. The server also gets the profile, and compares its own steps with it as they run.
+`parts/shaping/rules/cost.py` predicts the seconds of each rollout from the lengths in its answer. The two are
+independent: the profile has random prompts of fixed contexts only, the rollouts have chat prompts, batches that shrink
+and contexts that grow. The server also gets the profile, and compares its own steps with it as they run.
 
 For comparison there is the same prediction without contexts and prefill: Eq. 4 of DARTS as printed, on the curve of the
 shortest context.
@@ -31,9 +31,9 @@ from rich.console import Console
 from benchmarks.common import ROOT, arguments_of, publish, record_of_run, server_process, started
 from benchmarks.prompts import cycle
 from benchmarks.tables import columns, number, percent, picture
-from vllm_rollout.group.lengths.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.on_cpu import this_cpu
+from vllm_rollout.parts.shaping.rules.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.options import ProfileOptions

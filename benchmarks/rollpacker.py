@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.machine import Machine
 
 HBM_BYTES_PER_S = 3.35e12

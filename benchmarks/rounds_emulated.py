@@ -33,9 +33,9 @@ from benchmarks.emulated import (
 )
 from benchmarks.rollpacker import MESSAGE_S
 from benchmarks.tables import columns, number, percent
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.emulation.step_log import Summary, read_steps
-from vllm_rollout.group.rounds.rounds import RoundKind, RunTerms
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.parts.emulation.step_log import Summary, read_steps
+from vllm_rollout.parts.rounds.rules.rounds import RoundKind, RunTerms
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 from vllm_rollout.simulator.rounds.data import RunConditions
 from vllm_rollout.simulator.rounds.replay import replay_run

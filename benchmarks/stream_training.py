@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import ROOT, arguments_of, median, publish, record_of_run
 from benchmarks.tables import Row, columns, number, percent
-from vllm_rollout.trace.file import read_trace
+from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.training.stream import StreamTrainer
 
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 384

@@ -1,6 +1,6 @@
 // DraftMemory as a type of Python's limited API: torch's stable ABI has
 // operators but no classes. Arrays come as bytes, of which the limited API of
-// Python 3.10 can see the inside; vllm_rollout/tracker/draft_memory.py checks
+// Python 3.10 can see the inside; vllm_rollout/parts/drafts/worker/memory.py checks
 // shapes and types before they come here. The interpreter's lock is held
 // throughout, so that a memory is used by one thread at a time.
 #include "draft_memory_type.h"

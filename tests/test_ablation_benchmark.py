@@ -21,7 +21,7 @@ from benchmarks.ablation import (
     trained_at,
 )
 from benchmarks.rewards.rounds import PAPER, Workload
-from vllm_rollout.emulation.step_log import LoggedStep
+from vllm_rollout.parts.emulation.step_log import LoggedStep
 
 TRAINER = Trainer(tokens_per_s=10.0, weights_s=0.5)
 REWARDS = Workload(num_prompts=3, group_size=4, num_processes=2, scale=1.0, seed=1)

@@ -33,7 +33,7 @@ def torch_or_vllm(module: str) -> bool:
 
 
 def not_for_group(module: str) -> bool:
-    if is_within(module, "vllm_rollout.group", "vllm_rollout.config"):
+    if is_within(module, "vllm_rollout.kernel.rules", "vllm_rollout.config"):
         return False
     top = module.partition(".")[0]
     return top not in sys.stdlib_module_names or top in NOT_FOR_DECISIONS
@@ -129,7 +129,10 @@ def file_arrows() -> Arrows:
 
 def test_files_form_no_cycle():
     found = file_arrows()
-    assert found["vllm_rollout.server.service"].keys() > {"vllm_rollout.server.engine", "vllm_rollout.server.answers"}
+    assert found["vllm_rollout.kernel.http.service"].keys() > {
+        "vllm_rollout.kernel.http.engine",
+        "vllm_rollout.kernel.http.answers",
+    }
     assert cycle(found) == []
 
 
@@ -137,7 +140,7 @@ def test_folders_form_no_cycle():
     assert cycle(arrows()) == []
 
 
-@pytest.mark.parametrize("house", ["vllm_rollout.group", "vllm_rollout.adapter.api"])
+@pytest.mark.parametrize("house", ["vllm_rollout.kernel.rules", "vllm_rollout.kernel.api"])
 def test_rooms_form_no_cycle(house):
     found: Arrows = defaultdict(lambda: defaultdict(list))
     for importer, imported in file_arrows().items():
@@ -233,7 +236,13 @@ def test_the_rule_sees_every_form_of_import(source):
 
 @pytest.mark.parametrize(
     "source",
-    ["import vllm_rollout", "from vllm_rollout.group import plan", "from . import vllm", "a = 'vllm'", "import vllmx"],
+    [
+        "import vllm_rollout",
+        "from vllm_rollout.kernel.rules import plan",
+        "from . import vllm",
+        "a = 'vllm'",
+        "import vllmx",
+    ],
 )
 def test_the_rule_does_not_take_our_own_name_for_vllm(source):
     assert not any(map(vllm, imported_modules(source)))
@@ -248,7 +257,7 @@ def test_the_rule_does_not_take_our_own_name_for_vllm(source):
         ("from ..config import MAX_GROUP_SIZE", True),
         ("from vllm_rollout import config", True),
         ("from ..server import protocol", False),
-        ("from vllm_rollout.adapter.wire import CandidateTag", False),
+        ("from vllm_rollout.kernel.wire import CandidateTag", False),
         ("import numpy", False),
         ("import random", False),
         ("from time import monotonic", False),
@@ -256,16 +265,16 @@ def test_the_rule_does_not_take_our_own_name_for_vllm(source):
     ],
 )
 def test_the_rule_for_group_tells_allowed_from_forbidden(source, allowed):
-    modules = imported_modules(source, "vllm_rollout.group")
+    modules = imported_modules(source, "vllm_rollout.kernel.rules")
     assert any(map(not_for_group, modules)) != allowed
 
 
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("vllm_rollout.group", {"torch", "vllm", "pydantic", "numpy"}),
-        ("vllm_rollout.server", {"torch", "vllm"}),
-        ("vllm_rollout.client", {"torch", "vllm", "fastapi"}),
+        ("vllm_rollout.kernel.rules", {"torch", "vllm", "pydantic", "numpy"}),
+        ("vllm_rollout.kernel.http", {"torch", "vllm"}),
+        ("vllm_rollout.kernel.client", {"torch", "vllm", "fastapi"}),
         ("vllm_rollout.cli", {"torch", "vllm"}),
         ("vllm_rollout", {"torch", "vllm"}),
     ],

@@ -24,7 +24,7 @@ from vllm_rollout import process
 from vllm_rollout.demo import picture
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, RacedCandidate, compare_kept, first_finished
-from vllm_rollout.tracker.draft_memory import DraftMemory
+from vllm_rollout.parts.drafts.worker.memory import DraftMemory
 
 ANSWERS = Answers([5, 6], [[*range(10, 60)], [*range(10, 40), *range(70, 90)], [*range(10, 60)]])
 

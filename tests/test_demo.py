@@ -24,8 +24,8 @@ from vllm_rollout.demo.live import LiveRace, race_live
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, RacedCandidate, run_race, show_phase
 from vllm_rollout.demo.run import RACE_TOKENS, STOCK_TOKENS, expected_seconds, record
+from vllm_rollout.kernel.http.answers import TokensEvent
 from vllm_rollout.process import ServerError
-from vllm_rollout.server.answers import TokensEvent
 
 pytestmark = pytest.mark.anyio
 OPTIONS = Options(prompts=3, group_size=2, candidates=4, max_tokens=64)

@@ -43,9 +43,9 @@ from vllm_rollout.doctor.packages import (
 )
 from vllm_rollout.doctor.start import address_of, embedded_model_of, refuse_installation, refuse_start
 from vllm_rollout.drawing import figure_at
+from vllm_rollout.kernel.tracker.build_command import build_command
 from vllm_rollout.on_cpu import GIB
-from vllm_rollout.rewards.sandbox import SandboxError
-from vllm_rollout.tracker.build_command import build_command
+from vllm_rollout.parts.rewards.grading.sandbox import SandboxError
 
 
 @pytest.fixture

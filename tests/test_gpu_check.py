@@ -21,7 +21,7 @@ from benchmarks.gpu_check.models import Models
 from benchmarks.gpu_check.pieces import ENGINES, PIECES, START, Estimates
 from benchmarks.gpu_check.record import Record
 from tests.support.waiting import WAIT_S, wait_until
-from vllm_rollout.tracker.dispatch import REFERENCES
+from vllm_rollout.kernel.tracker.dispatch import REFERENCES
 
 ROOT = Path(__file__).parents[1]
 

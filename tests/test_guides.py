@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_rollout.server.learning.body import RewardsRequest
-from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.runs.body import RoundRequest, RunRequest
-from vllm_rollout.server.sessions.body import FinishRequest, SessionGroupRequest
-from vllm_rollout.server.votes import VoteRequest
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.parts.pruning.http.body import RewardsRequest
+from vllm_rollout.parts.pruning.http.votes import VoteRequest
+from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
+from vllm_rollout.parts.sessions.http.body import FinishRequest, SessionGroupRequest
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 FORMS = {

@@ -12,29 +12,29 @@ import msgspec
 import pytest
 
 import vllm_rollout
-from vllm_rollout.emulation.step_log import StepLog
-from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.group.rounds.rounds import RunTerms
+from vllm_rollout.parts.emulation.step_log import StepLog
+from vllm_rollout.parts.page.recording.file import TraceFile, older_piece
+from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
+from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
+from vllm_rollout.parts.rounds.http.owner import Owner
+from vllm_rollout.parts.rounds.http.store import RUNS, RunStore
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.private_file import private_folder
-from vllm_rollout.rewards.kept_limits import KeptLimits
-from vllm_rollout.server.runs.owner import Owner
-from vllm_rollout.server.runs.store import RUNS, RunStore
-from vllm_rollout.trace.file import TraceFile, older_piece
 from vllm_rollout.whole_file import write_whole
 
 PACKAGE = Path(vllm_rollout.__file__).parent
 WRITERS = ("server", "adapter", "rewards", "trace", "tracker", "emulation")
 """Folders of the code that a server runs."""
 IN_A_PRIVATE_FOLDER = {
-    "adapter/api/calls/deaths.py",
-    "adapter/api/start/first.py",
-    "rewards/pool.py",
-    "rewards/probe.py",
-    "rewards/process.py",
-    "rewards/sandbox.py",
+    "parts/moving/api/deaths.py",
+    "kernel/api/first.py",
+    "parts/rewards/grading/pool.py",
+    "parts/rewards/grading/probe.py",
+    "parts/rewards/grading/process.py",
+    "parts/rewards/grading/sandbox.py",
 }
 """They write below a temporary folder, which Python makes for its owner only."""
-BY_ITSELF = {"server/runs/store.py": {"connect"}}
+BY_ITSELF = {"parts/rounds/http/store.py": {"connect"}}
 """SQLite gives its files the mode of the database, which is made before it opens it."""
 
 

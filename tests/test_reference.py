@@ -16,10 +16,10 @@ from docs_tools.reference import cli, http, metrics
 from docs_tools.reference.schemas import class_of
 from tests.test_docs import ROOT
 from vllm_rollout.cli import app
-from vllm_rollout.group.plans.fields import ROWS
-from vllm_rollout.group.plans.xargs import GRADING, NAMES, plan_from_xargs
-from vllm_rollout.server.answers import RolloutEvent, RoundStreamEvent
-from vllm_rollout.server.runs.session_answers import SessionRoundEvent
+from vllm_rollout.kernel.http.answers import RolloutEvent, RoundStreamEvent
+from vllm_rollout.kernel.rules.fields import ROWS
+from vllm_rollout.kernel.rules.xargs import GRADING, NAMES, plan_from_xargs
+from vllm_rollout.parts.rounds.http.session_answers import SessionRoundEvent
 
 OPENAPI = http.openapi()
 BODIES = {name: schema for name, schema in OPENAPI["components"]["schemas"].items() if schema.get("examples")}

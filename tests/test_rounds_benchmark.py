@@ -7,8 +7,8 @@ from benchmarks import moves_emulated
 from benchmarks.emulated import EmulatedDataSet, Workload
 from benchmarks.rollpacker import BETWEEN_SHARE, HBM_BYTES_PER_S, MODEL_NAMES, MODELS
 from benchmarks.rounds_emulated import RoundRow, num_prompts, simulated, summary_of, table, terms_of
-from vllm_rollout.emulation.device import StepWork, step_seconds
-from vllm_rollout.emulation.settings import Settings
+from vllm_rollout.parts.emulation.device import StepWork, step_seconds
+from vllm_rollout.parts.emulation.settings import Settings
 
 ITS = Workload("7B/8k", num_ranks=2, num_prompts=8, group_size=2, seed=5)
 

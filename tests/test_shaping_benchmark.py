@@ -19,15 +19,15 @@ from benchmarks.shaping.run import begin, forget, summarize
 from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, order, prompts
 from benchmarks.shaping.simulation import history_of, simulate
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.lengths.history import LengthHistory
-from vllm_rollout.server.recorder import TraceRecorder
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.history import LengthHistory
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.trace.file import read_trace
 
 from .server.conftest import make_app, serving
 from .server.fake_engine import FakeEngine

@@ -15,8 +15,8 @@ from benchmarks.soak.memory import MemorySamples, growth_mib
 from benchmarks.soak.tally import MAX_VIOLATIONS, Tally
 from tests.server.conftest import make_app
 from tests.server.fake_engine import FakeEngine
-from vllm_rollout.client.connection import EventReader
-from vllm_rollout.server.answers import RolloutAnswer
+from vllm_rollout.kernel.client.connection import EventReader
+from vllm_rollout.kernel.http.answers import RolloutAnswer
 
 
 async def post(body: Any) -> httpx.Response:

@@ -14,7 +14,14 @@ from benchmarks.time_to_reward.trl_record import Record, RecordedClient
 from examples.grpo.task import problems
 from examples.grpo.train import Training, parse
 from vllm_rollout import RolloutClient
-from vllm_rollout.server.answers import GroupAnswer, GroupRewards, RolloutAnswer, StoppedCandidate, Trajectory, Usage
+from vllm_rollout.kernel.http.answers import (
+    GroupAnswer,
+    GroupRewards,
+    RolloutAnswer,
+    StoppedCandidate,
+    Trajectory,
+    Usage,
+)
 
 
 def step(at: int, lengths: list[int], **more: object) -> dict:

@@ -6,13 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_rollout.adapter.core.scheduler import make_scheduler as Scheduler
-    from vllm_rollout.adapter.in_process.async_llm import AsyncLLM
-    from vllm_rollout.adapter.in_process.llm import LLM
-    from vllm_rollout.adapter.in_process.teaching import teach
-    from vllm_rollout.adapter.worker.drafts import Drafts
-    from vllm_rollout.adapter.worker.worker import RolloutWorker as Worker
-    from vllm_rollout.client.client import (
+    from vllm_rollout.kernel.client.client import (
         AgentGroup,
         AgentRound,
         AgentSession,
@@ -26,8 +20,14 @@ if TYPE_CHECKING:
         SessionLost,
         Void,
     )
+    from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
+    from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
+    from vllm_rollout.parts.drafts.worker.drafts import Drafts
+    from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
+    from vllm_rollout.parts.in_process.api.llm import LLM
+    from vllm_rollout.parts.in_process.api.teaching import teach
 
-_CLIENT = "vllm_rollout.client.client"
+_CLIENT = "vllm_rollout.kernel.client.client"
 _PLACES = {
     "AgentGroup": (_CLIENT, "AgentGroup"),
     "AgentRound": (_CLIENT, "AgentRound"),
@@ -41,12 +41,12 @@ _PLACES = {
     "Run": (_CLIENT, "Run"),
     "SessionLost": (_CLIENT, "SessionLost"),
     "Void": (_CLIENT, "Void"),
-    "AsyncLLM": ("vllm_rollout.adapter.in_process.async_llm", "AsyncLLM"),
-    "LLM": ("vllm_rollout.adapter.in_process.llm", "LLM"),
-    "teach": ("vllm_rollout.adapter.in_process.teaching", "teach"),
-    "Drafts": ("vllm_rollout.adapter.worker.drafts", "Drafts"),
-    "Scheduler": ("vllm_rollout.adapter.core.scheduler", "make_scheduler"),
-    "Worker": ("vllm_rollout.adapter.worker.worker", "RolloutWorker"),
+    "AsyncLLM": ("vllm_rollout.parts.in_process.api.async_llm", "AsyncLLM"),
+    "LLM": ("vllm_rollout.parts.in_process.api.llm", "LLM"),
+    "teach": ("vllm_rollout.parts.in_process.api.teaching", "teach"),
+    "Drafts": ("vllm_rollout.parts.drafts.worker.drafts", "Drafts"),
+    "Scheduler": ("vllm_rollout.kernel.core.scheduler", "make_scheduler"),
+    "Worker": ("vllm_rollout.kernel.worker.worker", "RolloutWorker"),
 }
 """Module of each public name, and its name in that module."""
 

@@ -15,12 +15,12 @@ import vllm_rollout
 from vllm_rollout import old_names
 from vllm_rollout.doctor.command import doctor
 from vllm_rollout.doctor.start import refuse_installation, refuse_start
-from vllm_rollout.emulation.command import emulation_report
+from vllm_rollout.parts.emulation.command import emulation_report
+from vllm_rollout.parts.page.watching import command as watching
+from vllm_rollout.parts.page.watching.export_command import export
+from vllm_rollout.parts.page.watching.receipt_command import receipt
 from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate
-from vllm_rollout.watching import command as watching
-from vllm_rollout.watching.export_command import export
-from vllm_rollout.watching.receipt_command import receipt
 
 app = typer.Typer(
     help="Group rollouts for reinforcement learning: vLLM's step loop stops candidates that a group does not need.",
@@ -58,12 +58,12 @@ def serve(context: typer.Context) -> None:
 
     Without MODEL it serves the embedded default, SmolLM2-135M-Instruct.
     """
-    from vllm_rollout.adapter.platform import choose_platform
+    from vllm_rollout.kernel.platform import choose_platform
 
     if refusal := refuse_start(context.args):
         sys.exit(f"vllm-rollout serve: {refusal}")
     choose_platform(context.args)
-    from vllm_rollout.adapter.api.start.serve import main as serve_main
+    from vllm_rollout.kernel.api.serve import main as serve_main
 
     serve_main(context.args)
 

@@ -66,8 +66,8 @@ from benchmarks.common import (
 )
 from benchmarks.tables import columns, number, percent
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.parts.emulation.step_log import LoggedStep, Summary, read_steps
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
 
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.agents.ways import GROUP_SIZE, Way
 from benchmarks.agents.world import PROMPT_TOKENS, TERMS, course_of
-from vllm_rollout.emulation.device import cost_of
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.emulation.device import cost_of
+from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionGroup, run_sessions

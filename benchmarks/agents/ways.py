@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from benchmarks.agents.world import Tools, course_of, prompt_of
 from vllm_rollout import AgentSession, AsyncRolloutClient, Void
-from vllm_rollout.client.calls import Call, typed
-from vllm_rollout.emulation.tokens import succeeded
+from vllm_rollout.kernel.client.calls import Call, typed
+from vllm_rollout.parts.emulation.tokens import succeeded
 
 GROUP_SIZE, NUM_CANDIDATES = 8, 16
 LONG_TOKENS = 2000

@@ -41,7 +41,7 @@ from benchmarks.front_end import binary
 from benchmarks.front_end.clients import TIMEOUT_S, WAYS
 from benchmarks.front_end.results import draw, table
 from benchmarks.front_end.workload import DEVICE, NUM_CANDIDATES, ideal, lengths_of, prompts_of
-from vllm_rollout.emulation.step_log import LoggedStep, Summary, read_steps
+from vllm_rollout.parts.emulation.step_log import LoggedStep, Summary, read_steps
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port
 
 MODEL = "smollm2-135m-instruct"

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vllm_rollout.emulation.device import StepWork, step_seconds
-from vllm_rollout.emulation.fate import Fates
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.plans.prompt_key import seed_for
+from vllm_rollout.kernel.rules.prompt_key import seed_for
+from vllm_rollout.parts.emulation.device import StepWork, step_seconds
+from vllm_rollout.parts.emulation.fate import Fates
+from vllm_rollout.parts.emulation.settings import Settings
 
 NUM_CANDIDATES, GROUP_SIZE = 16, 8
 FIRST_SEED = 1000

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import psutil
 
-from vllm_rollout.group.lengths.cost import StepTime
+from vllm_rollout.parts.shaping.rules.cost import StepTime
 from vllm_rollout.process import server_environment
 
 START_LIMIT_S = 600.0

@@ -17,16 +17,16 @@ from benchmarks.gpu_check.engine import Settings, Wanted
 from benchmarks.gpu_check.models import STOP_TOKEN
 from benchmarks.gpu_check.moving_jobs import MovingJobs
 from benchmarks.gpu_check.ptl_jobs import ProfilingJobs
-from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.adapter.options import DRAFTS_CONFIG
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.kernel.options import DRAFTS_CONFIG
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.kernel.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:

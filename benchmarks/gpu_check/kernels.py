@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu_check.bench import Bench
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.tracker.dispatch import REFERENCES, Operator
-from vllm_rollout.tracker.ops import active_implementation
-from vllm_rollout.tracker.reference import windowed_confidence_reference
-from vllm_rollout.tracker.tracker import NUM_KEPT
+from vllm_rollout.kernel.tracker.dispatch import REFERENCES, Operator
+from vllm_rollout.kernel.tracker.ops import active_implementation
+from vllm_rollout.kernel.tracker.reference import windowed_confidence_reference
+from vllm_rollout.kernel.tracker.tracker import NUM_KEPT
 
 VOCABULARIES = (151_936, 32_001)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -15,11 +15,11 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_rollout.adapter.call_table import GroupToAdopt, GroupToRelease
-from vllm_rollout.adapter.parcel import Parcel
-from vllm_rollout.adapter.wire import CandidateTag
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.call_table import GroupToAdopt, GroupToRelease
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.moving.wire import Parcel
 
 EPOCH = 1
 """Every group moves only once."""

@@ -1,6 +1,6 @@
 """Jobs of an engine that measures its own steps, for `vllm_rollout.profiling`; mixed into `engine_child.Child`.
 
-Invariant: as `vllm_rollout.adapter.api.start.profiler`, without a front end of its own. Candidates of a point start in
+Invariant: as `vllm_rollout.profiling.profiler`, without a front end of its own. Candidates of a point start in
 one step, with prompts of their own that are in the prefix cache.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 
-from vllm_rollout.adapter.api.start.profiler import (
+from vllm_rollout.parts.shaping.rules.cost import StepTime
+from vllm_rollout.profiling.profiler import (
     UNTIMED_STEPS,
     candidate_params,
     engine_info,
@@ -22,7 +23,6 @@ from vllm_rollout.adapter.api.start.profiler import (
     num_prompt_tokens,
     steps_together,
 )
-from vllm_rollout.group.lengths.cost import StepTime
 
 
 class ProfilingJobs:

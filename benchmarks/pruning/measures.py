@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.common import median_of_known
 from benchmarks.pruning.records import SCORES, Record, Run, Score, difference, group_by, mean, share
-from vllm_rollout.group.judging.report import Prediction, auc, brier, reliability_bins, within_group_auc
+from vllm_rollout.parts.pruning.rules.report import Prediction, auc, brier, reliability_bins, within_group_auc
 
 NUM_DRAWS = 1000
 """Number of draws of a bootstrap."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_rollout.group.types import CandidateState, Confidence, Signal
+from vllm_rollout.kernel.rules.types import CandidateState, Confidence, Signal
 
 Score = Literal["head", "mean", "lowest_window", "bottom_windows"]
 SCORES: tuple[Score, ...] = ("head", "mean", "lowest_window", "bottom_windows")

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from benchmarks.long_run import size
 from benchmarks.tasks import EARLY, FAMILIES, Problem, check, make_problems
-from vllm_rollout.server.answers import Trajectory
+from vllm_rollout.kernel.http.answers import Trajectory
 
 Phase = Literal["learn", "evaluate", "compare", "sweep", "fewer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

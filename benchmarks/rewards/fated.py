@@ -16,7 +16,7 @@ import random
 from hashlib import blake2b
 from typing import NamedTuple
 
-from vllm_rollout.rewards import code
+from vllm_rollout.parts.rewards.grading import code
 
 FOREVER_S = 86_400
 TEST = """

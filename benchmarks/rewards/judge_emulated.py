@@ -37,11 +37,11 @@ from benchmarks.common import ROOT, arguments_of, median, percentile, publish, q
 from benchmarks.rollpacker import MODELS, PROMPT_TOKENS, TAIL_SOURCE, TAILS
 from benchmarks.tables import columns, number, percent
 from tests.support.emulated_run import EmulatedRun
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.emulation.settings import Settings, StepSettings
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny
-from vllm_rollout.rewards.grader import NUM_REQUESTS
+from vllm_rollout.parts.emulation.settings import Settings, StepSettings
+from vllm_rollout.parts.rewards.grading.grader import NUM_REQUESTS
 
 MODEL, GROUP_SIZE, MAX_NUM_SEQS, BLOCK_SIZE = "7B/8k", 8, 1024, 16
 MAX_TOKENS = MODELS[MODEL].max_tokens

@@ -8,9 +8,9 @@ limits) are the paper's times --scale. Programs mostly sleep, because this machi
 
 Each round is measured in three ways, in turns, with the same answers and the same results of their programs:
 
-  after     the rollout, then its answers are graded at once (`vllm_rollout.rewards.Grader`); a run may take 30 s
-  async     the server grades each answer as it ends (`"reward": "code"`); a run may take 30 s
-  learned   as async, with limits that adapt: 1.5 x the longest right run of the test case, 2 to 30 s
+  after     the rollout, then its answers are graded at once (`vllm_rollout.parts.rewards.grading.Grader`); a run may
+  take 30 s async     the server grades each answer as it ends (`"reward": "code"`); a run may take 30 s learned   as
+  async, with limits that adapt: 1.5 x the longest right run of the test case, 2 to 30 s
 
 There are two kinds of rounds: one waits for all answers, one takes the first 8 of 10 (a short round's rollout). Each
 repeat is an epoch over the same prompts with new answers. Epoch 0 does not count: limits adapt and processes start.
@@ -40,11 +40,11 @@ from benchmarks.common import ROOT, arguments_of, median, percentile, publish, q
 from benchmarks.rewards.fated import TestCase, stand_for_programs
 from benchmarks.rollpacker import GPU_SOURCE, MODELS, PROMPT_TOKENS, TAIL_SOURCE, TAILS
 from benchmarks.tables import INK, bars, columns, number, percent, picture
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.group.rewards.time_limits import LimitTerms
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
+from vllm_rollout.parts.rewards.grading import Grader, Trajectory
+from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms
 from vllm_rollout.process import ServerProcess, exit_on_sigterm, free_port, log_folder, server_environment
-from vllm_rollout.rewards import Grader, Trajectory
 
 MODEL = "7B/8k"
 TOKENS = 50

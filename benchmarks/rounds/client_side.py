@@ -15,7 +15,7 @@ import httpx
 
 from vllm_rollout.demo.phases import raise_for_status
 from vllm_rollout.demo.rounds.rounds import ReturnedGroup, Round, RoundName, messages, sampling_of
-from vllm_rollout.group.rounds.rounds import RunTerms
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 
 async def client_rounds(

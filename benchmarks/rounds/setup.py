@@ -12,8 +12,8 @@ from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive
 from vllm_rollout.config import DEFAULT_SPECULATION
 from vllm_rollout.demo.rounds.options import TEMPERATURE
 from vllm_rollout.demo.rounds.prompts import make_prompts
-from vllm_rollout.group.rounds.rounds import RunTerms
 from vllm_rollout.models import DEFAULT_MODEL
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 WayName = Literal["plain", "client", "run"]
 WAY_NAMES: tuple[WayName, ...] = get_args(WayName)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_rollout.group.types import Ending
-from vllm_rollout.server.answers import GroupAnswer
-from vllm_rollout.trace.rows import End, RolloutPrompt, RolloutRow
+from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.page.recording.rows import End, RolloutPrompt, RolloutRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import httpx
 from benchmarks.long_run import Progressed, RunLog, keep_state
 from benchmarks.shaping.records import GroupRecord, Run, traced_prompts
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, Way, order, prompts
-from vllm_rollout.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.process import counter
-from vllm_rollout.server.answers import RolloutAnswer
 
 PREEMPTIONS = "vllm:num_preemptions_total"
 WARM_UP_TOKENS = 16

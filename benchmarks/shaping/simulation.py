@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
-from vllm_rollout.adapter.saved_state import parse_state
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.memory import Memory
-from vllm_rollout.group.lengths.history import LengthHistory
-from vllm_rollout.group.plans.allocation import BatchAllocation, BatchPrompt, allocate_batch
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.server.runs.saved import parse_saved
-from vllm_rollout.server.shaping import history_key
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.memory import Memory
+from vllm_rollout.parts.pruning.saved_state import parse_state
+from vllm_rollout.parts.rounds.http.saved import parse_saved
+from vllm_rollout.parts.shaping.http import history_key
+from vllm_rollout.parts.shaping.rules.allocation import BatchAllocation, BatchPrompt, allocate_batch
+from vllm_rollout.parts.shaping.rules.history import LengthHistory
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races

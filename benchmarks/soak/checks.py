@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_rollout.server.answers import (
+from vllm_rollout.kernel.http.answers import (
     CandidateEvent,
     DoneEvent,
     EndedCandidate,
@@ -73,7 +73,7 @@ def usage_problems(usage: Usage, ended: Sequence[EndedCandidate], returned: int)
 
 
 def stream_problems(body: dict[str, Any], events: Sequence[Event]) -> Iterator[str]:
-    """Violations in a whole event stream. Its reader has checked that chunks join (`client/joints.py`)."""
+    """Violations in a whole event stream. Its reader has checked that chunks join (`kernel/client/joints.py`)."""
     if not events or not isinstance(events[-1], DoneEvent):
         yield f"the stream ended without done, after {len(events)} events"
         return

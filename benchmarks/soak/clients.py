@@ -21,8 +21,8 @@ import httpx
 from benchmarks.soak import bodies
 from benchmarks.soak.checks import rollout_problems, stream_problems
 from benchmarks.soak.tally import Tally
-from vllm_rollout.client.connection import EventReader, RolloutError
-from vllm_rollout.server.answers import Event, RolloutAnswer
+from vllm_rollout.kernel.client.connection import EventReader, RolloutError
+from vllm_rollout.kernel.http.answers import Event, RolloutAnswer
 
 DISCONNECT_SHARE = 0.15
 """Share of generating acts that the client breaks off."""

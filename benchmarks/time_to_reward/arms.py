@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from examples.grpo.train import Step, Training
 from vllm_rollout import RolloutError
-from vllm_rollout.group.rewards.estimates import advantages
-from vllm_rollout.server.answers import GroupAnswer, Trajectory
+from vllm_rollout.kernel.http.answers import GroupAnswer, Trajectory
+from vllm_rollout.parts.rewards.rules.estimates import advantages
 
 
 def regraded(group: GroupAnswer, trajectories: Sequence[Trajectory]) -> GroupAnswer:

@@ -65,9 +65,9 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
 
-    from vllm_rollout.adapter.in_process.environment import become_ours
     from vllm_rollout.integrations.trl import TRLRollouts, colocate
     from vllm_rollout.integrations.trl_colocated import ColocatedRollouts
+    from vllm_rollout.parts.in_process.api.environment import become_ours
 
     vllm_generation.empty_cache = lambda: None  # it asks for an accelerator
     vllm_generation.VLLMClient.init_communicator = lambda *_, **__: None

@@ -23,7 +23,7 @@ from conformance.trl.on_cpu import ON_CPU, SMALL, prepare, result_of
 
 STEPS_TO_COMPARE = 3
 TOLERANCE = 1e-4
-OUR_MODULE = "vllm_rollout.adapter.in_process.llm"
+OUR_MODULE = "vllm_rollout.parts.in_process.api.llm"
 REGEX = r"[a-z]{3,9} [0-9]{1,5}"
 CONFIGURED: dict[str, dict[str, Any]] = {
     "lora": {},

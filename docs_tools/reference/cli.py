@@ -22,7 +22,7 @@ def part() -> str:
 
 def our_groups() -> list[tuple[str, str, list[argparse.Action]]]:
     """Title, description and flags of each argument group that we add to `vllm serve`."""
-    from vllm_rollout.adapter.api.start import serve
+    from vllm_rollout.kernel.api import serve
 
     parser = serve.FlexibleArgumentParser()
     theirs = list(parser._action_groups)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from docs_tools.reference.markdown import prose, table
-from vllm_rollout.server.metrics import PREFIX, Metrics
+from vllm_rollout.kernel.http.metrics import PREFIX, Metrics
 
 UNITS = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "ratio": "ratio"}
 """Last word of a name -> unit. Other metrics are counts, or numbers without a unit."""

@@ -17,9 +17,9 @@ from typing import Any
 
 import vllm_rollout
 from docs_tools.reference.markdown import prose, table
-from vllm_rollout.group.plans import fields
-from vllm_rollout.group.plans.rows import rows
-from vllm_rollout.server.body import Body
+from vllm_rollout.kernel.http.body import Body
+from vllm_rollout.kernel.rules import fields
+from vllm_rollout.kernel.rules.rows import rows
 
 Schema = Mapping[str, Any]
 REFERENCE = "#/components/schemas/"

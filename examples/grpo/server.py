@@ -14,7 +14,7 @@ import httpx
 from examples.grpo import task
 from examples.grpo.loss import ALGORITHMS
 from vllm_rollout import RolloutClient, process
-from vllm_rollout.group.plans.fields import PruningRule
+from vllm_rollout.kernel.rules.fields import PruningRule
 
 REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `task.py`; the server has the task's name
 PRUNING = (*get_args(PruningRule), "shadow")

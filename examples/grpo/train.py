@@ -25,10 +25,10 @@ from examples.grpo.model import check_finite, load, prompt_ids, save_weights, wr
 from examples.grpo.server import PRUNING, Server, nccl_sender, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, VOCABULARY, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
-from vllm_rollout.client.connection import STARTING
-from vllm_rollout.client.groups import GroupStream
 from vllm_rollout.integrations.served import check_served
-from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.kernel.client.connection import STARTING
+from vllm_rollout.kernel.client.groups import GroupStream
+from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign

@@ -6,7 +6,7 @@ from ranked_llm import Cluster, Rank
 from scheduler_runs import LOOPS, TracedRun, add_group
 
 from tests.support.time_limit import end_within
-from vllm_rollout.adapter.api.engine import moving
+from vllm_rollout.parts.moving.api import moving
 
 
 @pytest.fixture(params=LOOPS, ids=lambda loop: loop.name)

@@ -7,7 +7,7 @@ import torch
 from scheduler_runs import TracedRun
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_rollout.adapter.worker.kv_calls import KVCalls
+from vllm_rollout.parts.moving.worker.kv_calls import KVCalls
 
 NUM_LAYERS = 2
 UNKNOWN = -1

@@ -6,9 +6,9 @@ from kv_worker import KVWorker
 from scheduler_runs import TracedRun, assert_nothing_left
 from vllm.v1.request import Request
 
-from vllm_rollout.adapter.call_table import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
-from vllm_rollout.adapter.parcel import WorkerState
-from vllm_rollout.adapter.worker.shared_kv import SharedKV
+from vllm_rollout.kernel.call_table import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
+from vllm_rollout.parts.moving.wire import WorkerState
+from vllm_rollout.parts.moving.worker.shared_kv import SharedKV
 
 
 class Core:

@@ -5,9 +5,9 @@ import sys
 import msgspec
 import torch
 
-from vllm_rollout.adapter.parcel import KVSegment
-from vllm_rollout.adapter.worker.kv_layers import KVLayers
-from vllm_rollout.adapter.worker.nixl_kv import Agent, NixlKV
+from vllm_rollout.parts.moving.wire import KVSegment
+from vllm_rollout.parts.moving.worker.kv_layers import KVLayers
+from vllm_rollout.parts.moving.worker.nixl_kv import Agent, NixlKV
 
 NUM_BLOCKS = 64
 

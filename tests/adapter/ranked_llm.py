@@ -24,18 +24,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.api.calls.deaths import Death
-from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.client.door import Door
-from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.client.lost_weights import LostWeights
-from vllm_rollout.adapter.api.client.outputs import CandidateFailed
-from vllm_rollout.adapter.api.engine.engine import VLLMEngine
-from vllm_rollout.adapter.core.calls import rollout_call
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.door import Door
+from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.lost_weights import LostWeights
+from vllm_rollout.kernel.api.outputs import CandidateFailed
+from vllm_rollout.kernel.core.calls import rollout_call
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.moving.api.deaths import Death
+from vllm_rollout.parts.moving.rules.placement import Placement
 
 
 class Rank(Core):

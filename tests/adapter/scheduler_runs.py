@@ -12,16 +12,16 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
-from vllm_rollout.adapter.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.judging.learning import Learning, Siblings
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import Assessment, Observation
+from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import Assessment, Observation
+from vllm_rollout.kernel.wire import CandidateTag, EndingNote
+from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 REQUEST_STRIDE = 10_000
 """The k-th token of the n-th request is n * REQUEST_STRIDE + k, its last one EOS_TOKEN."""

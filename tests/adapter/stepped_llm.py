@@ -16,15 +16,15 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.client.door import Door
-from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.client.lost_weights import LostWeights
-from vllm_rollout.adapter.api.engine.engine import VLLMEngine
-from vllm_rollout.adapter.core.calls import rollout_call
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.door import Door
+from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.lost_weights import LostWeights
+from vllm_rollout.kernel.core.calls import rollout_call
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.moving.rules.placement import Placement
 
 
 class AddsToRun(AsyncLLM):

@@ -6,11 +6,11 @@ import pytest
 from scheduler_runs import NO_AUDITS
 
 from tests.support.emulated_run import EmulatedRun
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.step.admission import most_running
-from vllm_rollout.group.types import BASE_MODEL
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.shaping.rules.admission import most_running
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 DEVICE = {"step": {"ms": 5.0, "ms_per_request": 0.02, "ms_per_prefilled_token": 0.03}}
 GROUP_SIZE, NUM_BLOCKS = 8, 300

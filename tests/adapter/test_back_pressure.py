@@ -24,12 +24,12 @@ from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_rollout.adapter.api.client.outputs import CandidateFailed, CandidateOutput
-from vllm_rollout.adapter.api.engine.engine import sampled_logprobs
-from vllm_rollout.adapter.core.scheduler import RolloutScheduler
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.server.engine import CandidateEnd, CandidateTokens, GroupOrder, PreparedPrompt
+from vllm_rollout.kernel.api.engine import sampled_logprobs
+from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput
+from vllm_rollout.kernel.core.scheduler import RolloutScheduler
+from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, PreparedPrompt
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 pytestmark = pytest.mark.anyio
 

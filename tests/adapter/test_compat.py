@@ -31,7 +31,7 @@ from vllm_snapshot import (
 )
 from vllm_types import imported, said_in, scope_of
 
-from vllm_rollout.adapter.compat import (
+from vllm_rollout.kernel.compat import (
     CONTRACT,
     FEATURES,
     LOGGING_FLAGS,

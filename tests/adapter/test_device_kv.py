@@ -11,12 +11,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from moving_runs import Ranks, assert_each_once, ids_and_lengths
 from scheduler_runs import add_group
 
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.parcel import KVSegment, Parcel
-from vllm_rollout.adapter.worker import device_kv, kv_calls
-from vllm_rollout.adapter.worker.device_kv import GRANULE_BYTES, LENT_S, SPARE_BYTES, DeviceKV, DeviceMemory
-from vllm_rollout.adapter.worker.kv_layers import KV_FAILURES, KVLayers, TransferError
-from vllm_rollout.adapter.worker.shared_kv import SharedKV
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.wire import KVSegment, Parcel
+from vllm_rollout.parts.moving.worker import device_kv, kv_calls
+from vllm_rollout.parts.moving.worker.device_kv import GRANULE_BYTES, LENT_S, SPARE_BYTES, DeviceKV, DeviceMemory
+from vllm_rollout.parts.moving.worker.kv_layers import KV_FAILURES, KVLayers, TransferError
+from vllm_rollout.parts.moving.worker.shared_kv import SharedKV
 
 NUM_BLOCKS = 8
 INVALID = cudaError_t.cudaErrorInvalidValue

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_rollout.adapter.faults import Faults
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.adapter.worker import verification
-from vllm_rollout.adapter.worker.drafts import Drafts
-from vllm_rollout.adapter.worker.drafts_file import DraftsFile
-from vllm_rollout.adapter.worker.verification import expand, mend_expansion
-from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.kernel.worker import verification
+from vllm_rollout.kernel.worker.verification import expand, mend_expansion
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
+from vllm_rollout.parts.drafts.worker.drafts import Drafts
+from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 
 PROMPT = (1, 2, 3)
 ANSWER = tuple(range(10, 40))

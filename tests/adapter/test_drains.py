@@ -9,9 +9,9 @@ import pytest
 from ranked_llm import Cluster
 from vllm import SamplingParams
 
-from vllm_rollout.adapter.api.engine import moving
-from vllm_rollout.group.ranks.load import EngineLoad
-from vllm_rollout.server.engine import Drained, EngineStopped, RequestError
+from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
+from vllm_rollout.parts.moving.api import moving
+from vllm_rollout.parts.moving.rules.load import EngineLoad
 
 pytestmark = pytest.mark.anyio
 

@@ -10,19 +10,19 @@ from scheduler_runs import NO_AUDITS
 from vllm.v1.engine import EngineCoreOutput
 
 from tests.support.emulated_run import EmulatedRun
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, EndingNote
-from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts, SaidRow
-from vllm_rollout.adapter.worker.emulated_request import HIDDEN_SIZE
-from vllm_rollout.emulation.device import StepWork
-from vllm_rollout.emulation.settings import DraftSettings, Settings
-from vllm_rollout.group.drafting import MAX_DRAFT_TOKENS, bin_of
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.types import WHOLE, HeadKey
-from vllm_rollout.tracker.feature_ring import StateKey
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
+from vllm_rollout.kernel.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, EndingNote
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, bin_of
+from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts, SaidRow
+from vllm_rollout.parts.emulation.device import StepWork
+from vllm_rollout.parts.emulation.settings import DraftSettings, Settings
+from vllm_rollout.parts.emulation.worker.request import HIDDEN_SIZE
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 GPU = {"step": {"ms": 5.2, "ms_per_request": 0.012, "ms_per_context_token": 2e-5, "ms_per_prefilled_token": 0.03}}
 COMPUTES = {"step": {"ms": 0.001, "ms_per_request": 0.05, "ms_per_prefilled_token": 0.05}}

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from tests.support.time_limit import end_within
-from vllm_rollout.adapter.api.calls import engine_calls
-from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.calls.rank_client import RankDied
-from vllm_rollout.adapter.call_table import CUT_RACE, HEADS, HELD_GROUPS
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.kernel.api import engine_calls
+from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.call_table import CUT_RACE, HEADS, HELD_GROUPS
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.moving.api.rank_client import RankDied
 
 pytestmark = pytest.mark.anyio
 

@@ -11,9 +11,9 @@ from moving_runs import assert_both_end
 from ranked_llm import Cluster
 from scheduler_runs import assert_nothing_left
 
-from vllm_rollout.adapter.core.held_outputs import HeldOutputs
-from vllm_rollout.adapter.parcel import Parcel
-from vllm_rollout.group.racing.race import RacePlace
+from vllm_rollout.kernel.core.held_outputs import HeldOutputs
+from vllm_rollout.parts.moving.wire import Parcel
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 pytestmark = pytest.mark.anyio
 

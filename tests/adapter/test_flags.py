@@ -15,16 +15,17 @@ from vllm.entrypoints.cli import serve as vllm_serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_rollout import old_names
-from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.engine.moving import EngineMoves
-from vllm_rollout.adapter.api.start import front_ends, on_cpu, serve
-from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
-from vllm_rollout.adapter.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
-from vllm_rollout.adapter.platform import choose_platform
 from vllm_rollout.extras import install_command
+from vllm_rollout.kernel import plugin
+from vllm_rollout.kernel.api import on_cpu, serve
+from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.compat import RUST_LISTENERS, has, vllm_version
+from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
+from vllm_rollout.kernel.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
+from vllm_rollout.kernel.platform import choose_platform
 from vllm_rollout.on_cpu import GIB, Cpu
+from vllm_rollout.parts.front_ends import api as front_ends
+from vllm_rollout.parts.moving.api.moving import EngineMoves
 
 AUTO = ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "4")
 BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]

@@ -16,14 +16,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
 from tests.support.work import faster_than_linear
-from vllm_rollout.adapter.api.calls.rank_client import RankDied
-from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.lengths.moments import LengthMoments, expected_remaining
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.server.engine import Outlook
+from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.http.engine import Outlook
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.moving.api.rank_client import RankDied
+from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments, expected_remaining
 
 pytestmark = pytest.mark.anyio
 

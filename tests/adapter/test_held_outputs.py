@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.core.held_outputs import HeldOutputs
+from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 
 
 def message_sizes(run: TracedRun, request_id: str) -> list[int]:

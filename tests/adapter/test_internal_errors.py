@@ -9,12 +9,12 @@ from scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothi
 from test_drafts import Runner as DraftingRunner
 from test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
 
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.adapter.worker import runner as runner_module
-from vllm_rollout.adapter.worker.observing import NOT_FINITE
-from vllm_rollout.adapter.worker.runner import observe_runner
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.racing.lifecycle import Group
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
+from vllm_rollout.kernel.worker import runner as runner_module
+from vllm_rollout.kernel.worker.observing import NOT_FINITE
+from vllm_rollout.kernel.worker.runner import observe_runner
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 LENGTHS = [30, 40, 50, 60]
 PRUNING = PruningPlan(detection_length=8, keep_ratio=0.5)

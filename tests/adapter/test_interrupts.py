@@ -26,11 +26,11 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 import vllm_rollout
-from vllm_rollout.adapter.in_process import engine_args
-from vllm_rollout.adapter.in_process.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
-from vllm_rollout.adapter.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
-from vllm_rollout.adapter.options import EmulationOptions, ServeOptions
-from vllm_rollout.server.serialised import GroupsInJson
+from vllm_rollout.kernel.http.serialised import GroupsInJson
+from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
+from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
+from vllm_rollout.parts.in_process.api import engine_args
+from vllm_rollout.parts.in_process.api.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
 
 PROMPTS = [[3, 4, 5], [6, 7, 8]]
 DEVICE = {"step": {"ms": 0.01}, "kv_tokens": 80_000, "lengths": {"log_normal": {"mean": 30, "sigma": 0.3}}, "seed": 0}

@@ -22,12 +22,12 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from vllm_rollout.adapter.core import scheduler
-from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import MAX_IDLE_S, UNMET_S
-from vllm_rollout.group.judging.ledger import LedgerEntry, NamedReward, Reward, request_name
-from vllm_rollout.server import clients
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.kernel.core import scheduler
+from vllm_rollout.kernel.http import clients
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, NamedReward, Reward, request_name
 
 pytestmark = pytest.mark.anyio
 

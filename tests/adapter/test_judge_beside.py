@@ -15,10 +15,10 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.support.waiting import WAIT_S, wait_until
-from vllm_rollout.adapter.api.start import judge
-from vllm_rollout.adapter.api.start.judge_process import JudgeProcess
+from vllm_rollout.parts.rewards.api import judge
+from vllm_rollout.parts.rewards.api.judge_process import JudgeProcess
+from vllm_rollout.parts.rewards.grading.judge import ENGINE_VARIABLE, JudgeEngine
 from vllm_rollout.process import free_port
-from vllm_rollout.rewards.judge import ENGINE_VARIABLE, JudgeEngine
 
 SERVER = """
 import http.server, sys
@@ -31,7 +31,7 @@ http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
 STARTER = """
 import os, subprocess, sys
-command = [sys.executable, "-m", "vllm_rollout.adapter.api.start.judge_process"]
+command = [sys.executable, "-m", "vllm_rollout.parts.rewards.api.judge_process"]
 process = subprocess.Popen(command, stdin=subprocess.PIPE)
 process.stdin.write(sys.argv[1].replace('"parent":0', f'"parent":{os.getpid()}').encode())
 process.stdin.close()

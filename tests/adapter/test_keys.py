@@ -18,13 +18,13 @@ from fastapi.routing import APIRoute
 from vllm import envs
 from vllm.entrypoints.launchers.app import build_app
 
-from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.start.serve import parse
-from vllm_rollout.adapter.api.trainers.trainers import COMPAT
-from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
-from vllm_rollout.server.admin import AdminKey
-from vllm_rollout.server.learning.body import ADMIN_HEADER
-from vllm_rollout.server.origins import AllowedHosts
+from vllm_rollout.kernel import plugin
+from vllm_rollout.kernel.api.serve import parse
+from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
+from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.origins import AllowedHosts
+from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
+from vllm_rollout.parts.trainers.api.trainers import COMPAT
 
 pytestmark = pytest.mark.anyio
 API_KEY, ADMIN_KEY = "api", "admin"

@@ -7,11 +7,11 @@ import pytest
 from moving_runs import Ranks, assert_each_once, ids_and_lengths
 from scheduler_runs import add_group
 
-from vllm_rollout.adapter.call_table import ENGINE_LOAD
-from vllm_rollout.adapter.core.kv_moving import refusal
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.parcel import KVSegment, Parcel
-from vllm_rollout.adapter.worker import shared_kv
+from vllm_rollout.kernel.call_table import ENGINE_LOAD
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.core.kv_moving import refusal
+from vllm_rollout.parts.moving.wire import KVSegment, Parcel
+from vllm_rollout.parts.moving.worker import shared_kv
 
 BLOCK_SIZE = 16
 PROMPT = [5] * 100

@@ -20,9 +20,9 @@ from safetensors.torch import load, save
 
 from tests.support.reports import report_of
 from tests.support.waiting import eventually
-from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.engine.learning import REWARDS_PER_CALL, EngineLearning
-from vllm_rollout.adapter.call_table import (
+from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.call_table import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
     OPERATIONS,
@@ -31,24 +31,24 @@ from vllm_rollout.adapter.call_table import (
     ObservedGroup,
     Operation,
 )
-from vllm_rollout.adapter.core import learning_calls, readings
-from vllm_rollout.adapter.core.calls import rollout_call
-from vllm_rollout.adapter.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
-from vllm_rollout.adapter.core.readings import MAX_READINGS, Readings
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.worker.worker import RolloutWorker
-from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import Reward, Scoring
-from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.quality_heads import QualityHeads
-from vllm_rollout.tracker.tracker import CandidateTracker
+from vllm_rollout.kernel.core.calls import rollout_call
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.kernel.worker.worker import RolloutWorker
+from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
+from vllm_rollout.parts.pruning.core import learning_calls, readings
+from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
+from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.ledger import Reward, Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
+from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 
 pytestmark = pytest.mark.anyio
 

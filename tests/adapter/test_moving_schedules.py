@@ -12,10 +12,10 @@ from ranked_llm import Cluster
 from scheduler_runs import assert_nothing_left
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.adapter.call_table import OPERATIONS
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.ranks.placement import TRAINER
-from vllm_rollout.server.engine import RequestError
+from vllm_rollout.kernel.call_table import OPERATIONS
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.moving.rules.placement import TRAINER
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 NUM_SCHEDULES = 6
 NUM_EVENTS = 60

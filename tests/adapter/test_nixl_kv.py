@@ -17,11 +17,11 @@ from nixl_source import decoded, new_layers
 from scheduler_runs import add_group
 
 from tests.support.waiting import WAIT_S
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.parcel import KVSegment
-from vllm_rollout.adapter.worker import kv_calls, nixl_kv
-from vllm_rollout.adapter.worker.kv_layers import KV_FAILURES, KVLayers, TransferError
-from vllm_rollout.adapter.worker.nixl_kv import NUM_KEPT, TRANSFER_LIMIT_S, Agent, NixlKV
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.wire import KVSegment
+from vllm_rollout.parts.moving.worker import kv_calls, nixl_kv
+from vllm_rollout.parts.moving.worker.kv_layers import KV_FAILURES, KVLayers, TransferError
+from vllm_rollout.parts.moving.worker.nixl_kv import NUM_KEPT, TRANSFER_LIMIT_S, Agent, NixlKV
 
 PROGRAM = Path(__file__).with_name("nixl_source.py")
 

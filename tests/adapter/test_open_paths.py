@@ -12,10 +12,10 @@ from vllm import SamplingParams
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.adapter.api.client.client import RolloutAsyncLLM
-from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.client.open_paths import OpenPaths, lacks_key
-from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.open_paths import OpenPaths, lacks_key
+from vllm_rollout.parts.moving.rules.placement import Placement
 
 PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 

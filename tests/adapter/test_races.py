@@ -8,11 +8,11 @@ from scheduler_runs import TracedRun, add_group, assert_nothing_left
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.adapter.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
-from vllm_rollout.adapter.core.calls import rollout_call
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.types import HeldGroups
+from vllm_rollout.kernel.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
+from vllm_rollout.kernel.core.calls import rollout_call
+from vllm_rollout.kernel.rules.types import HeldGroups
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 SIZE = 2
 

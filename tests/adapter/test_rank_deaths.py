@@ -22,14 +22,13 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from tests.support.time_limit import end_within
 from tests.support.waiting import eventually, wait_until
-from vllm_rollout.adapter.api.calls import server_folder
-from vllm_rollout.adapter.api.calls.deaths import Death, Deaths, RankProcesses, outlives_a_rank
-from vllm_rollout.adapter.api.calls.rank_client import RankClient, RankDied
-from vllm_rollout.adapter.api.client import life
-from vllm_rollout.adapter.api.client.group_routes import GroupRoutes, NoRankLeft
-from vllm_rollout.adapter.api.client.life import Life
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.kernel.api import life, server_folder
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
+from vllm_rollout.kernel.api.life import Life
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.parts.moving.api.rank_client import RankClient, RankDied
+from vllm_rollout.parts.moving.rules.placement import Placement
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from vllm_rollout.adapter.api.client.refusals import (
+from vllm_rollout.kernel.api.refusals import (
     refuse_full_turns,
     refuse_our_fields_in_beam_search,
     refuse_unwritable,

@@ -13,14 +13,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.time_limit import end_within
 from tests.support.waiting import eventually
-from vllm_rollout.adapter.api.client import lost_weights
-from vllm_rollout.adapter.api.client.door import Door
-from vllm_rollout.adapter.api.client.lost_weights import LostWeights
-from vllm_rollout.adapter.api.engine import rebuilding
-from vllm_rollout.adapter.api.engine.rebuilding import ClosedEngine, Resizer
-from vllm_rollout.adapter.api.engine.shaping import EngineShaping
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.runs.parallelism import Resized
+from vllm_rollout.kernel.api import lost_weights
+from vllm_rollout.kernel.api.door import Door
+from vllm_rollout.kernel.api.lost_weights import LostWeights
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.moving.api import rebuilding
+from vllm_rollout.parts.moving.api.rebuilding import ClosedEngine, Resizer
+from vllm_rollout.parts.rounds.http.parallelism import Resized
+from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_rollout.adapter.api.client.resuming import (
+from vllm_rollout.kernel.http.engine import Beginnings
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.rounds.api import (
     READS_OUTPUT_TOKENS,
     prompt_text,
     resume_refusal,
@@ -19,10 +23,6 @@ from vllm_rollout.adapter.api.client.resuming import (
     resumed_prompt,
     text_of,
 )
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.server.engine import Beginnings
 
 pytestmark = pytest.mark.anyio
 

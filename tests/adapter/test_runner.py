@@ -10,23 +10,23 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_rollout.adapter.parcel import MovedCandidate, WorkerState
-from vllm_rollout.adapter.weights import Changes
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
-from vllm_rollout.adapter.worker import runner as runner_module
-from vllm_rollout.adapter.worker.runner import ObservedOutput, observe_runner, observe_sampler
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.tracker import ops
-from vllm_rollout.tracker import warm_up as warm_up_module
-from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.ops import token_confidence
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.step_values import StepValues
-from vllm_rollout.tracker.tracker import PublishedHead
-from vllm_rollout.tracker.warm_up import warm_up
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.kernel.tracker import ops
+from vllm_rollout.kernel.tracker import warm_up as warm_up_module
+from vllm_rollout.kernel.tracker.ops import token_confidence
+from vllm_rollout.kernel.tracker.step_values import StepValues
+from vllm_rollout.kernel.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.tracker.warm_up import warm_up
+from vllm_rollout.kernel.weights import Changes
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
+from vllm_rollout.kernel.worker import runner as runner_module
+from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, observe_sampler
+from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 HIDDEN_SIZE = 4
 VOCAB_SIZE = 5

@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from vllm_rollout.adapter.api.client.sampling import ALLOWED, FIELDS, OURS, sampling_params
-from vllm_rollout.adapter.compat import vllm_version
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.kernel.api.sampling import ALLOWED, FIELDS, OURS, sampling_params
+from vllm_rollout.kernel.compat import vllm_version
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.protocol import RolloutRequest
 
 LATER = ("prompt_logprob_start", "prompt_logprob_token_ids", "watermarking")
 """Fields that some supported versions lack."""

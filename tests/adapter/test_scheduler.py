@@ -9,8 +9,8 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
 
 
 def ending(run: TracedRun, request_id: str) -> tuple[str, FinishReason, int | str | None]:

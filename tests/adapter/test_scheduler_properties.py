@@ -11,10 +11,10 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 MAX_LENGTH = 60
 MIN_BLOCKS = 8

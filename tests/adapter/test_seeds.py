@@ -10,9 +10,9 @@ from stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.server.engine import GroupOrder, PreparedPrompt
+from vllm_rollout.kernel.http.engine import GroupOrder, PreparedPrompt
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.prompt_key import seed_for
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,9 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_rollout.adapter.api.calls.engine_calls import EngineCalls
-from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of
-from vllm_rollout.adapter.api.client.group_routes import GroupRoutes
-from vllm_rollout.adapter.api.engine.shaping import KEYS_PER_CALL, EngineShaping
-from vllm_rollout.adapter.call_table import (
+from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.call_table import (
     OPERATIONS,
     RECORD_STEPS,
     SET_COST_MODEL,
@@ -25,15 +23,17 @@ from vllm_rollout.adapter.call_table import (
     Operation,
     Result,
 )
-from vllm_rollout.adapter.core.calls import ANSWERS, rollout_call
-from vllm_rollout.adapter.core.readings import Readings
-from vllm_rollout.adapter.core.step_times import StepTimes
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, StepTime
-from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
-from vllm_rollout.group.ranks.drift import StepDrift
-from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.group.ranks.work import TokenCost
+from vllm_rollout.kernel.core.calls import ANSWERS, rollout_call
+from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.moving.rules.work import TokenCost
+from vllm_rollout.parts.pruning.core.readings import Readings
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
+from vllm_rollout.parts.shaping.core import StepTimes
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, StepTime
+from vllm_rollout.parts.shaping.rules.drift import StepDrift
+from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
@@ -198,7 +198,7 @@ def test_a_profile_of_another_model_ends_the_start_with_both_names(engine, confi
 def test_a_profile_of_another_machine_is_used_with_a_warning(engine, config, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(
-        "vllm_rollout.adapter.api.engine.shaping.logger.warning", lambda text, *values: said.append(text % values)
+        "vllm_rollout.parts.shaping.api.lengths.logger.warning", lambda text, *values: said.append(text % values)
     )
     use(engine, config, tmp_path / "ptl.json", hardware={**hardware_of(config), "device": "Abacus"})
     (warning,) = said

@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from vllm_rollout.adapter.parcel import KVSegment
-from vllm_rollout.adapter.worker import kv_layers, shared_kv
-from vllm_rollout.adapter.worker.kv_layers import KVLayers, free_bytes
-from vllm_rollout.adapter.worker.runner import RunnerMixin
-from vllm_rollout.adapter.worker.shared_kv import SharedKV
+from vllm_rollout.kernel.worker.runner import RunnerMixin
+from vllm_rollout.parts.moving.wire import KVSegment
+from vllm_rollout.parts.moving.worker import kv_layers, shared_kv
+from vllm_rollout.parts.moving.worker.kv_layers import KVLayers, free_bytes
+from vllm_rollout.parts.moving.worker.shared_kv import SharedKV
 
 NUM_BLOCKS = 7
 LAYERS = ["a", "b", "c"]

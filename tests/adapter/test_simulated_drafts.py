@@ -7,11 +7,11 @@ import pytest
 from scheduler_runs import NO_AUDITS
 
 from tests.support.emulated_run import EmulatedRun
-from vllm_rollout.emulation.device import cost_of
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.terms import GroupTerms
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.parts.emulation.device import cost_of
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races

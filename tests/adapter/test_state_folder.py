@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_rollout.adapter import plugin
-from vllm_rollout.adapter.api.start import serve
-from vllm_rollout.adapter.api.start.state_folder import NAME, FolderLock, FolderTaken
+from vllm_rollout.kernel import plugin
+from vllm_rollout.kernel.api import serve
+from vllm_rollout.kernel.api.state_folder import NAME, FolderLock, FolderTaken
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from vllm_rollout.adapter.api.start.state_folder import FolderLock
+from vllm_rollout.kernel.api.state_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork()  # as an engine core that outlives its server
 if child:

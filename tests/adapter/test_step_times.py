@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm_rollout.adapter.core.step_times import DRIFT_INTERVAL_STEPS, MAX_RECORDED_STEPS, StepTimes
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.ranks.drift import DRIFT_SAMPLES, DRIFT_SHARE, Drift
+from vllm_rollout.parts.shaping.core import DRIFT_INTERVAL_STEPS, MAX_RECORDED_STEPS, StepTimes
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.drift import DRIFT_SAMPLES, DRIFT_SHARE, Drift
 
 COST = CostModel(((0, PTLCurve((1, 64), (0.010, 0.073))),))
 """9 ms, and one more per candidate."""

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from vllm_rollout.adapter.api.trainers.trainers import attach_compat, prime_rl
+from vllm_rollout.parts.trainers.api.trainers import attach_compat, prime_rl
 
 pytestmark = pytest.mark.anyio
 LOGPROBS = {"content": [{"token_id": 343, "logprob": -1.5, "top_logprobs": [{"token_id": 7, "logprob": -2.0}]}]}

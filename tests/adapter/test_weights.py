@@ -20,9 +20,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_rollout.adapter.core.weights import salt_to_move
-from vllm_rollout.adapter.weights import Changes, listen, listen_to_calls
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
+from vllm_rollout.kernel.core.weights import salt_to_move
+from vllm_rollout.kernel.weights import Changes, listen, listen_to_calls
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 
 BLOCK_SIZE = 16
 NUM_SCHEDULES = int(os.environ.get("NUM_SCHEDULES", 100))

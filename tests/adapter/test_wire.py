@@ -13,18 +13,18 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_rollout.adapter.wire import (
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation
+from vllm_rollout.kernel.wire import (
     TAG_KEY,
     CandidateTag,
     EndingNote,
     LastLogits,
     RunnerReport,
 )
-from vllm_rollout.group.judging.ledger import AnswerName, Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.types import WHOLE, Assessment, Confidence, Observation
+from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 PLAN = PruningPlan(12, "paper", 0.25, 0.4, 0.75, 0.1, 0.9, "shadow", "confidence", True, 33)
 ASSESSMENT = Assessment("head", -0.25, 0.375, 0.5, False, 4, Confidence(3.0, 1.5, 2.25))

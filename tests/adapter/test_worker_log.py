@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from vllm_rollout.adapter.worker.worker import logger, say_what_serves
-from vllm_rollout.tracker import dispatch
-from vllm_rollout.tracker.build_command import build_command
-from vllm_rollout.tracker.ops import active_implementation
+from vllm_rollout.kernel.tracker import dispatch
+from vllm_rollout.kernel.tracker.build_command import build_command
+from vllm_rollout.kernel.tracker.ops import active_implementation
+from vllm_rollout.kernel.worker.worker import logger, say_what_serves
 
 
 @pytest.fixture

@@ -33,11 +33,11 @@ from vllm_types import (
     scope_of,
 )
 
-import vllm_rollout.adapter
-from vllm_rollout.adapter.compat import CONTRACT, vllm_version
+import vllm_rollout.kernel
+from vllm_rollout.kernel.compat import CONTRACT, vllm_version
 from vllm_rollout.versions import PREFERRED_VLLM, minor_of
 
-ADAPTER = Path(vllm_rollout.adapter.__file__).parent
+ADAPTER = Path(vllm_rollout.kernel.__file__).parent
 FILES = [path for path in sorted(ADAPTER.rglob("*.py")) if path.name != "compat.py"]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 ABSENT = ": absent"
@@ -94,7 +94,7 @@ def our_classes() -> dict[type, tuple[type, ...]]:
     ]
     bases = {}
     for cls in found:
-        name = f"{cls.__module__.removeprefix('vllm_rollout.adapter.')}.{cls.__qualname__}"
+        name = f"{cls.__module__.removeprefix('vllm_rollout.kernel.')}.{cls.__qualname__}"
         inherited = [base for base in cls.__mro__ if is_vllms(base)][:1]
         bases[cls] = [*inherited, *map(imported, STANDS_BEFORE.get(name, ()))]
     for cls in found:

@@ -23,9 +23,9 @@ import vllm_rollout
 from tests.server.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
-from vllm_rollout.client.client import rollout_body
-from vllm_rollout.client.groups import GroupStream
-from vllm_rollout.server.answers import (
+from vllm_rollout.kernel.client.client import rollout_body
+from vllm_rollout.kernel.client.groups import GroupStream
+from vllm_rollout.kernel.http.answers import (
     DoneEvent,
     Event,
     GroupAnswer,
@@ -35,7 +35,7 @@ from vllm_rollout.server.answers import (
     Trajectory,
     TrajectoryEvent,
 )
-from vllm_rollout.server.protocol import DualEnd, DualEndSelection, Prompt, Pruning, RolloutRequest
+from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, Prompt, Pruning, RolloutRequest
 
 FAST = {"backoff_s": 0.01}
 ENDLESS = {"min_tokens": 4000}
@@ -308,7 +308,7 @@ def test_connection_refused_is_retried_then_told():
 
 def test_backoff_doubles(monkeypatch):
     waits: list[float] = []
-    monkeypatch.setattr("vllm_rollout.client.client.time.sleep", waits.append)
+    monkeypatch.setattr("vllm_rollout.kernel.client.client.time.sleep", waits.append)
 
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)

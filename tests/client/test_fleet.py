@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
-from vllm_rollout.server.answers import GroupEvent, RestartedEvent, TrajectoryEvent
+from vllm_rollout.kernel.http.answers import GroupEvent, RestartedEvent, TrajectoryEvent
 
 URLS = [f"http://server{number}:8000" for number in range(4)]
 SUMMARY = {"created": 1, "model": "m", "usage": {}, "timing": {"started_s": []}}
@@ -285,8 +285,8 @@ def test_a_server_that_began_anew_between_two_looks_is_out_until_it_has_the_weig
 
 
 def test_a_server_that_came_back_amid_a_rollout_takes_over_from_the_next_that_dies(monkeypatch):
-    monkeypatch.setattr("vllm_rollout.client.fleet.RETRY_S", -1.0)
-    monkeypatch.setattr("vllm_rollout.client.fleet.LOOK_S", -1.0)
+    monkeypatch.setattr("vllm_rollout.parts.fleet.fleet.RETRY_S", -1.0)
+    monkeypatch.setattr("vllm_rollout.parts.fleet.fleet.LOOK_S", -1.0)
     servers = Servers(count=2)
     first, second = servers.all
 
@@ -422,8 +422,8 @@ def test_all_servers_go_on_if_one_refuses_a_part_of_an_update(refused):
 
 
 def test_a_run_is_found_where_it_is_and_not_made_anew_while_a_server_is_silent(monkeypatch):
-    monkeypatch.setattr("vllm_rollout.client.fleet.AsyncRun", lambda client, _: client)
-    monkeypatch.setattr("vllm_rollout.client.run_calls.typed", lambda _: lambda response: response)
+    monkeypatch.setattr("vllm_rollout.parts.fleet.fleet.AsyncRun", lambda client, _: client)
+    monkeypatch.setattr("vllm_rollout.parts.rounds.client.run_calls.typed", lambda _: lambda response: response)
     servers = Servers()
 
     async def run() -> None:

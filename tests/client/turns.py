@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from tests.support.waiting import WAIT_S
-from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.server.boundary import RolloutRoute
-from vllm_rollout.server.clients import ClientNamespaces, client_session
-from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.sessions.groups import OpenTurn
-from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.kernel.http.boundary import RolloutRoute
+from vllm_rollout.kernel.http.clients import ClientNamespaces, client_session
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.sessions.http.groups import OpenTurn
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 
 class Turns:

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.grading import Case, assert_as_called, assert_same
-from vllm_rollout.rewards import Grade, Trajectory
+from vllm_rollout.parts.rewards.grading import Grade, Trajectory
 
 SAYS = {"right": [1.0], "void": [None], "verl's": {"score": -1.0, "acc": False}}
 

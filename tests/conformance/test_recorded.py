@@ -19,10 +19,10 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.sampling_params import SamplingParams
 
 from conformance.recording import samples
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.xargs import plan_from_xargs, rollout_xargs
-from vllm_rollout.server.learning.body import RewardsRequest
-from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.xargs import plan_from_xargs, rollout_xargs
+from vllm_rollout.parts.pruning.http.body import RewardsRequest
 
 RECORDED = sorted((Path(__file__).parents[2] / "conformance" / "recorded").glob("*.json"))
 MAX_CANDIDATES = 64

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Query
 
-from vllm_rollout.adapter.api.trainers.trainers import COMPAT, attach_compat
+from vllm_rollout.parts.trainers.api.trainers import COMPAT, attach_compat
 
 pytestmark = pytest.mark.anyio
 RECORDED = Path(__file__).parents[2] / "conformance" / "recorded"

@@ -13,11 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_rollout.cli import app
-from vllm_rollout.emulation.command import report
-from vllm_rollout.emulation.device import Device, StepWork, cost_of, step_seconds
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.emulation.step_log import LoggedStep, LoggedSteps, StepLog, Summary, read_steps
-from vllm_rollout.emulation.tokens import PERIOD, Vocabulary, succeeded
+from vllm_rollout.parts.emulation.command import report
+from vllm_rollout.parts.emulation.device import Device, StepWork, cost_of, step_seconds
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.emulation.step_log import LoggedStep, LoggedSteps, StepLog, Summary, read_steps
+from vllm_rollout.parts.emulation.tokens import PERIOD, Vocabulary, succeeded
 
 TEN_MS = Settings.model_validate({"step": {"ms": 10, "ms_per_request": 0}})
 ONE = StepWork(1, 1, 0)

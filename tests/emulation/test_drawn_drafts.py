@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.emulation.drafts import NO_DRAFTS, REFERENCE_SIBLINGS, draw, share_factor
-from vllm_rollout.emulation.settings import DraftKind, DraftSettings, Settings
+from vllm_rollout.parts.emulation.drafts import NO_DRAFTS, REFERENCE_SIBLINGS, draw, share_factor
+from vllm_rollout.parts.emulation.settings import DraftKind, DraftSettings, Settings
 
 DEFAULT = DraftSettings()
 NUM_DRAWN = 20_000

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from vllm_rollout.emulation.device import StepWork, step_seconds
-from vllm_rollout.emulation.settings import DEFAULT_KV_TOKENS, Settings
+from vllm_rollout.parts.emulation.device import StepWork, step_seconds
+from vllm_rollout.parts.emulation.settings import DEFAULT_KV_TOKENS, Settings
 from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from conformance.prime_rl import make_adapter
 from tests.support.waiting import wait_until
 from vllm_rollout import process
-from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
+from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
 from vllm_rollout.on_cpu import this_cpu
@@ -264,7 +264,7 @@ def write_profile(model: str, path: Path) -> None:
     """A profile for `server` whose steps all take `STEP_S`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_rollout.adapter.api.client.fingerprint import engine_flags, fingerprint_of, hardware_of
+    from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
     from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
 
     config = EngineArgs(model=model, dtype="float32", enforce_eager=True).create_engine_config()

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from vllm_rollout.adapter.wire import CandidateTag, EndingNote
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.types import WHOLE, HeadKey
-from vllm_rollout.tracker.feature_ring import StateKey
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.rules.plan import PruningPlan
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
+from vllm_rollout.kernel.tracker.tracker import PublishedHead
+from vllm_rollout.kernel.wire import CandidateTag, EndingNote
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 SETTINGS = {"max_model_len": 512, "enforce_eager": True, "dtype": "float32", "block_size": 32, "max_logprobs": -1}
 OURS = {

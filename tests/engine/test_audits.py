@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Server, emulating, serve_command
-from vllm_rollout.emulation.fate import DrawnLengths, success_rate
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.emulation.tokens import succeeded
+from vllm_rollout.parts.emulation.fate import DrawnLengths, success_rate
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.emulation.tokens import succeeded
 
 DEVICE = {
     "step": {"ms": 1.0, "ms_per_request": 0.001},

@@ -21,8 +21,8 @@ from examples.grpo.train import Step, Training, parse
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, Server, serve_command
 from vllm_rollout import RolloutError
 from vllm_rollout.integrations.served import check_served
+from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.model_files import tiny
-from vllm_rollout.server.answers import GroupAnswer
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3

@@ -10,8 +10,8 @@ import httpx
 import psutil
 
 from tests.engine.conftest import TIMEOUT_S, Server, lives, serve_command
-from vllm_rollout.rewards import Grade, Trajectory
-from vllm_rollout.rewards.judge import ENGINE_MODEL, ENGINE_VARIABLE, Judge, JudgeEngine
+from vllm_rollout.parts.rewards.grading import Grade, Trajectory
+from vllm_rollout.parts.rewards.grading.judge import ENGINE_MODEL, ENGINE_VARIABLE, Judge, JudgeEngine
 
 FLAGS = "--enforce-eager --max-model-len 512 --max-num-seqs 4 --block-size 32 --dtype float32"
 TEXT = "hello world"

@@ -19,9 +19,9 @@ from tests.engine.conftest import Server, emulating, serve_command
 from tests.engine.run_rounds import make_run, play
 from tests.server.conftest import serving
 from tests.watching.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
-from vllm_rollout.emulation.tokens import succeeded
-from vllm_rollout.server.watch.page import page_router
-from vllm_rollout.watching.replay import Replay
+from vllm_rollout.parts.emulation.tokens import succeeded
+from vllm_rollout.parts.page.http.page import page_router
+from vllm_rollout.parts.page.watching.replay import Replay
 
 pytestmark = needs_browser
 DEVICE = {"step": {"ms": 40.0}, "lengths": {"log_normal": {"mean": 100, "sigma": 0.7, "cap": 250}}}

@@ -21,13 +21,13 @@ from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import NO_KEEPALIVE, Server, emulating, serve_command
 from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout import AgentGroup, AgentSession, AsyncRolloutClient, Void
-from vllm_rollout.emulation.tokens import succeeded
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.emulation.tokens import succeeded
+from vllm_rollout.parts.page.recording.file import parse_row
+from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.sessions import SessionGroup, SessionTerms, draw_course, run_sessions
-from vllm_rollout.trace.file import parse_row
-from vllm_rollout.trace.session_rows import SessionGroupRow
 
 DEVICE = {
     "step": {"ms": 4.0},

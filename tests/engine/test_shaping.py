@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Server, forgetful, in_one_step
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.group.racing.selection import conclude
-from vllm_rollout.group.types import Ending
-from vllm_rollout.server.runs.saved import parse_saved
-from vllm_rollout.trace.file import read_trace
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.prompt_key import seed_for
+from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.rounds.http.saved import parse_saved
 
 STOPS = list(range(20, 500, 16))
 """Tokens that end a candidate: about one in sixteen, so that lengths are geometric with a long tail."""

@@ -8,7 +8,7 @@ import re
 from prometheus_client import CollectorRegistry
 
 from examples.grafana import FILE, OURS, dashboard
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.kernel.http.metrics import Metrics
 
 OF_A_HISTOGRAM = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
 

@@ -14,10 +14,10 @@ from examples.grpo.model import check_finite, load, new_model, new_tokenizer, sa
 from examples.grpo.server import POLICY, rollout_fields, run_fields, sampling, start
 from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_reward, problems, reward, thought
 from examples.grpo.train import parse
-from vllm_rollout.adapter.api.client.sampling import sampling_params
-from vllm_rollout.group.rewards.estimates import Estimator, advantages
+from vllm_rollout.kernel.api.sampling import sampling_params
+from vllm_rollout.kernel.http.answers import Candidate, GroupAnswer, GroupRewards, StoppedCandidate, Trajectory
+from vllm_rollout.parts.rewards.rules.estimates import Estimator, advantages
 from vllm_rollout.process import ServerError, ServerProcess
-from vllm_rollout.server.answers import Candidate, GroupAnswer, GroupRewards, StoppedCandidate, Trajectory
 from vllm_rollout.training.stream import StreamTrainer
 
 

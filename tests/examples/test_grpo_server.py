@@ -27,8 +27,8 @@ from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import MODEL, FakeEngine
 from tests.server.test_grading import FakeGraders, by_length
 from vllm_rollout import RolloutClient, RolloutError
-from vllm_rollout.rewards.values import Grade, Trajectory
-from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
 
 LOST = RolloutError(None, "no connection", "ConnectError")
 

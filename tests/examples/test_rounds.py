@@ -10,7 +10,7 @@ import pytest
 from examples import rounds
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
-from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.kernel.http.answers import GroupAnswer
 
 
 @pytest.mark.parametrize("num_groups", [3, 8, 11, 20])

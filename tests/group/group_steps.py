@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.lifecycle import Group, Settlement
-from vllm_rollout.group.step.step import GroupSteps, Verdicts
-from vllm_rollout.group.types import CandidateId, EndReason, Observation
+from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
+from vllm_rollout.kernel.rules.step import GroupSteps, Verdicts
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import CandidateId, EndReason, Observation
+from vllm_rollout.parts.pruning.rules.judge import Judge
 
 
 def launched(group_size: int, num_candidates: int, early_stop: bool = True, *, patience: float | None = None) -> Group:

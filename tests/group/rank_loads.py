@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.ranks.load import GroupLoad, RankLoad, TransferCost
+from vllm_rollout.parts.moving.rules.load import GroupLoad, RankLoad, TransferCost
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 FLAT = CostModel(((0, PTLCurve((1,), (1.0,))),))
 """A step takes a second, whatever is in it: consolidation is free."""

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from vllm_rollout.group.judging.advice import MIN_GROUPS, Advice, advise
-from vllm_rollout.group.judging.report import RewardedCandidate
-from vllm_rollout.group.judging.survivors import choose_survivors
+from vllm_rollout.parts.pruning.rules.advice import MIN_GROUPS, Advice, advise
+from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
+from vllm_rollout.parts.pruning.rules.survivors import choose_survivors
 
 LENGTH = 10
 AFTER = 7 * LENGTH

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.lengths.moments import LengthMoments
-from vllm_rollout.group.plans.allocation import (
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.shaping.rules.allocation import (
     BatchPrompt,
     Budget,
     allocate,
@@ -20,7 +19,8 @@ from vllm_rollout.group.plans.allocation import (
     optimal_budget,
     upper_bound,
 )
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 weights = st.lists(st.one_of(st.floats(0, 1), st.just(0.0), st.sampled_from([0.5, 1.0])), min_size=1, max_size=30)
 FLAT = CostModel(((0.0, PTLCurve((1.0, 4096.0), (0.01, 0.01))),))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.audit import MAX_ANSWERS, MAX_KINDS, AnswerAudits, AuditTurns, draw_audit
-from vllm_rollout.group.plans.plan import make_plan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.kernel.rules.plan import make_plan
+from vllm_rollout.parts.pruning.rules.audit import MAX_ANSWERS, MAX_KINDS, AnswerAudits, AuditTurns, draw_audit
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 CONTENTS = [f"{number:024x}" for number in range(4000)]
 

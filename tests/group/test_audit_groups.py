@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from test_step import PLAN, SCORING, seen, warm_judge
 
 from tests.support.reports import report_of
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.lifecycle import NOTHING, Group, Settlement
-from vllm_rollout.group.step.step import LaunchRefused
-from vllm_rollout.group.types import CandidateId, HeadKey
+from vllm_rollout.kernel.rules.lifecycle import NOTHING, Group, Settlement
+from vllm_rollout.kernel.rules.step import LaunchRefused
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import CandidateId, HeadKey
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 
 F, S, X, R = "finished", "surplus", "failed", "running"
 FOUR = "launch, launch, launch, launch"

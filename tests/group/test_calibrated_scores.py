@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from vllm_rollout.group.judging.calibration import MIN_RECENT_LABELS, Calibrator
-from vllm_rollout.group.judging.report import Prediction, auc
+from vllm_rollout.parts.pruning.rules.calibration import MIN_RECENT_LABELS, Calibrator
+from vllm_rollout.parts.pruning.rules.report import Prediction, auc
 
 DISTANCE = 1.4656
 """Between the means of both labels' scores, in deviations: an AUC of 0.85."""

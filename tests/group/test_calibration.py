@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.calibration import Calibrator
-from vllm_rollout.group.judging.success_bins import paper_table
+from vllm_rollout.parts.pruning.rules.calibration import Calibrator
+from vllm_rollout.parts.pruning.rules.success_bins import paper_table
 
 
 def test_the_papers_method_is_a4_over_the_window():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
-from vllm_rollout.group.lengths.censoring import (
+from vllm_rollout.parts.shaping.rules.censoring import (
     MAX_LOG_STD,
     MAX_STOPS,
     MIN_LOG_STD,
@@ -148,7 +148,7 @@ def test_many_different_stops_are_fitted_as_few_of_them_with_nearly_the_same_mom
     assert len(counted) == MAX_STOPS
     assert sum(count for _, count in counted) == len(stops)
     few = group_moments(finished, stops, 0.7)
-    monkeypatch.setattr("vllm_rollout.group.lengths.censoring.MAX_STOPS", len(stops))
+    monkeypatch.setattr("vllm_rollout.parts.shaping.rules.censoring.MAX_STOPS", len(stops))
     all_of_them = group_moments(finished, stops, 0.7)
     assert few.mean == pytest.approx(all_of_them.mean, rel=0.01)
     assert math.sqrt(few.variance) == pytest.approx(math.sqrt(all_of_them.variance), rel=0.02)

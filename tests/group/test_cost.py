@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.config import MIN_STEP_S
-from vllm_rollout.group.lengths.cost import (
+from vllm_rollout.parts.shaping.rules.cost import (
     MAX_SIMULATED_CANDIDATES,
     CostModel,
     PTLCurve,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.drafting import (
+from vllm_rollout.parts.drafts.rules import (
     MARGIN,
     MAX_DRAFT_TOKENS,
     MAX_TRIAL_SHARE,

@@ -1,7 +1,7 @@
 """Drift: decode steps against a cost model, judged range by range."""
 
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.ranks.drift import DRIFT_SAMPLES, Drift
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.drift import DRIFT_SAMPLES, Drift
 
 COST = CostModel(((0, PTLCurve((1, 64), (0.010, 0.073))),))
 """9 ms, and one more per candidate."""

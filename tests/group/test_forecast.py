@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, rollout_time
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.ranks.forecast import (
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.moving.rules.forecast import (
     EXPECTED_SHARE,
     SLOWER,
     EngineSize,
@@ -19,6 +17,8 @@ from vllm_rollout.group.ranks.forecast import (
     expected_round,
     forecast,
 )
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, rollout_time
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.gradient import PRIOR_REWARDS, Population, gradient_rule, population_of
-from vllm_rollout.group.judging.pruning import MAX_SOLVED_STRENGTH
-from vllm_rollout.group.judging.success import PromptSuccess
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.gradient import PRIOR_REWARDS, Population, gradient_rule, population_of
+from vllm_rollout.parts.pruning.rules.pruning import MAX_SOLVED_STRENGTH
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.success import PromptSuccess
 
 PLAN = PruningPlan(detection_length=16)
 HALVES = population_of([(0.25, 1.0), (0.75, 1.0)])

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.group.lengths.history import (
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.shaping.rules.history import (
     HISTORY_DATASET_HALF_LIFE,
     HISTORY_PROMPT_WEIGHT,
     MAX_HISTORY_PROMPTS,
@@ -16,8 +17,7 @@ from vllm_rollout.group.lengths.history import (
     ObservedLength,
     observed_lengths,
 )
-from vllm_rollout.group.lengths.life_table import PRIOR_LOG_STD
-from vllm_rollout.group.types import Ending
+from vllm_rollout.parts.shaping.rules.life_table import PRIOR_LOG_STD
 
 observed = st.lists(st.builds(ObservedLength, st.integers(0, 5000), st.booleans()), max_size=6)
 groups = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d"]), observed), max_size=12)

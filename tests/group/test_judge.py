@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.learning import Learning
-from vllm_rollout.group.judging.ledger import LedgerEntry, Reward, Scoring
-from vllm_rollout.group.judging.memory import Memory
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.types import WHOLE, Assessment, CandidateId, Confidence, Observation
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateId, Confidence, Observation
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.learning import Learning
+from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Reward, Scoring
+from vllm_rollout.parts.pruning.rules.memory import Memory
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 LENGTH = 8
 PLAN = PruningPlan(LENGTH, min_labels=4, allow_fewer=True)

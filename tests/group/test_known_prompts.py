@@ -1,8 +1,8 @@
 import pytest
 
-from vllm_rollout.group.judging.known_prompts import in_order, known_prompts, prompt_rows
-from vllm_rollout.group.judging.success import SuccessHistory
-from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
+from vllm_rollout.parts.pruning.rules.known_prompts import in_order, known_prompts, prompt_rows
+from vllm_rollout.parts.pruning.rules.success import SuccessHistory
+from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 
 
 def histories() -> tuple[LengthHistory, SuccessHistory]:

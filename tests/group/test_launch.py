@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.launch import LaunchWindow, num_launch_places
+from vllm_rollout.kernel.rules.launch import LaunchWindow, num_launch_places
 
 
 def test_several_api_processes_share_what_waits_and_each_fills_the_ranks_alone():

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.moments import LengthMoments
-from vllm_rollout.group.plans.launch_order import MIN_GAIN, LaunchOrder, WaitingGroup, launch_order, steps, uniforms
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.shaping.rules.launch_order import (
+    MIN_GAIN,
+    LaunchOrder,
+    WaitingGroup,
+    launch_order,
+    steps,
+    uniforms,
+)
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 PLAN = GroupPlan(4)
 

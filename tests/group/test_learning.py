@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.reports import report_of
 from vllm_rollout.config import MAX_LABEL_WEIGHT
-from vllm_rollout.group.judging.learning import REPORT_WINDOW, Learning, Siblings, label_weight
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, Confidence, Observation
+from vllm_rollout.kernel.rules.types import Assessment, Confidence, Observation
+from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning, Siblings, label_weight
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(detection_length=16, min_labels=8, allow_fewer=True)
 SHADOW = replace(PLAN, mode="shadow")

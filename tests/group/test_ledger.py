@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
-from vllm_rollout.group.plans.prompt_key import MAX_KEPT_BYTES, num_bytes
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Assessment, CandidateId, Confidence
+from vllm_rollout.kernel.rules.prompt_key import MAX_KEPT_BYTES, num_bytes
+from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Confidence
+from vllm_rollout.parts.pruning.rules.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(detection_length=8)
 ASSESSMENT = Assessment("head", 0.3, 0.6, 0.5, True, 2, Confidence(1.0, 0.5, 0.7))

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.length_trial import (
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.parts.pruning.rules.length_trial import (
     MIN_OF_EACH,
     TRIAL_WINDOW,
     TriedCandidate,
@@ -17,9 +18,8 @@ from vllm_rollout.group.judging.length_trial import (
     length_trial_report,
     tried_from_state,
 )
-from vllm_rollout.group.judging.memory import Memory
-from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.parts.pruning.rules.memory import Memory
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
 
 LENGTHS = (16, 48, 128)
 

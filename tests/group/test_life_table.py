@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.life_table import (
+from vllm_rollout.parts.shaping.rules.life_table import (
     LEFT,
     MAX_RATE,
     MAX_TAIL_STD,

@@ -9,11 +9,11 @@ from group_steps import end_step, launched, play_steps, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.lifecycle import NOTHING, Group, Settlement
-from vllm_rollout.group.racing.selection import conclude
-from vllm_rollout.group.types import Assessment, Confidence, Ending, EndReason
+from vllm_rollout.kernel.rules.lifecycle import NOTHING, Group, Settlement
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import Assessment, Confidence, Ending, EndReason
 
 F, S, P, X, R = "finished", "surplus", "pruned", "failed", "running"
 few_examples = settings(max_examples=60, deadline=None, database=None)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.group.judging.memory import Memories, Memory
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 NAMES = [f"adapter {number}" for number in range(MAX_ADAPTERS)]
 

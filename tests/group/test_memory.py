@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.support.reports import report_of
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.judging.learning import Learning, Siblings
-from vllm_rollout.group.judging.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.types import Confidence, Observation
+from vllm_rollout.kernel.rules.types import Confidence, Observation
+from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
+from vllm_rollout.parts.pruning.rules.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 
 def nobody(detection_length: int) -> bool:

@@ -5,9 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.group.rank_loads import FLAT, PER_CANDIDATE, costs, moved, rank, ranks_with_groups, straggler
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.ranks.load import GroupLoad, TransferCost, end_s, price_s
-from vllm_rollout.group.ranks.migration import Consolidation, PlannedMove, plan_consolidation, plan_drain, plan_spread
+from vllm_rollout.parts.moving.rules.load import GroupLoad, TransferCost, end_s, price_s
+from vllm_rollout.parts.moving.rules.migration import (
+    Consolidation,
+    PlannedMove,
+    plan_consolidation,
+    plan_drain,
+    plan_spread,
+)
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 WITH_PREFILL = CostModel(FLAT.curves, prefill_s_per_token=0.01, step_prefill_s=0.5)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.moments import LengthMoments
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 moments = st.builds(LengthMoments, st.floats(0, 1e15), st.floats(0, 1e36), st.integers(1, 9))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ranks.placement import Placement, agreed_rank
-from vllm_rollout.group.ranks.work import TokenCost, Work
+from vllm_rollout.parts.moving.rules.placement import Placement, agreed_rank
+from vllm_rollout.parts.moving.rules.work import TokenCost, Work
 
 
 def test_processes_that_share_nothing_agree_on_a_rank():

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.group.plans.plan import GroupPlan, make_plan
-from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan
+from vllm_rollout.kernel.rules.rows import PlanError
 
 DUAL_END = {"selection": "dual_end"}
 

@@ -6,12 +6,12 @@ from statistics import fmean
 
 import pytest
 
-from vllm_rollout.group.lengths.moments import LengthMoments
-from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.plans.launch_order import WaitingGroup, steps, uniforms
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.played_budget import played_budget
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.shaping.rules.allocation import BatchPrompt, allocate_batch
+from vllm_rollout.parts.shaping.rules.launch_order import WaitingGroup, steps, uniforms
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
+from vllm_rollout.parts.shaping.rules.played_budget import played_budget
 
 PLAN = GroupPlan(8, 8)
 NUM_PROMPTS = 32

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.plan import GroupJoin
-from vllm_rollout.group.plans.prompt_groups import PromptGroups
+from vllm_rollout.kernel.rules.plan import GroupJoin
+from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 
 
 def test_requests_of_a_key_fill_one_group_after_the_other():

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_rollout.group.plans.prompt_key import (
+from vllm_rollout.kernel.rules.prompt_key import (
     MAX_KEPT_BYTES,
     digest_of,
     joined_id,

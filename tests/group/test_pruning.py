@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.pruning import (
+from vllm_rollout.parts.pruning.rules.pruning import (
     MAX_SOLVED_STRENGTH,
     SurvivalRule,
     compress,
     group_rule,
     solve_paper,
 )
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(detection_length=16)
 NORMAL = NormalDist()

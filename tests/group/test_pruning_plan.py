@@ -3,10 +3,10 @@ import math
 import pytest
 
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
-from vllm_rollout.group.plans.fields import PruningFields
-from vllm_rollout.group.plans.plan import make_plan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.group.plans.rows import PlanError, rows
+from vllm_rollout.kernel.rules.fields import PruningFields
+from vllm_rollout.kernel.rules.plan import make_plan
+from vllm_rollout.kernel.rules.rows import PlanError, rows
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
 
 
 def test_the_defaults_are_within_their_ranges():

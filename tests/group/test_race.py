@@ -5,12 +5,12 @@ from group_steps import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import CandidateId
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import CandidateId
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 PAIR_OF_THREE = GroupTerms(2, 3)
 
@@ -163,7 +163,7 @@ def test_a_forgotten_race_lets_its_groups_go_on() -> None:
 
 
 def test_more_races_than_an_engine_remembers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_rollout.group.racing.race.MAX_RACES", 2)
+    monkeypatch.setattr("vllm_rollout.parts.rounds.rules.race.MAX_RACES", 2)
     steps = GroupSteps(Judge())
     for name in "abc":
         steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))

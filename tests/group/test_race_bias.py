@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import audits
-from vllm_rollout.group.judging.calibration import Calibrator
-from vllm_rollout.group.judging.learning import Learning
-from vllm_rollout.group.judging.logistic import shifted
-from vllm_rollout.group.judging.race_bias import MAX_INTERCEPT, ORIGINS, Intercept
+from vllm_rollout.parts.pruning.rules.calibration import Calibrator
+from vllm_rollout.parts.pruning.rules.learning import Learning
+from vllm_rollout.parts.pruning.rules.logistic import shifted
+from vllm_rollout.parts.pruning.rules.race_bias import MAX_INTERCEPT, ORIGINS, Intercept
 
 
 def bias(**settings) -> dict[str, float]:

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from tests.group.test_receipt import drawn
-from vllm_rollout.group.lengths.ran_steps import RanCandidates, StepCost, bubble, step_cost, tail_step_s
-from vllm_rollout.group.lengths.receipt import RanGroup, receipt_of
+from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
+from vllm_rollout.parts.shaping.rules.ran_steps import RanCandidates, StepCost, bubble, step_cost, tail_step_s
 
 GROUP_SIZE, MAX_TOKENS = 8, 2048
 

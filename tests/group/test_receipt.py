@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.moments import LengthMoments
-from vllm_rollout.group.lengths.receipt import Lengths, RanGroup, Receipt, receipt_of
+from vllm_rollout.parts.page.rules.receipt import Lengths, RanGroup, Receipt, receipt_of
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 STEP_S = 0.01
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.moments import LATE_SHARE, LengthMoments, expected_remaining, late_remaining
-from vllm_rollout.group.ranks.load import GroupLoad
+from vllm_rollout.parts.moving.rules.load import GroupLoad
+from vllm_rollout.parts.shaping.rules.moments import LATE_SHARE, LengthMoments, expected_remaining, late_remaining
 
 
 def test_without_a_history_a_candidate_lives_as_long_again():

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from vllm_rollout.group.judging.report import (
+from vllm_rollout.parts.pruning.rules.report import (
     Prediction,
     auc,
     brier,

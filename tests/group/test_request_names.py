@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.prompt_key import joined_id, kept_name
-from vllm_rollout.group.plans.request_names import CHOSEN, names_of_group, names_of_request, rollout_id
+from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
+from vllm_rollout.kernel.rules.request_names import CHOSEN, names_of_group, names_of_request, rollout_id
 
 IDS = st.from_regex(CHOSEN, fullmatch=True)
 

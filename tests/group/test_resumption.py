@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.resumption import (
+from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
+from vllm_rollout.parts.rounds.rules.resumption import (
     VersionSpan,
     choose_resumed,
     is_off_policy,
@@ -15,7 +16,6 @@ from vllm_rollout.group.plans.resumption import (
     joined_moments,
     joined_spans,
 )
-from vllm_rollout.group.types import CandidateState, Ending, GroupResult
 
 
 def endings(*states: CandidateState) -> list[Ending]:

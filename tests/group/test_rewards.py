@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.rewards.estimates import ESTIMATORS, advantages, summarize
-from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
+from vllm_rollout.parts.rewards.rules.estimates import ESTIMATORS, advantages, summarize
+from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms, TimeLimits
 
 SECONDS = st.floats(0, 100)
 REWARDS = st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(-10, 10), max_size=16)

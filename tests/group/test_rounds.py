@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds.rounds import EntryOutcome, FreshPrompt, RoundError, Run, RunTerms, speculated
-from vllm_rollout.group.rounds.rounds_state import run_from_state, run_to_state
+from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.parts.rounds.rules.rounds import EntryOutcome, FreshPrompt, RoundError, Run, RunTerms, speculated
+from vllm_rollout.parts.rounds.rules.rounds_state import run_from_state, run_to_state
 
 TERMS = RunTerms(group_size=2, prompts_per_round=4, prompt_speculation=1.5)
 

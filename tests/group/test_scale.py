@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.scale import GUESS, MAX_STRENGTH, Estimate, Scale, estimate
+from vllm_rollout.parts.pruning.rules.scale import GUESS, MAX_STRENGTH, Estimate, Scale, estimate
 
 BASE = Estimate(1.0, 2.0, MAX_STRENGTH)
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.group.rank_loads import moved, rank, ranks_with_groups, straggler
-from vllm_rollout.group.ranks.load import RankLoad
-from vllm_rollout.group.ranks.scaling import Progress, plan_scale_down
+from vllm_rollout.parts.moving.rules.load import RankLoad
+from vllm_rollout.parts.moving.rules.scaling import Progress, plan_scale_down
 
 AT_30 = Progress(100, 30)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.plan import GroupPlan, PruningPlan
-from vllm_rollout.group.racing.selection import GroupLengths, Ranking, conclude, lengths_of
-from vllm_rollout.group.types import Ending
+from vllm_rollout.kernel.rules.plan import GroupPlan, PruningPlan
+from vllm_rollout.kernel.rules.selection import GroupLengths, Ranking, conclude, lengths_of
+from vllm_rollout.kernel.rules.types import Ending
 
 never = st.just(False)
 few_examples = settings(max_examples=60, deadline=None, database=None)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.ranks.servers import NoServerLeft, ServedGroup, Servers
+from vllm_rollout.parts.fleet.rules import NoServerLeft, ServedGroup, Servers
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 
 def ends(group: ServedGroup, servers: Servers, num_tokens: int, count: int = 1) -> None:

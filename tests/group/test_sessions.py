@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.racing.sessions import Session, SessionLimits, SessionRace, SessionRefused
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.sessions.rules import Session, SessionLimits, SessionRace, SessionRefused
 
 
 def race_of(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.censoring import group_moments
-from vllm_rollout.group.lengths.history import DATASET_DECAY, LengthHistory, ObservedLength
-from vllm_rollout.group.lengths.shape import LengthShape
+from vllm_rollout.parts.shaping.rules.censoring import group_moments
+from vllm_rollout.parts.shaping.rules.history import DATASET_DECAY, LengthHistory, ObservedLength
+from vllm_rollout.parts.shaping.rules.shape import LengthShape
 
 
 def log_normal(std):

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from vllm_rollout.config import UNMET_S
-from vllm_rollout.group.racing.sibling_table import SiblingTable
-from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.kernel.rules.sibling_table import SiblingTable
+from vllm_rollout.parts.moving.rules.placement import Placement
 
 
 def waiting_table(*names: str, **limits: float) -> SiblingTable[str]:

@@ -5,12 +5,12 @@ from group_steps import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.step.step import NO_VERDICTS, GroupSteps, LaunchRefused
-from vllm_rollout.group.types import CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.step import NO_VERDICTS, GroupSteps, LaunchRefused
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)
 SCORING = Scoring("rollout", "q", 7)

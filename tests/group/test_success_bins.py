@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.logistic import Counts, fit
-from vllm_rollout.group.judging.success_bins import bin_logits, combined_table, paper_table, spread_out
+from vllm_rollout.parts.pruning.rules.logistic import Counts, fit
+from vllm_rollout.parts.pruning.rules.success_bins import bin_logits, combined_table, paper_table, spread_out
 
 
 def triangle(counts: list[float], spread: int) -> list[float]:

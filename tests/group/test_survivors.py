@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging.survivors import chance, choose_survivors
+from vllm_rollout.parts.pruning.rules.survivors import chance, choose_survivors
 
 TRIALS = 4000
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.ranks.load import ASSUMED_BYTES_PER_S, NEWEST_WEIGHT, TransferCost
+from vllm_rollout.parts.moving.rules.load import ASSUMED_BYTES_PER_S, NEWEST_WEIGHT, TransferCost
 
 
 def test_before_the_first_transfer_a_rate_is_assumed():

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from tests.group.test_history import finished, history_of
-from vllm_rollout.group.lengths.history import LengthHistory
-from vllm_rollout.group.lengths.moments import LengthMoments, LengthStatistics
-from vllm_rollout.group.lengths.trust import HistoryTrust, trusted
+from vllm_rollout.parts.shaping.rules.history import LengthHistory
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatistics
+from vllm_rollout.parts.shaping.rules.trust import HistoryTrust, trusted
 
 NUM_PROMPTS = 64
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.judging import voting
-from vllm_rollout.group.judging.voting import (
+from vllm_rollout.parts.pruning.rules import voting
+from vllm_rollout.parts.pruning.rules.voting import (
     MAX_CONFIDENCE,
     VOTING_METHODS,
     AnsweredGroup,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.lengths.moments import LengthMoments, expected_remaining
-from vllm_rollout.group.ranks.work import RankWork, TokenCost, Work
+from vllm_rollout.parts.moving.rules.work import RankWork, TokenCost, Work
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments, expected_remaining
 
 LENGTHS = LengthMoments(200.0, 10_000.0, 4)
 

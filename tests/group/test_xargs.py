@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from vllm_rollout.group.plans.fields import ROWS
-from vllm_rollout.group.plans.plan import GroupJoin, GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.rows import PlanError
-from vllm_rollout.group.plans.xargs import NAMES, PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+from vllm_rollout.kernel.rules.fields import ROWS
+from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.kernel.rules.xargs import NAMES, PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 4}
 SPARE = {"rollout_redundancy": 4, "rollout_detection_length": 8}

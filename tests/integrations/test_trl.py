@@ -18,8 +18,8 @@ from tests.server.test_grading import FakeGraders
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.integrations.trl import TRLRollouts
 from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, tokenized
-from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.parts.rewards.grading.values import Grade
 
 PRUNING = {"detection_length": 4, "keep_ratio": 0.5, "min_labels": 1}
 

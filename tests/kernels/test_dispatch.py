@@ -12,9 +12,9 @@ from confidence_cases import assert_updated, random_case
 
 import vllm_rollout
 from tests.support.waiting import WAIT_S
-from vllm_rollout.tracker import dispatch
-from vllm_rollout.tracker.build_command import build_command
-from vllm_rollout.tracker.ops import active_implementation, update_confidence
+from vllm_rollout.kernel.tracker import dispatch
+from vllm_rollout.kernel.tracker.build_command import build_command
+from vllm_rollout.kernel.tracker.ops import active_implementation, update_confidence
 
 IN_TORCH_ON_CPU = {"quality_head", "windowed_confidence"}
 IN_TORCH_ON_CUDA = {"windowed_confidence"}
@@ -80,7 +80,7 @@ def test_an_extension_for_another_torch_leaves_the_reference_and_says_what_is_mi
     code = (
         "import torch\n"
         f"torch.__version__ = torch.torch_version.TorchVersion({torch_version!r} or torch.__version__)\n"
-        "from vllm_rollout.tracker.ops import active_implementation\n"
+        "from vllm_rollout.kernel.tracker.ops import active_implementation\n"
         "implementation = active_implementation('cpu')\n"
         "print(implementation.name, implementation.reason, sep=' | ')"
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 from quality_head_cases import DTYPES, assert_agrees, random_case, special_cases
 
-from vllm_rollout.tracker.ops import quality_head
-from vllm_rollout.tracker.reference import quality_head_reference
+from vllm_rollout.kernel.tracker.ops import quality_head
+from vllm_rollout.kernel.tracker.reference import quality_head_reference
 
 
 def test_reference_gives_the_value_computed_by_hand():

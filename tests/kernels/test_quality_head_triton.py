@@ -5,7 +5,7 @@ import torch
 from quality_head_cases import DTYPES, Case, assert_agrees, random_case, special_cases
 from triton_runs import interpreted_runs
 
-from vllm_rollout.tracker.ops import active_implementation, quality_head
+from vllm_rollout.kernel.tracker.ops import active_implementation, quality_head
 
 pytest.importorskip("triton")
 

@@ -10,8 +10,8 @@ import torch
 from token_confidence_cases import DTYPES, TOLERANCE, random_case, special_cases, whole, with_masked_entries
 from torch import library
 
-from vllm_rollout.tracker.ops import active_implementation, token_confidence
-from vllm_rollout.tracker.reference import token_confidence_reference
+from vllm_rollout.kernel.tracker.ops import active_implementation, token_confidence
+from vllm_rollout.kernel.tracker.reference import token_confidence_reference
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_importing_the_package_loads_neither_torch_nor_vllm_and_the_tracker_not_
         import sys
         import vllm_rollout
         assert not {"torch", "vllm"} & sys.modules.keys()
-        from vllm_rollout.tracker.ops import active_implementation
+        from vllm_rollout.kernel.tracker.ops import active_implementation
         active_implementation("cpu")
         assert not {"triton", "vllm"} & sys.modules.keys()
     """

@@ -7,8 +7,8 @@ import torch
 from confidence_cases import Case, assert_updated, random_case, special_cases
 from torch import library
 
-from vllm_rollout.tracker.ops import active_implementation, update_confidence
-from vllm_rollout.tracker.reference import update_confidence_reference
+from vllm_rollout.kernel.tracker.ops import active_implementation, update_confidence
+from vllm_rollout.kernel.tracker.reference import update_confidence_reference
 
 
 @pytest.fixture(params=["c++", "torch"])

@@ -5,7 +5,7 @@ import torch
 from confidence_cases import Case, assert_updated, random_case, special_cases
 from triton_runs import interpreted_runs
 
-from vllm_rollout.tracker.ops import active_implementation, update_confidence
+from vllm_rollout.kernel.tracker.ops import active_implementation, update_confidence
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from vllm_rollout.tracker.dispatch import TRITON_MODULES
+from vllm_rollout.kernel.tracker.dispatch import TRITON_MODULES
 
 cases_path, results_path = sys.argv[1:]
 results = {}

@@ -14,11 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_rollout.config import QUALITY_HEAD_HIDDEN
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.tracker import dispatch, ops
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
-from vllm_rollout.tracker.warm_up import warm_up
+from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.kernel.tracker import dispatch, ops
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.kernel.tracker.warm_up import warm_up
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 HIDDEN_SIZE = 96
 

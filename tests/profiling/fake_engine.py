@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_rollout.group.lengths.cost import PTLCurve, StepTime
+from vllm_rollout.parts.shaping.rules.cost import PTLCurve, StepTime
 
 MODEL = {
     "architecture": "LlamaForCausalLM",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.lengths.cost import PTLCurve
+from vllm_rollout.parts.shaping.rules.cost import PTLCurve
 from vllm_rollout.profiling.fit import POINTS_PER_PIECE, fit_curve, fit_prefill, leave_one_out
 from vllm_rollout.profiling.grid import default_batch_sizes
 

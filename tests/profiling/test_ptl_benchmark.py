@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.ptl import Workload, drift_of, row_of, summarise
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 COST = CostModel(((0, PTLCurve((1,), (1.0,))), (100, PTLCurve((1,), (2.0,)))), prefill_s_per_token=0.1)
 ANSWER = {

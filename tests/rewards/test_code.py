@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_rollout.rewards.code import program_of
+from vllm_rollout.parts.rewards.grading.code import program_of
 
 FIVE = "```python\nprint(5)\n```"
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
-from vllm_rollout.group.rewards.time_limits import LimitTerms
-from vllm_rollout.rewards import Grader, GraderBusy, Trajectory
-from vllm_rollout.rewards.grader import RewardLoad
-from vllm_rollout.rewards.pool import ProcessBounds
-from vllm_rollout.rewards.slots import Urgency
+from vllm_rollout.parts.rewards.grading import Grader, GraderBusy, Trajectory
+from vllm_rollout.parts.rewards.grading.grader import RewardLoad
+from vllm_rollout.parts.rewards.grading.pool import ProcessBounds
+from vllm_rollout.parts.rewards.grading.slots import Urgency
+from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms
 
 SHORT = LimitTerms(shortest_s=0.5, longest_s=2)
 ASKED = Trajectory("6 * 7?", "42", {"answer": "42"})
@@ -279,7 +279,7 @@ def test_data_of_10_mib_is_graded_and_deep_data_is_an_error():
 
 SERVES = """
 import asyncio, subprocess, sys, time
-from vllm_rollout.rewards import Grader, Trajectory
+from vllm_rollout.parts.rewards.grading import Grader, Trajectory
 def leaves(text):
     subprocess.Popen(["sleep", "98763"], start_new_session=True)
     time.sleep(60)
@@ -429,7 +429,7 @@ def test_names_and_sources_that_nobody_knows_are_refused():
 
 
 def test_data_that_is_too_large_to_send_is_an_error_of_that_trajectory(monkeypatch):
-    monkeypatch.setattr("vllm_rollout.rewards.frames.MAX_FRAME_BYTES", 1 << 20)
+    monkeypatch.setattr("vllm_rollout.parts.rewards.grading.frames.MAX_FRAME_BYTES", 1 << 20)
     large, fine = grades_of({"exact": "exact"}, ("exact", Trajectory("", "x" * (2 << 20), "x")), ("exact", ASKED))
     assert (large.status, fine.status) == ("error", "ok")
     assert "may have 1 MiB" in large.reason

@@ -6,9 +6,9 @@ import json
 import httpx
 import pytest
 
-from vllm_rollout.rewards import Trajectory
-from vllm_rollout.rewards import http as rewards_http
-from vllm_rollout.rewards.http import RewardServer
+from vllm_rollout.parts.rewards.grading import Trajectory
+from vllm_rollout.parts.rewards.grading import http as rewards_http
+from vllm_rollout.parts.rewards.grading.http import RewardServer
 
 ASKED = Trajectory("6 * 7?", "42", {"answer": "42"})
 

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from vllm_rollout.rewards import Grader, Trajectory
-from vllm_rollout.rewards import http as rewards_http
-from vllm_rollout.rewards import judge as rewards_judge
-from vllm_rollout.rewards import verdicts as rewards_verdicts
-from vllm_rollout.rewards.judge import Judge, JudgeEngine
+from vllm_rollout.parts.rewards.grading import Grader, Trajectory
+from vllm_rollout.parts.rewards.grading import http as rewards_http
+from vllm_rollout.parts.rewards.grading import judge as rewards_judge
+from vllm_rollout.parts.rewards.grading import verdicts as rewards_verdicts
+from vllm_rollout.parts.rewards.grading.judge import Judge, JudgeEngine
 
 ASKED = Trajectory("6 * 7?", "It is 42.", {"answer": "42", "points": [{"worth": 3}]})
 PATTERN = {"template": "{prompt} {text}", "pattern": r"Score: (\S+)"}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.rewards.time_limits import LimitTerms, TimeLimits
-from vllm_rollout.rewards import kept_limits
-from vllm_rollout.rewards.kept_limits import KeptLimits
+from vllm_rollout.parts.rewards.grading import kept_limits
+from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
+from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms, TimeLimits
 
 pytestmark = pytest.mark.anyio
 

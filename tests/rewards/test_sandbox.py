@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from tests.support.waiting import wait_until
-from vllm_rollout.group.rewards.time_limits import LimitTerms
-from vllm_rollout.rewards import Grader, Trajectory, pool, seccomp
-from vllm_rollout.rewards import sandbox as sandboxes
-from vllm_rollout.rewards.code import program_of
-from vllm_rollout.rewards.program_tests import same_value
-from vllm_rollout.rewards.sandbox import SandboxBounds, SandboxError, choose_sandbox
-from vllm_rollout.rewards.seccomp import ALLOW, INSTRUCTION, RETURN, filter_program
+from vllm_rollout.parts.rewards.grading import Grader, Trajectory, pool, seccomp
+from vllm_rollout.parts.rewards.grading import sandbox as sandboxes
+from vllm_rollout.parts.rewards.grading.code import program_of
+from vllm_rollout.parts.rewards.grading.program_tests import same_value
+from vllm_rollout.parts.rewards.grading.sandbox import SandboxBounds, SandboxError, choose_sandbox
+from vllm_rollout.parts.rewards.grading.seccomp import ALLOW, INSTRUCTION, RETURN, filter_program
+from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms
 
 RIGHT = "def f(x): return 2 * x"
 TESTS = {"tests": ["assert f(3) == 6", "assert f(0) == 0"]}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.rewards.slots import GraderBusy, Slots, Urgency
+from vllm_rollout.parts.rewards.grading.slots import GraderBusy, Slots, Urgency
 
 pytestmark = pytest.mark.anyio
 

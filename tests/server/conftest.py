@@ -18,15 +18,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient
-from vllm_rollout.server.grading.service import Graders
-from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.routes import router
-from vllm_rollout.server.runs.parallelism import Parallelism
-from vllm_rollout.server.runs.service import RunService
-from vllm_rollout.server.runs.store import RunStore
-from vllm_rollout.server.service import RolloutService
-from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.routes import router
+from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.rewards.http.service import Graders
+from vllm_rollout.parts.rounds.http.parallelism import Parallelism
+from vllm_rollout.parts.rounds.http.service import RunService
+from vllm_rollout.parts.rounds.http.store import RunStore
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 from .fake_engine import MODEL, FakeEngine
 

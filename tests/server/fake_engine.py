@@ -16,11 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import BASE_MODEL, WHOLE, CandidateId, CandidateState, Ending, EndReason, HeldGroups
-from vllm_rollout.server.engine import (
+from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
     GroupLost,
@@ -30,6 +26,18 @@ from vllm_rollout.server.engine import (
     PromptInput,
     RequestError,
 )
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import (
+    BASE_MODEL,
+    WHOLE,
+    CandidateId,
+    CandidateState,
+    Ending,
+    EndReason,
+    HeldGroups,
+)
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 
 from .fake_learning import MODEL, FakeLearning
 from .fake_parts import FakeMoves, FakeShaping
@@ -82,7 +90,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class FakeEngine:
-    """Implements `vllm_rollout.server.engine.Engine`."""
+    """Implements `vllm_rollout.kernel.http.engine.Engine`."""
 
     learning: FakeLearning = field(default_factory=FakeLearning)
     shaping: FakeShaping = field(init=False)

@@ -20,15 +20,22 @@ import numpy as np
 from safetensors.numpy import save
 
 from tests.support.reports import report_of
-from vllm_rollout.adapter.saved_state import END, head_line, parse_state, state_header
-from vllm_rollout.group.judging.advice import advise
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.known_prompts import KnownPrompt, known_prompts, prompt_rows
-from vllm_rollout.group.judging.ledger import NamedReward, Reward
-from vllm_rollout.group.judging.length_trial import TriedCandidate
-from vllm_rollout.group.judging.memory import Memories, Memory
-from vllm_rollout.group.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
-from vllm_rollout.server.engine import EngineStopped, HeadInfo, KeepState, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.kernel.http.engine import (
+    EngineStopped,
+    HeadInfo,
+    KeepState,
+    LearningReport,
+    RequestError,
+    RewardsReceipt,
+)
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
+from vllm_rollout.parts.pruning.rules.advice import advise
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts, prompt_rows
+from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
+from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
+from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
+from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
 MODEL = "fake-model"
 HIDDEN_SIZE = 16
@@ -45,7 +52,7 @@ def succeeded(token_ids: Sequence[int]) -> bool:
 
 @dataclass(slots=True)
 class FakeLearning:
-    """Implements `vllm_rollout.server.engine.LearningPart`, and scores candidates."""
+    """Implements `vllm_rollout.kernel.http.engine.LearningPart`, and scores candidates."""
 
     pruning_refusal: str | None = None
     dead: bool = False

@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from vllm_rollout.group.lengths.cost import CostModel
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.lengths.moments import LengthStatistics
-from vllm_rollout.group.ranks.drift import StepDrift
-from vllm_rollout.group.ranks.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.group.ranks.placement import ALL_OWNERS, TRAINER, Holders
-from vllm_rollout.group.ranks.scaling import Progress, ScaleDown, plan_scale_down
-from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import BASE_MODEL
-from vllm_rollout.server.engine import Drained, RequestError
+from vllm_rollout.kernel.http.engine import Drained, RequestError
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.moving.rules.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER, Holders
+from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.parts.shaping.rules.cost import CostModel
+from vllm_rollout.parts.shaping.rules.drift import StepDrift
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
+from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
 
 from .fake_learning import FakeLearning
 
 
 @dataclass(slots=True)
 class FakeShaping:
-    """Implements `vllm_rollout.server.engine.ShapingPart`; lengths are part of what is learned."""
+    """Implements `vllm_rollout.kernel.http.engine.ShapingPart`; lengths are part of what is learned."""
 
     learning: FakeLearning
     cost_model: CostModel | None = None
@@ -45,7 +45,7 @@ class FakeShaping:
 
 @dataclass(slots=True)
 class FakeMoves:
-    """Implements `vllm_rollout.server.engine.MovesPart`. Everything runs on rank 0."""
+    """Implements `vllm_rollout.kernel.http.engine.MovesPart`. Everything runs on rank 0."""
 
     groups: Mapping[str, GroupSteps] = field(default_factory=dict)
     """Running groups by id."""

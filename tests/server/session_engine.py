@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from vllm_rollout.group.plans.xargs import TurnSaid
-from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.grading.body import RewardOptions
-from vllm_rollout.server.sessions.groups import OpenTurn
-from vllm_rollout.server.sessions.service import SessionService
-from vllm_rollout.server.sessions.trajectory import Comparison, Continuation, Conversation, Decode
+from vllm_rollout.kernel.rules.xargs import TurnSaid
+from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.parts.rewards.http.body import RewardOptions
+from vllm_rollout.parts.sessions.http.groups import OpenTurn
+from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation, Decode
 
 FIRST_GENERATED = 1000
 """Tokens from here on are the policy's."""

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.server.learning.body import HEAD_HEADER
+from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.parts.pruning.http.body import HEAD_HEADER
 
 from .fake_engine import FakeEngine
 from .fake_learning import MODEL, succeeded

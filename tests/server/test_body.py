@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.server.body import MAX_DEPTH, MAX_INT, check_json
-from vllm_rollout.server.protocol import Prompt, RolloutRequest
-from vllm_rollout.server.sessions.body import SessionGroupRequest
+from vllm_rollout.kernel.http.body import MAX_DEPTH, MAX_INT, check_json
+from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
+from vllm_rollout.parts.sessions.http.body import SessionGroupRequest
 
 MOST_TIMES = 12
 """Memory that a body may take beside what it takes when parsed, in lengths of its text."""

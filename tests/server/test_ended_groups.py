@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from vllm_rollout.rewards.values import Grade, Trajectory
-from vllm_rollout.server.runs.body import RoundRequest
-from vllm_rollout.server.runs.stored import EndedGroup
+from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.parts.rounds.http.body import RoundRequest
+from vllm_rollout.parts.rounds.http.stored import EndedGroup
 
 from .conftest import events_of, make_app
 from .fake_engine import FakeEngine
@@ -31,7 +31,7 @@ def graders() -> FakeGraders:
 
 @pytest.fixture
 def app(engine: FakeEngine, graders: FakeGraders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
-    monkeypatch.setattr("vllm_rollout.server.runs.store.BUSY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("vllm_rollout.parts.rounds.http.store.BUSY_TIMEOUT_S", 0.0)
     return make_app(engine, database=tmp_path / "runs.sqlite", graders=graders)
 
 

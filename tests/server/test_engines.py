@@ -12,10 +12,7 @@ from prometheus_client import CollectorRegistry
 from examples import freed_ranks
 from tests.support.waiting import eventually
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.group.ranks.load import ArrivedKV, TransferCost
-from vllm_rollout.group.ranks.placement import ALL_OWNERS
-from vllm_rollout.group.ranks.scaling import Progress, ScaleDown
-from vllm_rollout.server.answers import (
+from vllm_rollout.kernel.http.answers import (
     GroupEvent,
     RanksFreeEvent,
     RestartedEvent,
@@ -23,10 +20,13 @@ from vllm_rollout.server.answers import (
     TokensEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.server.engines.scaling import ScaleDownWatch
-from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.service import RolloutService
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
+from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
+from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS
+from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
 
 from .conftest import serving
 from .fake_engine import FakeEngine

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_DETECTION_LENGTH
-from vllm_rollout.group.plans.fields import MAX_MIN_LABELS
-from vllm_rollout.server.answers import RolloutAnswer
-from vllm_rollout.server.boundary import HeldBodies, RolloutRoute
+from vllm_rollout.kernel.http.answers import RolloutAnswer
+from vllm_rollout.kernel.http.boundary import HeldBodies, RolloutRoute
+from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
 
 from .fake_engine import FakeEngine
 

@@ -16,10 +16,10 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.plans.xargs import NAMES
-from vllm_rollout.server import boundary
-from vllm_rollout.server import first as module
-from vllm_rollout.server.first import FirstProcess, HandOn
+from vllm_rollout.kernel.http import boundary
+from vllm_rollout.kernel.http import first as module
+from vllm_rollout.kernel.http.first import FirstProcess, HandOn
+from vllm_rollout.kernel.rules.xargs import NAMES
 
 JOINING = "/v1/completions"
 

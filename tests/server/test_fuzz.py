@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
 )
 
-from vllm_rollout.server.engine import HeadInfo
-from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.kernel.http.engine import HeadInfo
+from vllm_rollout.kernel.http.protocol import RolloutRequest
 
 from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.rewards.slots import Urgency
-from vllm_rollout.rewards.values import Grade, Trajectory
-from vllm_rollout.server.answers import RolloutAnswer
-from vllm_rollout.server.engine import EngineStopped
-from vllm_rollout.server.grading import service
-from vllm_rollout.server.slices import SLICE_S
+from vllm_rollout.kernel.http.answers import RolloutAnswer
+from vllm_rollout.kernel.http.engine import EngineStopped
+from vllm_rollout.kernel.http.slices import SLICE_S
+from vllm_rollout.parts.rewards.grading.slots import Urgency
+from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.parts.rewards.http import service
+from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 
 from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine

@@ -12,16 +12,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.server import preparation
-from vllm_rollout.server.answers import Timing
-from vllm_rollout.server.engine import GroupOrder, RequestError
-from vllm_rollout.server.fan_in import FanIn
-from vllm_rollout.server.launch import Launcher
-from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.service import RolloutService
-from vllm_rollout.server.shaping import history_key
+from vllm_rollout.kernel.http import preparation
+from vllm_rollout.kernel.http.answers import Timing
+from vllm_rollout.kernel.http.engine import GroupOrder, RequestError
+from vllm_rollout.kernel.http.fan_in import FanIn
+from vllm_rollout.kernel.http.launch import Launcher
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.shaping.http import history_key
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 from .conftest import DEADLINE_S, http_of, make_app
 from .fake_engine import FakeEngine

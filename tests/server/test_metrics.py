@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_rollout.group.types import HeldGroups
-from vllm_rollout.server import gauges
-from vllm_rollout.server.answers import RolloutAnswer, Usage
-from vllm_rollout.server.engine_totals import FOLDER_VARIABLE, EngineTotals, Reading
-from vllm_rollout.server.gauges import FreshGauges
-from vllm_rollout.server.metrics import PREFIX, Metrics
+from vllm_rollout.kernel.http import gauges
+from vllm_rollout.kernel.http.answers import RolloutAnswer, Usage
+from vllm_rollout.kernel.http.engine_totals import FOLDER_VARIABLE, EngineTotals, Reading
+from vllm_rollout.kernel.http.gauges import FreshGauges
+from vllm_rollout.kernel.http.metrics import PREFIX, Metrics
+from vllm_rollout.kernel.rules.types import HeldGroups
 
 from .fake_engine import FakeEngine
 
@@ -136,8 +136,8 @@ def test_a_name_says_type_and_unit(family: Metric) -> None:
 EACH = """
 import json, sys
 from prometheus_client import CollectorRegistry
-from vllm_rollout.group.ranks.load import EngineLoad
-from vllm_rollout.server.metrics import Metrics
+from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.kernel.http.metrics import Metrics
 
 metrics = Metrics(CollectorRegistry())
 for line in sys.stdin:

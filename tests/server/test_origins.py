@@ -10,7 +10,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.routing import APIRoute
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
-from vllm_rollout.server.origins import AllowedHosts, OwnPages
+from vllm_rollout.kernel.http.origins import AllowedHosts, OwnPages
 
 from .conftest import make_app
 from .fake_engine import FakeEngine

@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from tests.support.waiting import eventually
-from vllm_rollout.server.clients import ClientNamespaces, namespace_of
-from vllm_rollout.server.routes import router
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
+from vllm_rollout.kernel.http.routes import router
+from vllm_rollout.parts.rounds.http.store import RunStore
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine

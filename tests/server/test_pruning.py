@@ -6,10 +6,10 @@ import pytest
 
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_DETECTION_LENGTHS, TRIAL_LENGTHS
-from vllm_rollout.group.plans.fields import MAX_MIN_LABELS
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.server.answers import EndedCandidate, RolloutAnswer
-from vllm_rollout.server.engine import HeadInfo
+from vllm_rollout.kernel.http.answers import EndedCandidate, RolloutAnswer
+from vllm_rollout.kernel.http.engine import HeadInfo
+from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
+from vllm_rollout.kernel.rules.types import HeadKey
 
 from .fake_engine import FakeEngine
 from .fake_learning import succeeded

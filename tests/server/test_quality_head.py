@@ -10,9 +10,9 @@ from safetensors.numpy import save
 
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
-from vllm_rollout.server.admin import AdminKey
-from vllm_rollout.server.engine import HeadInfo
-from vllm_rollout.server.learning.body import ADMIN_HEADER
+from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.engine import HeadInfo
+from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 
 from .conftest import serving
 from .fake_engine import FakeEngine

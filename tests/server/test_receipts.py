@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.trace.file import read_trace
-from vllm_rollout.trace.rows import RolloutRow
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.page.recording.rows import RolloutRow
 
 from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine

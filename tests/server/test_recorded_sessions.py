@@ -12,13 +12,18 @@ import pytest
 from fastapi import FastAPI
 
 from tests.watching.browser import HOSTILE
-from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.sessions import seen
-from vllm_rollout.server.sessions.service import SessionService
-from vllm_rollout.server.watch import viewers
-from vllm_rollout.trace import file as trace_file
-from vllm_rollout.trace.file import parse_row
-from vllm_rollout.trace.session_rows import SessionGroupRow, SessionRewardRow, TurnRow, add_session_rewards
+from vllm_rollout.parts.page.http import viewers
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.recording import file as trace_file
+from vllm_rollout.parts.page.recording.file import parse_row
+from vllm_rollout.parts.page.recording.session_rows import (
+    SessionGroupRow,
+    SessionRewardRow,
+    TurnRow,
+    add_session_rewards,
+)
+from vllm_rollout.parts.sessions.http import seen
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 from .conftest import make_app, serving
 from .fake_engine import FakeEngine

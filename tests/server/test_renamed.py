@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_rollout.client.agents import AgentOptions
-from vllm_rollout.client.body import option_fields, rollout_body
-from vllm_rollout.client.run_calls import create_run, round
-from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.renamed import REMOVED, RENAMED, with_new_names
-from vllm_rollout.server.runs.body import RoundRequest, RunRequest
+from vllm_rollout.kernel.client.body import option_fields, rollout_body
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED, with_new_names
+from vllm_rollout.parts.rounds.client.run_calls import create_run, round
+from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
+from vllm_rollout.parts.sessions.client.agents import AgentOptions
 
 from .conftest import make_app
 from .fake_engine import FakeEngine

@@ -14,18 +14,18 @@ import httpx
 import msgspec
 import pytest
 
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.resumption import VersionSpan
-from vllm_rollout.group.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending
-from vllm_rollout.server import kept as kept_module
-from vllm_rollout.server.ended import candidate_of, trajectory_of
-from vllm_rollout.server.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
-from vllm_rollout.server.kept import keep, read_kept
-from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.resumed import ResumedGroup
-from vllm_rollout.trace.file import read_trace
+from vllm_rollout.kernel.http.ended import candidate_of, trajectory_of
+from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateState, Confidence, Ending
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.rounds.http import kept as kept_module
+from vllm_rollout.parts.rounds.http.kept import keep, read_kept
+from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
+from vllm_rollout.parts.rounds.rules.resumption import VersionSpan
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 from .conftest import events_of, http_of, make_app
 from .fake_engine import FakeEngine

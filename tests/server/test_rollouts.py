@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient
-from vllm_rollout.server.answers import (
+from vllm_rollout.kernel.http.answers import (
     CandidateEvent,
     DoneEvent,
     Event,

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.rounds.http.store import RunStore
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine

@@ -15,8 +15,8 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.waiting import WAIT_S, eventually
-from vllm_rollout.server.runs import store as store_module
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.parts.rounds.http import store as store_module
+from vllm_rollout.parts.rounds.http.store import RunStore
 
 from .conftest import make_app
 from .fake_engine import FakeEngine

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds.rounds import FreshPrompt, OpenRound, Run, RunTerms
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.runs import owner as owner_module
-from vllm_rollout.server.runs.body import RunRequest
-from vllm_rollout.server.runs.owner import Owner
-from vllm_rollout.server.runs.request import reopened
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.rounds.http import owner as owner_module
+from vllm_rollout.parts.rounds.http.body import RunRequest
+from vllm_rollout.parts.rounds.http.owner import Owner
+from vllm_rollout.parts.rounds.http.request import reopened
+from vllm_rollout.parts.rounds.http.store import RunStore
+from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, OpenRound, Run, RunTerms
 
 TERMS = RunTerms(1, 2, 1.5)
 REQUEST = RunRequest(group_size=1, prompts_per_round=2, prompt_speculation=1.5)

@@ -12,10 +12,10 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.waiting import WAIT_S
-from vllm_rollout.server.runs import service as service_module
-from vllm_rollout.server.runs.rollout_round import RolloutRound
-from vllm_rollout.server.runs.service import RunService
-from vllm_rollout.server.runs.store import RunStore
+from vllm_rollout.parts.rounds.http import service as service_module
+from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
+from vllm_rollout.parts.rounds.http.service import RunService
+from vllm_rollout.parts.rounds.http.store import RunStore
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine

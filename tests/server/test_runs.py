@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.support.waiting import WAIT_S, eventually
-from vllm_rollout.server.runs.body import RoundRequest
-from vllm_rollout.server.runs.live import Begun
+from vllm_rollout.parts.rounds.http.body import RoundRequest
+from vllm_rollout.parts.rounds.http.live import Begun
 
 from .conftest import events_of
 from .fake_engine import FakeEngine

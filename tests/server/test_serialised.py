@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.server import parsed, serialised
-from vllm_rollout.server.answers import (
+from vllm_rollout.kernel.http import parsed, serialised
+from vllm_rollout.kernel.http.answers import (
     Allocation,
     Candidate,
     CandidateEvent,
@@ -28,8 +28,8 @@ from vllm_rollout.server.answers import (
     TrajectoryEvent,
     Usage,
 )
-from vllm_rollout.server.learning.body import RewardCounts, RewardResult, RewardsAnswer
-from vllm_rollout.server.slices import each
+from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.parts.pruning.http.body import RewardCounts, RewardResult, RewardsAnswer
 
 LISTS = st.lists(st.integers(0, 2**40), max_size=5)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
 
-from vllm_rollout.group.plans.rows import PlanError
-from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.sessions import service as module
-from vllm_rollout.server.sessions.body import FinishAnswer, FinishRequest, GroupOverEvent, SessionGroupRequest
-from vllm_rollout.server.sessions.groups import Event, OpenGroup
-from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.parts.sessions.http import service as module
+from vllm_rollout.parts.sessions.http.body import FinishAnswer, FinishRequest, GroupOverEvent, SessionGroupRequest
+from vllm_rollout.parts.sessions.http.groups import Event, OpenGroup
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 from .session_engine import EngineTurn, Grader, SessionEngine
 

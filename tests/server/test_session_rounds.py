@@ -18,17 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.waiting import WAIT_S
-from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.runs import session_round
-from vllm_rollout.server.runs.body import RoundRequest, RunRequest
-from vllm_rollout.server.runs.live import Begun
-from vllm_rollout.server.runs.replay import replayed
-from vllm_rollout.server.runs.stored import EndedGroup
-from vllm_rollout.server.sessions import service as sessions_module
-from vllm_rollout.server.sessions.body import FinishRequest
-from vllm_rollout.server.sessions.groups import OpenGroup
-from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.rounds.http import session_round
+from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
+from vllm_rollout.parts.rounds.http.live import Begun
+from vllm_rollout.parts.rounds.http.replay import replayed
+from vllm_rollout.parts.rounds.http.stored import EndedGroup
+from vllm_rollout.parts.sessions.http import service as sessions_module
+from vllm_rollout.parts.sessions.http.body import FinishRequest
+from vllm_rollout.parts.sessions.http.groups import OpenGroup
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.plans.rows import PlanError
-from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.sessions import service as module
-from vllm_rollout.server.sessions.groups import OpenTurn
-from vllm_rollout.server.sessions.service import SessionService
-from vllm_rollout.server.sessions.trajectory import Conversation, Turn
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.sessions.http import service as module
+from vllm_rollout.parts.sessions.http.groups import OpenTurn
+from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.http.trajectory import Conversation, Turn
 
 from .session_engine import compare_now, followed
 
@@ -299,7 +299,7 @@ async def test_silent_sessions_end_though_another_group_fails(service, http, clo
 
 
 async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):
-    from vllm_rollout.server.sessions import groups
+    from vllm_rollout.parts.sessions.http import groups
 
     monkeypatch.setattr(groups, "MAX_EVENTS", 2)
     group = await declared(http, group_size=4)
@@ -316,7 +316,7 @@ async def test_a_slow_reader_of_events_is_left(service, http, monkeypatch):
 
 
 async def test_events_have_few_readers(service, http, monkeypatch):
-    from vllm_rollout.server.sessions import groups
+    from vllm_rollout.parts.sessions.http import groups
 
     monkeypatch.setattr(groups, "MAX_READERS", 0)
     group = await declared(http)

@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
-from vllm_rollout.group.ranks.load import ArrivedKV
-from vllm_rollout.server import shaping
-from vllm_rollout.server.engine import Outlook, RequestError, StepDrift
+from vllm_rollout.kernel.http.engine import Outlook, RequestError, StepDrift
+from vllm_rollout.parts.moving.rules.load import ArrivedKV
+from vllm_rollout.parts.shaping import http as shaping
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 
 from .conftest import DEADLINE_S, make_app
 from .fake_engine import FakeEngine

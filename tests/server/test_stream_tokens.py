@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient, RolloutError
-from vllm_rollout.server import serialised
-from vllm_rollout.server.answers import (
+from vllm_rollout.kernel.http import serialised
+from vllm_rollout.kernel.http.answers import (
     Candidate,
     CandidateEvent,
     DoneEvent,
@@ -23,9 +23,9 @@ from vllm_rollout.server.answers import (
     TokensEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.server.metrics import Metrics
-from vllm_rollout.server.protocol import RolloutRequest
-from vllm_rollout.server.service import EVENT_BUFFER, RolloutService
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.service import EVENT_BUFFER, RolloutService
 
 from .conftest import DEADLINE_S
 from .fake_engine import FakeEngine

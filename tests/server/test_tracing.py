@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
 from tests.support.waiting import eventually
-from vllm_rollout.server import tracing
-from vllm_rollout.server.protocol import RolloutRequest
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.parts.page.http import tracing
 
 from .conftest import DEADLINE_S, http_of, make_app
 from .fake_engine import FakeEngine

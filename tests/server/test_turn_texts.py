@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.sessions import trajectory as module
-from vllm_rollout.server.sessions.trajectory import Comparison, Conversation, Turn
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.sessions.http import trajectory as module
+from vllm_rollout.parts.sessions.http.trajectory import Comparison, Conversation, Turn
 
 from .session_engine import followed
 

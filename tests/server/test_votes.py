@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.waiting import WAIT_S
 from vllm_rollout import RolloutClient, RolloutError
-from vllm_rollout.server import votes
-from vllm_rollout.server.engine import RequestError
-from vllm_rollout.server.votes import MAX_VOTES, VoteAnswer
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.pruning.http import votes
+from vllm_rollout.parts.pruning.http.votes import MAX_VOTES, VoteAnswer
 
 from .test_errors import check_error
 

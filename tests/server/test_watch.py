@@ -15,13 +15,13 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.waiting import eventually
-from vllm_rollout.group.ranks.load import EngineLoad, RunningGroup
-from vllm_rollout.server.engine import CandidateTokens
-from vllm_rollout.server.recorder import TraceRecorder
-from vllm_rollout.server.watch import viewers
-from vllm_rollout.server.watch.seen import SeenGroup, SeenRollout
-from vllm_rollout.server.watch.viewers import MAX_BEHIND, Viewer
-from vllm_rollout.trace.rows import RolloutRow
+from vllm_rollout.kernel.http.engine import CandidateTokens
+from vllm_rollout.parts.moving.rules.load import EngineLoad, RunningGroup
+from vllm_rollout.parts.page.http import viewers
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.http.seen import SeenGroup, SeenRollout
+from vllm_rollout.parts.page.http.viewers import MAX_BEHIND, Viewer
+from vllm_rollout.parts.page.recording.rows import RolloutRow
 
 from .conftest import http_of, make_app, serving
 from .fake_engine import FakeEngine

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support.work import faster_than_linear
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.group.plans.xargs import turn_from_xargs
-from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.rewards.time_limits import TimeLimits
-from vllm_rollout.rewards.values import Grade
-from vllm_rollout.server.sessions.body import FinishRequest, SessionGroupRequest
-from vllm_rollout.server.sessions.service import SessionService
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
+from vllm_rollout.parts.sessions.http.body import FinishRequest, SessionGroupRequest
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 from .conftest import http_of, make_app
 from .fake_engine import FakeEngine

@@ -7,17 +7,17 @@ would: `GroupSteps`, `Run` and `RoundProgress`.
 from dataclasses import dataclass, field
 from math import inf
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.history import LengthHistory, observed_lengths
-from vllm_rollout.group.lengths.moments import expected_remaining
-from vllm_rollout.group.plans.launch_order import launch_order, waiting_groups
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.racing.selection import conclude
-from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds.rounds import Run
-from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import Confidence, Ending, Observation
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import Confidence, Ending, Observation
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.parts.rounds.rules.rounds import Run
+from vllm_rollout.parts.shaping.rules.history import LengthHistory, observed_lengths
+from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
+from vllm_rollout.parts.shaping.rules.moments import expected_remaining
 from vllm_rollout.simulator.rounds.data import Trainer
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, traced
 from tests.support.profiles import facts, point, profile_of
 from tests.support.waiting import WAIT_S
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine, duration
@@ -16,7 +17,6 @@ from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.report import notes, recommendation
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDED = REPOSITORY / "benchmarks" / "traces" / "smollm2_math500.jsonl"
@@ -286,4 +286,4 @@ def test_the_command_is_light_and_the_simulator_needs_no_engine():
     light = imported("import vllm_rollout.simulator.command")
     assert {"numpy", "pydantic", "matplotlib"}.isdisjoint(light)
     assert {"torch", "vllm"}.isdisjoint(imported("import vllm_rollout.simulator.simulation"))
-    assert {"numpy", "matplotlib"}.isdisjoint(imported("import vllm_rollout.trace.file"))
+    assert {"numpy", "matplotlib"}.isdisjoint(imported("import vllm_rollout.parts.page.recording.file"))

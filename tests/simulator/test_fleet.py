@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.ranks.load import TransferCost
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.moving.rules.load import TransferCost
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 WAITS = {"early_stop": False}
 WITH_PREFILL = CostModel(FLAT.curves, prefill_s_per_token=0.001)

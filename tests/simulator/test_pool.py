@@ -3,8 +3,8 @@ import random
 from statistics import fmean
 
 from tests.simulator.traces import traced
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 
 def trace_of(*candidates: TracedCandidate, max_tokens: int | None = None) -> Trace:

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from tests.simulator.round_by_step import StepEngine
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, warm_judge
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
-from vllm_rollout.group.lengths.history import observed_lengths
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.step.step import GroupSteps
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, computed_prompt_tokens, rollout_time
+from vllm_rollout.parts.shaping.rules.history import observed_lengths
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
 

@@ -8,7 +8,9 @@ import pytest
 
 from tests.simulator.test_command import RECORDED, profile  # noqa: F401  # a fixture
 from tests.simulator.traces import FLAT, LINEAR, traced
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
+from vllm_rollout.parts.page.recording.file import parse_row, read_trace
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
@@ -16,8 +18,6 @@ from vllm_rollout.simulator.recording import Recording
 from vllm_rollout.simulator.replay import replay, sweep
 from vllm_rollout.simulator.sessions import SessionTerms
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.trace.file import parse_row, read_trace
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 SMALL = LengthDistribution(prompts=5, candidates=8, steps=3, median=40, max_tokens=120, prompt_tokens=10)
 

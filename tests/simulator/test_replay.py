@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
-from vllm_rollout.group.lengths.cost import CostModel
-from vllm_rollout.group.lengths.history import ObservedLength
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.rows import PlanError
-from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.shaping.rules.cost import CostModel
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed
@@ -19,7 +20,6 @@ from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import PoolCandidate, Pools, Race
 from vllm_rollout.simulator.replay import assigned, replay
 from vllm_rollout.simulator.settings import Setting, default_sweep
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 SMALL = LengthDistribution(prompts=6, candidates=8, steps=3, median=40, max_tokens=120, prompt_tokens=10)
 

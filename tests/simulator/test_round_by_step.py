@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tests.simulator.round_by_step import run_by_step
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future
-from vllm_rollout.group.lengths.cost import CostModel
-from vllm_rollout.group.rounds.rounds import RunTerms
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
+from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.rounds.data import DataPrompt, RunConditions
 from vllm_rollout.simulator.rounds.replay import replay_run

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
-from vllm_rollout.group.rounds.rounds import RunTerms
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.rounds.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.plans.plan import GroupPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome
 from vllm_rollout.simulator.race import Pools

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from vllm_rollout.group.plans.pruning_plan import PruningPlan
-from vllm_rollout.group.plans.rows import PlanError
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.types import Ending
-from vllm_rollout.trace.file import TraceError, TraceFile, pieces, read_trace, told_reasons
-from vllm_rollout.trace.rows import RolloutPrompt, RolloutRow, TracedCandidate, end_of, reward_row
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.page.recording.file import TraceError, TraceFile, pieces, read_trace, told_reasons
+from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, TracedCandidate, end_of, reward_row
 
 ROLLOUT = {
     "rollout_id": "r1",
@@ -255,7 +255,7 @@ def test_a_row_that_is_larger_than_a_piece_is_written(tmp_path):
 def test_several_processes_write_whole_rows_into_the_same_pieces(tmp_path):
     path = tmp_path / "recorded.jsonl"
     script = (
-        "import sys; from pathlib import Path; from vllm_rollout.trace.file import TraceFile\n"
+        "import sys; from pathlib import Path; from vllm_rollout.parts.page.recording.file import TraceFile\n"
         "file = TraceFile(Path(sys.argv[1]), int(sys.argv[3]))\n"
         'for number in range(60): file.append(\'{"prompts": [], "rollout_id": "%s-%d"}\' % (sys.argv[2], number))'
     )

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.types import HeadKey
+from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 FLAT = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 1.0))),))
 LINEAR = CostModel(((0.0, PTLCurve((1.0, 2.0), (1.0, 2.0))),))

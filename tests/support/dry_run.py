@@ -24,8 +24,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_rollout.adapter.options import ServeOptions
-from vllm_rollout.adapter.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7

@@ -13,18 +13,18 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.dry_run import DryRun
-from vllm_rollout.adapter.core.scheduler import RolloutScheduler
-from vllm_rollout.adapter.options import DRAFTS_CONFIG
-from vllm_rollout.adapter.wire import CandidateTag
-from vllm_rollout.adapter.worker.emulated_drafts import EmulatedDrafts
-from vllm_rollout.adapter.worker.emulated_request import HIDDEN_SIZE
-from vllm_rollout.adapter.worker.emulated_runner import EmulatedRunner, LaunchedStep
-from vllm_rollout.emulation.device import Device
-from vllm_rollout.emulation.fate import LENGTHS_FIELD, Fates
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.plans.terms import GroupTerms
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.kernel.core.scheduler import RolloutScheduler
+from vllm_rollout.kernel.options import DRAFTS_CONFIG
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts
+from vllm_rollout.parts.emulation.device import Device
+from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, Fates
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.emulation.worker.request import HIDDEN_SIZE
+from vllm_rollout.parts.emulation.worker.runner import EmulatedRunner, LaunchedStep
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
 VOCAB_SIZE = 32_000
 

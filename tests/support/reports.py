@@ -1,7 +1,7 @@
 """Reports of learned state, for tests that have all of it in one process."""
 
-from vllm_rollout.group.judging.learning import Learning
-from vllm_rollout.group.judging.report import RulesReport, rules_report
+from vllm_rollout.parts.pruning.rules.learning import Learning
+from vllm_rollout.parts.pruning.rules.report import RulesReport, rules_report
 
 
 def report_of(learning: Learning) -> RulesReport:

@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from vllm_rollout.tracker import dispatch
-from vllm_rollout.tracker.build_command import build_command
-from vllm_rollout.tracker.draft_memory import DraftMemory, draft_memory_implementation
-from vllm_rollout.tracker.draft_memory_reference import VOTE_KEPT
+from vllm_rollout.kernel.tracker import dispatch
+from vllm_rollout.kernel.tracker.build_command import build_command
+from vllm_rollout.parts.drafts.worker.memory import DraftMemory, draft_memory_implementation
+from vllm_rollout.parts.drafts.worker.memory_reference import VOTE_KEPT
 
 
 @pytest.fixture(params=["c++", "python"], autouse=True)

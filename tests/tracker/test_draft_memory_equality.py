@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.tracker.draft_memory import draft_memory_implementation
-from vllm_rollout.tracker.draft_memory_file import dump_prompts, load_prompts
-from vllm_rollout.tracker.draft_memory_reference import DraftMemoryReference
+from vllm_rollout.parts.drafts.worker.memory import draft_memory_implementation
+from vllm_rollout.parts.drafts.worker.memory_file import dump_prompts, load_prompts
+from vllm_rollout.parts.drafts.worker.memory_reference import DraftMemoryReference
 
 pytestmark = pytest.mark.thorough
 

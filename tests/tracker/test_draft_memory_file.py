@@ -6,8 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from vllm_rollout.tracker.draft_memory import DraftMemory
-from vllm_rollout.tracker.draft_memory_file import MAGIC, dump_prompts, load_prompts
+from vllm_rollout.parts.drafts.worker.memory import DraftMemory
+from vllm_rollout.parts.drafts.worker.memory_file import MAGIC, dump_prompts, load_prompts
 
 
 def tokens(*values):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.waiting import WAIT_S
-from vllm_rollout.tracker.feature_ring import FeatureRing
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
 HIDDEN_SIZE = 4
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.ops import quality_head
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.quality_heads import QualityHeads
-from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.kernel.tracker.ops import quality_head
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 
 HIDDEN_SIZE = 6
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_rollout.group.types import HeadKey
-from vllm_rollout.tracker import arguments, dispatch, ops
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.kernel.tracker import arguments, dispatch, ops
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 HIDDEN_SIZE, VOCAB_SIZE, PROMPT = 8, 32, 5
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load, save
 
 from vllm_rollout.config import QUALITY_HEAD_HIDDEN
-from vllm_rollout.tracker import quality_head
-from vllm_rollout.tracker.quality_head import (
+from vllm_rollout.parts.pruning.worker import quality_head
+from vllm_rollout.parts.pruning.worker.quality_head import (
     QUALITY_HEAD_BATCH,
     QUALITY_HEAD_MIN_LABELS,
     QUALITY_HEAD_PASSES,
@@ -20,7 +20,7 @@ from vllm_rollout.tracker.quality_head import (
     HeadMismatch,
     QualityHead,
 )
-from vllm_rollout.tracker.replay import MAX_MAGNITUDE, Replay, Standardiser
+from vllm_rollout.parts.pruning.worker.replay import MAX_MAGNITUDE, Replay, Standardiser
 
 HIDDEN_SIZE = 48
 
@@ -532,7 +532,7 @@ def test_a_state_that_lacks_something_is_refused(name):
 
 
 def test_a_state_keeps_the_newest_labels_that_fit_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_rollout.tracker.quality_head.QUALITY_HEAD_STATE_BYTES", 40 * HIDDEN_SIZE * 4)
+    monkeypatch.setattr("vllm_rollout.parts.pruning.worker.quality_head.QUALITY_HEAD_STATE_BYTES", 40 * HIDDEN_SIZE * 4)
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(300, HIDDEN_SIZE, generator=generator)
     labels = (features[:, 0] > 0).float()

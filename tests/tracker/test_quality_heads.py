@@ -7,13 +7,18 @@ import torch
 from safetensors.torch import load
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
-from vllm_rollout.group.types import BASE_MODEL, HeadKey
-from vllm_rollout.tracker import quality_head, quality_heads
-from vllm_rollout.tracker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.tracker.quality_head import QUALITY_HEAD_BATCH, QUALITY_HEAD_PASSES, HeadMismatch, QualityHead
-from vllm_rollout.tracker.quality_head_file import HeadBytes, read_head_file
-from vllm_rollout.tracker.quality_heads import QualityHeads
-from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.parts.pruning.worker import quality_head, quality_heads
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.quality_head import (
+    QUALITY_HEAD_BATCH,
+    QUALITY_HEAD_PASSES,
+    HeadMismatch,
+    QualityHead,
+)
+from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes, read_head_file
+from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 
 HIDDEN_SIZE = 8
 LENGTH = 16

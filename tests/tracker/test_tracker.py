@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.group.types import BASE_MODEL, HeadKey
-from vllm_rollout.tracker.ops import token_confidence, windowed_confidence
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.step_values import DUE_COLUMNS
-from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.tracker.ops import token_confidence, windowed_confidence
+from vllm_rollout.kernel.tracker.step_values import DUE_COLUMNS
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 VOCAB_SIZE = 11
 HIDDEN_SIZE = 6

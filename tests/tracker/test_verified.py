@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.group.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.tracker.feature_ring import StateKey
-from vllm_rollout.tracker.quality_head import HeadWeights
-from vllm_rollout.tracker.tracker import CandidateTracker, PublishedHead
-from vllm_rollout.tracker.verified import VerifiedDrafts
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
+from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
+from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
+from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_PROMPT = 7, 5, 12, 3
 LENGTHS = {"a": (4, ()), "b": (6, (3, 5)), "c": (None, ()), "d": (5, (6,))}

@@ -15,8 +15,8 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from tests.server.conftest import serving
-from vllm_rollout.server.watch.page import page_router
-from vllm_rollout.watching.replay import Replay
+from vllm_rollout.parts.page.http.page import page_router
+from vllm_rollout.parts.page.watching.replay import Replay
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIEWS = {"now": "groups complete", "step": "where tokens went"}

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from tests.support.waiting import WAIT_S
 from vllm_rollout.cli import app as cli
 from vllm_rollout.extras import install_command
-from vllm_rollout.trace.rows import RewardRow, RolloutRow
-from vllm_rollout.watching import export
-from vllm_rollout.watching.scalars import add_rewards, scalars
+from vllm_rollout.parts.page.recording.rows import RewardRow, RolloutRow
+from vllm_rollout.parts.page.watching import export
+from vllm_rollout.parts.page.watching.scalars import add_rewards, scalars
 
 from .session_rows import VOID, session_group
 

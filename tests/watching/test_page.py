@@ -15,10 +15,10 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
 from tests.server.conftest import serving
-from vllm_rollout.group.judging.race_bias import AuditReport
-from vllm_rollout.group.judging.report import Prediction, signal_report
-from vllm_rollout.server.watch.events import event_of
-from vllm_rollout.server.watch.page import page_router
+from vllm_rollout.parts.page.http.events import event_of
+from vllm_rollout.parts.page.http.page import page_router
+from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
+from vllm_rollout.parts.pruning.rules.report import Prediction, signal_report
 
 from .browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
 

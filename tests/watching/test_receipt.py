@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.cli import app as cli
-from vllm_rollout.watching import receipt
+from vllm_rollout.parts.page.watching import receipt
 
 from .session_rows import LOST, VOID, session_group
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_rollout.trace.file import TraceFile, pieces
-from vllm_rollout.watching import replay
-from vllm_rollout.watching.replay import Replay
+from vllm_rollout.parts.page.recording.file import TraceFile, pieces
+from vllm_rollout.parts.page.watching import replay
+from vllm_rollout.parts.page.watching.replay import Replay
 
 from .session_rows import session_group
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from tests.server.conftest import make_app, serving
 from tests.server.fake_engine import FakeEngine
 from vllm_rollout.cli import app as cli
-from vllm_rollout.client.connection import RolloutError
-from vllm_rollout.watching.top import Screen, feed, top
+from vllm_rollout.kernel.client.connection import RolloutError
+from vllm_rollout.parts.page.watching.top import Screen, feed, top
 
 from .session_rows import LOST, WON, session_group
 

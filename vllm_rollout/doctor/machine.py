@@ -16,7 +16,7 @@ from vllm_rollout import models
 from vllm_rollout.doctor.finding import Finding, ok
 from vllm_rollout.extras import install_command
 from vllm_rollout.on_cpu import GIB, NO_COMPILER, Cpu, kv_cache_gib
-from vllm_rollout.rewards.sandbox import SandboxError, choose_sandbox
+from vllm_rollout.parts.rewards.grading.sandbox import SandboxError, choose_sandbox
 
 LAST_PORT = 65_535
 TEMPORARY_BYTES = GIB // 16

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from vllm_rollout.doctor.finding import Finding, ok
 from vllm_rollout.extras import install_command
-from vllm_rollout.tracker.build_command import build_command
+from vllm_rollout.kernel.tracker.build_command import build_command
 from vllm_rollout.versions import vllm_refusal
 
 MIN_PYTHON = (3, 11)

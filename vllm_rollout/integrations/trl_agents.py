@@ -22,13 +22,13 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from vllm_rollout.client.agent_group import AgentGroup, AgentResult
-from vllm_rollout.client.agent_session import AgentSession
-from vllm_rollout.client.agents import MAX_CONCURRENT, AgentOptions
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.client.connection import DEFAULT_URL
 from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, sampling_of, seeded, with_columns
 from vllm_rollout.integrations.whole import whole
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.client.connection import DEFAULT_URL
+from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
+from vllm_rollout.parts.sessions.client.agent_session import AgentSession
+from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT, AgentOptions
 
 NOT_TOOLS = ("reset", "get_reward")
 

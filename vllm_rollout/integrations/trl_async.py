@@ -26,7 +26,7 @@ except ImportError as error:
         f"{trl.__version__}. Install one of those, or use GRPOTrainer with vllm_rollout.integrations.trl."
     ) from error
 
-from vllm_rollout.client.agent_session import UNWANTED, SessionLost
+from vllm_rollout.parts.sessions.client.agent_session import UNWANTED, SessionLost
 
 LOST: tuple[Any, ...] = ([], [], [], 0, 0, None)
 """Result for TRL of a conversation that lost."""

@@ -3,9 +3,9 @@
     colocate(redundancy=8)
     trainer = GRPOTrainer(...)
 
-TRL asks its engine for each completion separately. Environment variables (`adapter/in_process/environment.py`) replace
-the engine by ours. It runs equal prompts in a row as a group and returns the answers as TRL's rows. Tools, group size
-and reward function are checked when a trainer is built.
+TRL asks its engine for each completion separately. Environment variables (`parts/in_process/api/environment.py`)
+replace the engine by ours. It runs equal prompts in a row as a group and returns the answers as TRL's rows. Tools,
+group size and reward function are checked when a trainer is built.
 
 Invariant: a trainer gets as many completions as it asked for, in its order.
 """
@@ -20,8 +20,8 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from vllm_rollout.client.client import RolloutOptions
 from vllm_rollout.integrations.trl_rollouts import GroupsOfSize, Placed, TRLRollouts
+from vllm_rollout.kernel.client.client import RolloutOptions
 
 NAME = "reward"
 """Name of the reward function in the engine."""
@@ -131,7 +131,7 @@ class colocate:
 
     def _grade(self, trainer: Any, reward: Callable[..., Any]) -> None:
         """Let the engine call the reward function, and TRL read its results."""
-        from vllm_rollout.adapter.in_process.environment import become_ours
+        from vllm_rollout.parts.in_process.api.environment import become_ours
 
         engine = become_ours(trainer.vllm_generation.llm, rewards={NAME: reward})
         if engine is None:  # it stayed vLLM's, and the log has the reason

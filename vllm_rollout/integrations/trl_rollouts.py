@@ -27,9 +27,6 @@ from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Unpack
 
-from vllm_rollout.client.body import PromptLike
-from vllm_rollout.client.client import Redundancy, RolloutClient, RolloutError, RolloutOptions
-from vllm_rollout.client.connection import DEFAULT_URL
 from vllm_rollout.integrations.trl_rows import (
     INDEX,
     PROMPT,
@@ -43,7 +40,10 @@ from vllm_rollout.integrations.trl_rows import (
     tokenized,
     with_columns,
 )
-from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.kernel.client.body import PromptLike
+from vllm_rollout.kernel.client.client import Redundancy, RolloutClient, RolloutError, RolloutOptions
+from vllm_rollout.kernel.client.connection import DEFAULT_URL
+from vllm_rollout.kernel.http.answers import GroupAnswer
 
 RewardFunction = TypeVar("RewardFunction", bound=Callable[..., Any])
 Placed = tuple[int, str, GroupAnswer]

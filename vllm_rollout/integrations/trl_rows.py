@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
-from vllm_rollout.server.answers import GroupAnswer
+from vllm_rollout.kernel.http.answers import GroupAnswer
 
 ROLLOUT, PROMPT, INDEX = "rollout_id", "rollout_prompt_id", "rollout_index"
 SURVIVAL, REWARD = "rollout_survival_probability", "rollout_reward"

@@ -17,8 +17,8 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
-from vllm_rollout.adapter.names import SCHEDULER_CLS
 from vllm_rollout.integrations.spares import End, Spares
+from vllm_rollout.kernel.names import SCHEDULER_CLS
 
 FIELD = "rollout_redundancy"
 """Spare candidates per prompt: field of `rollout.custom`."""
@@ -45,7 +45,7 @@ def load_server() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     from vllm_rollout import AsyncLLM
-    from vllm_rollout.server.sessions.body import FinishRequest
+    from vllm_rollout.parts.sessions.http.body import FinishRequest
 
     class RolloutServer(vLLMHttpServer):
         """verl's vLLM actor, with our scheduler.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_rollout.client.agent_group import AgentGroup
+from vllm_rollout.parts.sessions.client.agent_group import AgentGroup
 
 
 def whole(group: AgentGroup, size: int) -> AgentGroup:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vllm_rollout.group.lengths.cost import StepTime
+from vllm_rollout.parts.shaping.rules.cost import StepTime
 from vllm_rollout.process import LOG_TAIL_LINES, ServerError, last_lines, last_message
 
 STOP_TIMEOUT_S = 20.0
@@ -152,7 +152,7 @@ def engine_command(model: str, tensor_parallel_size: int, flags: Sequence[str], 
     command = [
         sys.executable,
         "-m",
-        "vllm_rollout.adapter.api.start.profiler",
+        "vllm_rollout.profiling.profiler",
         *([] if logprobs else ["--no-logprobs"]),
         model,
     ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_rollout.config import MIN_STEP_S
-from vllm_rollout.group.lengths.cost import PTLCurve
+from vllm_rollout.parts.shaping.rules.cost import PTLCurve
 
 NUM_PIECES = 3
 POINTS_PER_PIECE = 3

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.whole_file import PUBLIC, write_whole
 
 FORMAT = 1

@@ -1,7 +1,7 @@
 """Expected effect of drafts on a step: verified drafts, gained tokens and seconds.
 
-Invariant: closed form of `group/drafting.py::DraftingRule`, in expectation, once the rule has learned all it can. The
-likeliest drafts are verified as long as tokens per second grow. If no step has been without drafts for long, one is
+Invariant: closed form of `parts/drafts/rules.py::DraftingRule`, in expectation, once the rule has learned all it can.
+The likeliest drafts are verified as long as tokens per second grow. If no step has been without drafts for long, one is
 made without them.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.drafting import NUM_BINS, PLAIN_INTERVAL_STEPS, bin_of, least_worthy
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
+from vllm_rollout.parts.drafts.rules import NUM_BINS, PLAIN_INTERVAL_STEPS, bin_of, least_worthy
+from vllm_rollout.parts.emulation.settings import DraftSettings
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = tuple(2.0**power for power in range(8, 18))

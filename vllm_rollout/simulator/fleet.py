@@ -3,8 +3,9 @@
 A look at the loads is due when enough candidates have ended since the last look. A group leaves its rank between two
 steps, and joins the target's line between two steps.
 
-Invariant: with one rank, or as long as no group moves, every rank runs as it would alone. `group/ranks/migration.py`
-and `group/ranks/scaling.py` decide the moves. A freed rank accepts no further group.
+Invariant: with one rank, or as long as no group moves, every rank runs as it would alone.
+`parts/moving/rules/migration.py` and `parts/moving/rules/scaling.py` decide the moves. A freed rank accepts no further
+group.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.ranks.load import RankLoad
-from vllm_rollout.group.ranks.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
-from vllm_rollout.group.ranks.scaling import Progress, plan_scale_down
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.parts.moving.rules.load import RankLoad
+from vllm_rollout.parts.moving.rules.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.parts.moving.rules.scaling import Progress, plan_scale_down
+from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import Departed, Rank

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from random import Random
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
-from vllm_rollout.group.plans.rows import Integer, Number, row, rows
+from vllm_rollout.kernel.rules.rows import Integer, Number, row, rows
+from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.settings import written_fields
-from vllm_rollout.trace.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 MAX_GENERATED = 10_000_000
 """Largest number of candidates of a generated trace: a few GB of memory."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
-from vllm_rollout.emulation.settings import DraftSettings
-from vllm_rollout.group.lengths.cost import CostModel, PTLCurve
-from vllm_rollout.group.plans.fields import Migration
-from vllm_rollout.group.ranks.load import TransferCost
-from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.group.ranks.work import TokenCost
+from vllm_rollout.kernel.rules.fields import Migration
+from vllm_rollout.parts.emulation.settings import DraftSettings
+from vllm_rollout.parts.moving.rules.load import TransferCost
+from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.moving.rules.work import TokenCost
+from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 SIMULATED_BLOCK_TOKENS = 16
 """Tokens of a KV block in a simulation: vLLM's default on GPUs. Siblings share full blocks of their prompt."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_rollout.emulation.settings import Settings
-from vllm_rollout.group.plans.fields import Migration
-from vllm_rollout.group.ranks.load import TransferCost
+from vllm_rollout.kernel.rules.fields import Migration
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.moving.rules.load import TransferCost
+from vllm_rollout.parts.page.recording.file import pieces
 from vllm_rollout.simulator.machine import Machine, ScaleDown
-from vllm_rollout.trace.file import pieces
 
 
 class FlagError(ValueError):

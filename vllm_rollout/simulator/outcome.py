@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_rollout.group.racing.sessions import Session
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.parts.sessions.rules import Session
 from vllm_rollout.simulator.machine import Curve, FleetRun, Machine
 from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.settings import Setting

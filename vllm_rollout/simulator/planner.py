@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.lengths.history import LengthHistory
-from vllm_rollout.group.plans.allocation import BatchPrompt, allocate_batch
-from vllm_rollout.group.plans.launch_order import launch_order, waiting_groups
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.types import Ending
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.shaping.rules.allocation import BatchPrompt, allocate_batch
+from vllm_rollout.parts.shaping.rules.history import LengthHistory
+from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.settings import Setting

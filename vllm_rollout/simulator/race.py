@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, NamedTuple
 
-from vllm_rollout.group.judging.ledger import Scoring
-from vllm_rollout.group.lengths.censoring import fit_log_lengths, length_beyond
-from vllm_rollout.group.lengths.history import LengthHistory, ObservedLength
-from vllm_rollout.group.lengths.moments import LengthMoments
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.racing.lifecycle import Group
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.racing.selection import conclude
-from vllm_rollout.group.ranks.work import Work
-from vllm_rollout.group.types import CandidateId, Ending, GroupResult
-from vllm_rollout.trace.rows import Trace, TracedPrompt
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.types import CandidateId, Ending, GroupResult
+from vllm_rollout.parts.moving.rules.work import Work
+from vllm_rollout.parts.page.recording.rows import Trace, TracedPrompt
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths, length_beyond
+from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 
 class PoolCandidate(NamedTuple):

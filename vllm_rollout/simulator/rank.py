@@ -20,14 +20,14 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
-from vllm_rollout.emulation.drafts import share_factor
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.cost import computed_prompt_tokens
-from vllm_rollout.group.ranks.load import GroupLoad
-from vllm_rollout.group.step.admission import most_running
-from vllm_rollout.group.step.moving import DetachedGroup
-from vllm_rollout.group.step.step import GroupSteps
-from vllm_rollout.group.types import CandidateId, Confidence, Observation
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import CandidateId, Confidence, Observation
+from vllm_rollout.parts.emulation.drafts import share_factor
+from vllm_rollout.parts.moving.rules.detached import DetachedGroup
+from vllm_rollout.parts.moving.rules.load import GroupLoad
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.shaping.rules.admission import most_running
+from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
 from vllm_rollout.simulator.drafts import drafted
 from vllm_rollout.simulator.machine import Machine, RankRun
 from vllm_rollout.simulator.race import PoolCandidate, Race, Runner

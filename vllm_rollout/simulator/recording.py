@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_rollout.group.types import Ending, GroupResult
+from vllm_rollout.kernel.rules.types import Ending, GroupResult
+from vllm_rollout.parts.page.recording.rows import (
+    MAX_ROW_NAME_CHARS,
+    RolloutPrompt,
+    RolloutRow,
+    Trace,
+    TracedRollout,
+    end_of,
+)
 from vllm_rollout.simulator.machine import FleetRun
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.trace.rows import MAX_ROW_NAME_CHARS, RolloutPrompt, RolloutRow, Trace, TracedRollout, end_of
 from vllm_rollout.whole_file import PUBLIC, write_whole
 
 SECONDS_DIGITS = 6

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from vllm_rollout.group.judging.audit import AuditTurns, with_audits
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.history import observed_lengths
-from vllm_rollout.group.ranks.placement import Placement
+from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.page.recording.rows import TracedRollout
+from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.shaping.rules.history import observed_lengths
 from vllm_rollout.simulator.fleet import reward, run_fleet
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
@@ -21,7 +22,6 @@ from vllm_rollout.simulator.rank import run_races
 from vllm_rollout.simulator.recording import Ran, Recording
 from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionTerms, group_of, run_sessions
 from vllm_rollout.simulator.settings import Setting
-from vllm_rollout.trace.rows import TracedRollout
 
 
 def replay(

@@ -9,10 +9,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from vllm_rollout.parts.page.recording.file import told_reasons
+from vllm_rollout.parts.page.recording.rows import Trace
 from vllm_rollout.simulator.machine import Machine, duration
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
-from vllm_rollout.trace.file import told_reasons
-from vllm_rollout.trace.rows import Trace
 
 HARDLY_FASTER = 1.02
 """Speed-up below which a setting is not recommended."""

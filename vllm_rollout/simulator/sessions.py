@@ -4,7 +4,7 @@ A session generates as many tokens as the candidate of its index would, in turns
 each turn but the last, and the session leaves the batch meanwhile. The next turn reuses the part of its context that is
 still in the prefix cache, and computes the tool's tokens.
 
-Invariant: `group/racing/sessions.py` decides which sessions win and which are replaced. The course of a session depends
+Invariant: `parts/sessions/rules.py` decides which sessions win and which are replaced. The course of a session depends
 only on the seed, its rollout, its prompt and its index. With one turn each, a rank works as in `rank.py`.
 """
 
@@ -19,11 +19,11 @@ from random import Random
 from typing import NamedTuple
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.cost import computed_prompt_tokens
-from vllm_rollout.group.plans.rows import Integer, Number, row, rows
-from vllm_rollout.group.racing.sessions import Session, SessionLimits, SessionRace
-from vllm_rollout.group.types import CandidateId, GroupResult
+from vllm_rollout.kernel.rules.rows import Integer, Number, row, rows
+from vllm_rollout.kernel.rules.types import CandidateId, GroupResult
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.sessions.rules import Session, SessionLimits, SessionRace
+from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
 from vllm_rollout.simulator.machine import Machine, RankRun
 from vllm_rollout.simulator.race import Race, Runner
 from vllm_rollout.simulator.rank import Closed, Message, Rank

@@ -11,9 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.group.judging.audit import AuditUnit
-from vllm_rollout.group.plans.allocation import upper_bound
-from vllm_rollout.group.plans.fields import (
+from vllm_rollout.kernel.rules.fields import (
     AUTO,
     MAX_NAME_CHARS,
     PLAN_FIELDS,
@@ -23,9 +21,11 @@ from vllm_rollout.group.plans.fields import (
     PruningFields,
     SelectionRule,
 )
-from vllm_rollout.group.plans.plan import GroupPlan, default_num_longest, make_plan
-from vllm_rollout.group.plans.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.group.plans.rows import Either, Flag, Names, PlanError, Row, Text, rows
+from vllm_rollout.kernel.rules.plan import GroupPlan, default_num_longest, make_plan
+from vllm_rollout.kernel.rules.rows import Either, Flag, Names, PlanError, Row, Text, rows
+from vllm_rollout.parts.pruning.rules.audit import AuditUnit
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.parts.shaping.rules.allocation import upper_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Setting:
     tradeoff: float = DEFAULT_TRADEOFF
     """Weight lambda of redundancy "auto"."""
     audit_ratio: float = 0.0
-    """Share of groups in which no candidate is stopped (`group/judging/audit.py`)."""
+    """Share of groups in which no candidate is stopped (`parts/pruning/rules/audit.py`)."""
     audit_unit: AuditUnit = "rollout"
     order: LaunchRule = "auto"
     """Order in which groups start."""

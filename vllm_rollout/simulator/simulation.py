@@ -18,7 +18,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_rollout.group.plans.pruning_plan import make_pruning_plan
+from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.page.recording.rows import Trace
+from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
+from vllm_rollout.parts.pruning.rules.pruning_plan import make_pruning_plan
 from vllm_rollout.simulator import picture, report
 from vllm_rollout.simulator.drafts_report import gained_of
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
@@ -35,9 +38,6 @@ from vllm_rollout.simulator.rounds.replay import sweep_rounds
 from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, with_baselines
 from vllm_rollout.simulator.sessions import RECORDED, SessionTerms, parse_sessions
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
-from vllm_rollout.trace.file import read_trace
-from vllm_rollout.trace.rows import Trace
-from vllm_rollout.trace.session_rows import SessionGroupRow
 
 PLAIN_WIDTH = 120
 """Characters in a line of output that goes to a file."""

@@ -22,16 +22,16 @@ class Planted(RuntimeError):
 def plant() -> None:
     if ONE_IN not in os.environ:
         return
-    from vllm_rollout.adapter.core import scheduler
-    from vllm_rollout.adapter.core.held_outputs import HeldOutputs
-    from vllm_rollout.adapter.core.stop_strings import StopStrings
-    from vllm_rollout.adapter.worker import runner
-    from vllm_rollout.group.judging.judge import Judge
-    from vllm_rollout.group.racing.lifecycle import Group
-    from vllm_rollout.group.racing.race import RaceTable
-    from vllm_rollout.group.step.step import GroupSteps
-    from vllm_rollout.tracker.draft_memory import DraftMemory
-    from vllm_rollout.tracker.tracker import CandidateTracker
+    from vllm_rollout.kernel.core import scheduler
+    from vllm_rollout.kernel.core.held_outputs import HeldOutputs
+    from vllm_rollout.kernel.core.stop_strings import StopStrings
+    from vllm_rollout.kernel.rules.lifecycle import Group
+    from vllm_rollout.kernel.rules.step import GroupSteps
+    from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+    from vllm_rollout.kernel.worker import runner
+    from vllm_rollout.parts.drafts.worker.memory import DraftMemory
+    from vllm_rollout.parts.pruning.rules.judge import Judge
+    from vllm_rollout.parts.rounds.rules.race import RaceTable
 
     one_in = int(os.environ[ONE_IN])
     in_each_step = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vllm_rollout.demo.options import MAX_CANDIDATES, SEED, DemoOptions
 from vllm_rollout.demo.rounds.prompts import make_prompts
-from vllm_rollout.group.rounds.rounds import RunTerms
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 TEMPERATURE = 0.6
 """At temperature 1 one answer in five of this small model runs to the cap, for any prompt. Then candidates have tails,

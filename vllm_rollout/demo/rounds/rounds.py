@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 
-from vllm_rollout.client.client import AsyncRolloutClient
-from vllm_rollout.client.run import AsyncRun, Fed, RoundFeed
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.group.plans.prompt_key import seed_for
-from vllm_rollout.group.rounds.rounds import RunTerms
-from vllm_rollout.server.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.http.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
+from vllm_rollout.kernel.rules.prompt_key import seed_for
+from vllm_rollout.parts.rounds.client.run import AsyncRun, Fed, RoundFeed
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 RoundName = Literal["plain", "short", "long"]
 

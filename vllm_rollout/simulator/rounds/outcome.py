@@ -16,7 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from vllm_rollout.group.rounds.rounds import RoundKind
+from vllm_rollout.parts.rounds.rules.rounds import RoundKind
 from vllm_rollout.simulator.rounds.data import RunConditions
 from vllm_rollout.simulator.rounds.settings import RoundSetting, responses_only
 

@@ -16,15 +16,15 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.plans.launch import LaunchWindow, Turn, num_launch_places
-from vllm_rollout.group.racing.race import RacePlace
-from vllm_rollout.group.racing.selection import conclude
-from vllm_rollout.group.ranks.placement import Placement
-from vllm_rollout.group.ranks.work import Work
-from vllm_rollout.group.rounds.round_progress import GroupEnd, RoundProgress
-from vllm_rollout.group.rounds.rounds import OpenRound
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.kernel.rules.launch import LaunchWindow, Turn, num_launch_places
+from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.moving.rules.work import Work
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
+from vllm_rollout.parts.rounds.rules.rounds import OpenRound
 from vllm_rollout.simulator.fleet import Mover
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race

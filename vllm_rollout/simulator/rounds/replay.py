@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from vllm_rollout.group.judging.judge import Judge
-from vllm_rollout.group.lengths.history import observed_lengths
-from vllm_rollout.group.rounds.rounds import Entry, OpenRound, Run
-from vllm_rollout.group.types import GroupResult
+from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.rounds.rules.rounds import Entry, OpenRound, Run
+from vllm_rollout.parts.shaping.rules.history import observed_lengths
 from vllm_rollout.simulator.fleet import reward
 from vllm_rollout.simulator.planner import PlannedRollout, Planner
 from vllm_rollout.simulator.race import Race

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from vllm_rollout.parts.page.recording.rows import Trace
 from vllm_rollout.simulator.machine import duration
 from vllm_rollout.simulator.report import count, ideal_times, left_out, preemptions, table_of
 from vllm_rollout.simulator.rounds.outcome import (
@@ -19,7 +20,6 @@ from vllm_rollout.simulator.rounds.outcome import (
     mean_seconds,
     percentile_of_lengths,
 )
-from vllm_rollout.trace.rows import Trace
 
 Column = tuple[str, Callable[[RunOutcome], str]]
 DASH = "—"

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_rollout.group.plans.fields import RunFields
-from vllm_rollout.group.plans.plan import GroupPlan
-from vllm_rollout.group.plans.rows import rows
-from vllm_rollout.group.rounds.rounds import RunTerms
+from vllm_rollout.kernel.rules.fields import RunFields
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.rows import rows
+from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
 from vllm_rollout.simulator.settings import Setting, setting_of, written_fields
 

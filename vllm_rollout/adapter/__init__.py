@@ -1,4 +1,0 @@
-"""The only folder that imports vllm. Each override translates and obeys: the rules are in `vllm_rollout.group`."""
-
-PLUGIN = "vllm_rollout"
-"""Our name in VLLM_PLUGINS, which every process of the server inherits: `vllm-rollout serve` puts it there."""

@@ -1,1 +1,0 @@
-"""Calls from an API process to its engine cores: vLLM's client of several ranks, which may die, and our operations."""

@@ -1,1 +1,0 @@
-"""The engine of the rollout service, in parts: learning, shaping, moves."""

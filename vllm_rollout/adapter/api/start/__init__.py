@@ -1,1 +1,0 @@
-"""The start of a server, and of an engine that is profiled."""

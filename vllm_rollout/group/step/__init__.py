@@ -1,1 +1,0 @@
-"""The order of one engine step, and groups that move to another engine. Runs in the engine core."""

@@ -1,1 +1,0 @@
-"""Integrations with trainers. Invariant: importing this package imports neither the trainer nor vllm nor torch."""

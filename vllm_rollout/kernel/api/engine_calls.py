@@ -1,0 +1,201 @@
+"""Calls from an API process to its engine cores, by the call table.
+
+Invariant: a dead engine is a RequestError (503).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from http import HTTPStatus
+from typing import Any, Protocol, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_rollout.background import begin, heard
+from vllm_rollout.kernel.call_table import CALL_METHOD, READ, Argument, Operation, Result
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
+from vllm_rollout.parts.moving.api.rank_client import RankDied, answers_of_the_living
+
+Value = TypeVar("Value")
+
+LOOK_S = 1.0
+"""Seconds between two checks whether the engine is alive, while a call waits for its answer."""
+
+
+class CalledClient(Protocol):
+    """The part of an engine client that calls need."""
+
+    vllm_config: VllmConfig
+    engine_core: Any
+    """vLLM's client of the engine cores."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def living_ranks(self) -> Sequence[int]: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+
+class CalledCores:
+    """Engine cores without an engine client of ours, as the part of a client that calls need."""
+
+    def __init__(self, engine_core: Any, vllm_config: VllmConfig, num_ranks: int = 1) -> None:
+        self.engine_core, self.vllm_config, self.num_ranks = engine_core, vllm_config, num_ranks
+        self.living_ranks = range(num_ranks)
+
+    @property
+    def errored(self) -> bool:
+        return bool(self.engine_core.resources.engine_dead)
+
+
+class EngineCalls:
+    """Calls through one engine client, shared by the parts of the service's engine."""
+
+    def __init__(self, client: CalledClient) -> None:
+        self._client = client
+        self.after_change: Callable[[], None] = lambda: None
+        """Called after training and after new lengths: there is new state to save."""
+        self._reading = asyncio.Lock()
+        self._turn_of: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One lock per rank: calls run one at a time, so that no two of them run between the same two steps."""
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def num_ranks(self) -> int:
+        return self._client.num_ranks
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """The configuration of the current engine."""
+        return self._client.vllm_config
+
+    @property
+    def living_ranks(self) -> Sequence[int]:
+        return self._client.living_ranks
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that trains, and that is asked for data that all ranks have."""
+        return next(iter(self.living_ranks), 0)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while several calls belong together: an engine must get all of them or none."""
+        return bool(self._running) or self._reading.locked()
+
+    async def call_rank(self, rank: int, operation: Operation[Argument, Result], argument: Argument) -> Result:
+        """Run one operation on one rank of this API process. Raises: RequestError (503) if the rank is dead."""
+        payload = operation.encode_argument(argument)
+        try:
+            async with self._turn_of[rank]:
+                core = self._client.engine_core  # read here: the engine may have been rebuilt during the wait
+                answer = await self.unless_dead(
+                    core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
+                )
+        except RankDied as error:
+            raise EngineStopped(str(error), status=error.http_status) from error
+        except EngineDeadError as error:
+            raise engine_stopped() from error
+        return operation.decode_result(answer)
+
+    async def call_first(self, operation: Operation[Argument, Result], argument: Argument) -> Result:
+        """Run one operation on the first living rank."""
+        return await self._ask_first(lambda rank: self.call_rank(rank, operation, argument))
+
+    async def _ask_first(self, ask: Callable[[int], Awaitable[Value]]) -> Value:
+        """Call `ask` for the first living rank, and for the next one if that rank dies meanwhile."""
+        while True:
+            rank = self.first_rank
+            try:
+                return await ask(rank)
+            except EngineStopped:
+                if rank in self.living_ranks or not self.living_ranks:
+                    raise
+
+    async def call_if_alive(
+        self, rank: int, operation: Operation[Argument, Result], argument: Argument
+    ) -> Result | None:
+        """Run one operation on one rank. Returns None if the rank is dead or dies meanwhile."""
+        try:
+            return await self.call_rank(rank, operation, argument)
+        except EngineStopped:
+            if rank in self.living_ranks:
+                raise
+            return None
+
+    async def call_each(self, operation: Operation[Argument, Result], argument: Argument) -> dict[int, Result]:
+        """Run one operation on every rank. Returns the results of living ranks by rank, in order."""
+        payload = operation.encode_argument(argument)
+        core = self._client.engine_core
+        calls = {
+            rank: core._call_utility_async(CALL_METHOD, operation.name, payload, engine=core.core_engines[rank])
+            for rank in self.living_ranks
+        }
+        try:
+            answers = await self.unless_dead(answers_of_the_living(calls))
+        except EngineDeadError as error:
+            raise engine_stopped() from error
+        return {rank: operation.decode_result(answer) for rank, answer in answers.items()}
+
+    async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """Results of `call_each` as a list, without ranks."""
+        return list((await self.call_each(operation, argument)).values())
+
+    async def unless_dead(self, call: Awaitable[Value]) -> Value:
+        """Await a call. If the engine dies, vLLM would wait for ever: here the call ends.
+
+        Raises: RequestError (503).
+        """
+        calling = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([calling], timeout=LOOK_S))[0]:
+                if self._client.errored:
+                    raise engine_stopped()
+            return calling.result()
+        finally:
+            calling.cancel()
+
+    async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
+        """Read data that the first rank writes in parts, each between two of its steps. Returns None if there is
+        nothing to open.
+
+        `argument`: makes the opening operation's argument from a reader's name. One read at a time, because each read
+        holds memory of the engine.
+        """
+        async with self._reading:
+            return await self._ask_first(lambda rank: self._read_from(rank, open_operation, argument))
+
+    async def _read_from(
+        self, rank: int, open_operation: Operation[Any, Any], argument: Callable[[str], Any]
+    ) -> bytes | None:
+        reader = uuid.uuid4().hex
+        if await self.call_rank(rank, open_operation, argument(reader)) is False:
+            return None
+        pieces = []
+        while (piece := await self.call_rank(rank, READ, reader)) is not None:
+            pieces.append(piece.data)
+            if piece.is_last:
+                return b"".join(pieces)
+        raise RequestError(
+            "too many read what this server has learned at the same time. Try again.",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+    async def to_its_end(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """Await work that continues if its caller goes away: half of it would leave ranks different."""
+        return await heard(begin(work, self._running), "a call of several ranks", refusals=(RequestError,))
+
+
+def engine_stopped() -> EngineStopped:
+    """The error for a client if the engine is dead."""
+    return EngineStopped(
+        "the engine has stopped; restart the server and see its log for the reason.",
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+    )

@@ -1,0 +1,473 @@
+"""Groups on an engine client of vLLM's: one tagged vLLM request per candidate.
+
+Invariant: a request without our fields takes the client's own path unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, suppress
+from copy import copy
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from vllm_rollout.background import spawn
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
+from vllm_rollout.kernel.api.outputs import (
+    CandidateFailed,
+    CandidateOutput,
+    choices_of,
+    chosen,
+    ending_of,
+    let_stream,
+    pad_prompt_logprobs,
+)
+from vllm_rollout.kernel.api.prompts import digest_of_prompt
+from vllm_rollout.kernel.api.refusals import (
+    NO_PROMPT_LOGPROBS,
+    pruning_refusal,
+    refuse_unwritable,
+    refuses_prompt_logprobs,
+)
+from vllm_rollout.kernel.api.versions import REJECTIONS, mend_weight_spans
+from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
+from vllm_rollout.kernel.http.clients import client_namespace
+from vllm_rollout.kernel.http.engine import Beginnings, EngineStopped, Outlook
+from vllm_rollout.kernel.http.fan_in import FanIn
+from vllm_rollout.kernel.http.metrics import LeftBy, Metrics
+from vllm_rollout.kernel.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
+from vllm_rollout.kernel.names import AdapterNames
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
+from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
+from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
+from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
+from vllm_rollout.kernel.rules.xargs import (
+    PRUNING_XARGS,
+    as_written,
+    audit_ratio_from_xargs,
+    plan_from_xargs,
+    rollout_xargs,
+)
+from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, forced_length
+from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
+from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring
+from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
+from vllm_rollout.parts.rounds.api import resumed_params, resumed_prompt
+from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.sessions import api as session_turns
+from vllm_rollout.parts.sessions.http.groups import OpenTurn
+from vllm_rollout.parts.sessions.http.service import SessionService
+
+LAST_OUTPUT_S = 10.0
+"""Longest wait in seconds for the last output of a candidate whose client has left. It takes one step, unless
+generation is paused.
+"""
+
+logger = init_logger("vllm.vllm_rollout")
+
+
+class GroupClient:
+    """Mixin before a class that sends single requests (`generate`), such as AsyncLLM."""
+
+    fields_in = "vllm_xargs"
+    """Name of the field in which users write our fields."""
+    vllm_config: VllmConfig
+    engine_core: Any
+    num_api_processes: int
+    """API processes of the server."""
+    client_index: int
+    """Number of this API process, from 0."""
+    rollout_metrics: Metrics
+    routes: GroupRoutes
+    answer_grader: AnswerGrader | None = None
+    """None until the services are built."""
+    sessions: SessionService | None = None
+    """None until the services are built."""
+
+    def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
+        """Set up the groups. Call this once, before the first request comes."""
+        self.routes, self.rollout_metrics = routes, metrics
+        self.unread: dict[str, RequestOutputCollector | None] = {}
+        """Collectors of the last outputs of candidates whose client has left, by request id. Their tokens are counted.
+        """
+        self._prompt_groups = PromptGroups()
+        self._audits = AnswerAudits()
+        self._adapters = AdapterNames()
+        self._refuses_prompt_logprobs = refuses_prompt_logprobs(self.vllm_config)
+
+    @property
+    def max_candidates(self) -> int:
+        return self.vllm_config.scheduler_config.max_num_seqs
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self._refuses_prompt_logprobs and sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError(NO_PROMPT_LOGPROBS, parameter="prompt_logprobs")
+        if kwargs.get("lora_request") is not None:
+            kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
+        extra_args = sampling_params.extra_args
+        if extra_args:
+            refuse_unwritable(extra_args)
+        if self.sessions is not None and self.sessions.names_session(extra_args or {}):
+            return self._turn(prompt, sampling_params, request_id, **kwargs)
+        if not extra_args:
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
+        if TAG_KEY in extra_args:
+            raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
+        self._check_forced_length(extra_args)
+        xargs = rollout_xargs(extra_args)
+        if not xargs:
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
+        refuse_on_open_path(xargs)
+        if REWARD in xargs and self.answer_grader is not None:
+            options = self.answer_grader.options(xargs, sampling_params)
+            outputs = self.generate(prompt, without_reward(sampling_params), request_id, **kwargs)
+            return self.answer_grader.graded(outputs, options, xargs, request_id)
+        try:
+            plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
+            audit_ratio = audit_ratio_from_xargs(xargs, ServeOptions.of(self.vllm_config).audit_ratio)
+        except PlanError as error:
+            raise self._invalid(error.field, str(error)) from error
+        if plan.pruning is not None and (refusal := pruning_refusal(self.vllm_config)) is not None:
+            field = PRUNING_XARGS["detection_length"]
+            raise self._invalid(field, f"{field}: {refusal}")
+        params = copy(sampling_params)
+        params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
+        if isinstance(plan, GroupJoin):
+            self._refuse_unnamed(plan)
+            return self._generate_joined(replace(plan, audit_ratio=audit_ratio), prompt, params, request_id, **kwargs)
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        kind = (lora and lora.lora_name, plan.returns_all)
+        if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
+            plan = plan.audited()
+        return self._generate_choices(plan, prompt, params, request_id, **kwargs)
+
+    def _turn(
+        self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request that is one turn of a session (docs/guides/agents.md)."""
+        assert self.sessions is not None
+        extra_args = params.extra_args or {}
+        self._check_forced_length(extra_args)
+        xargs = rollout_xargs(extra_args)
+        refuse_on_open_path(xargs or ("rollout_session",))
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        turn = session_turns.turn_of(self.sessions, xargs, prompt, params, lora and lora.lora_name)
+        if turn is None:
+            return session_turns.ended_at_once(request_id, prompt, params)
+        params = session_turns.params_of(params.clone(), turn)
+        params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
+        return self._generate_turn(turn, prompt, params, request_id, **kwargs)
+
+    async def _generate_turn(
+        self, turn: OpenTurn, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run the turn on its group's rank."""
+        assert self.sessions is not None
+        max_model_len = self.vllm_config.model_config.max_model_len
+        prompt = await session_turns.compared(self.sessions, turn, prompt, max_model_len)
+        if not session_turns.begin(self.sessions, turn):
+            async for output in session_turns.ended_at_once(request_id, prompt, params):
+                yield output
+            return
+        routes = []
+        try:
+            rank = kwargs.get("data_parallel_rank")
+            for engine_id in dict.fromkeys((turn.group.engine_id, turn.engine_id)):
+                routes.append(self.routes.join(engine_id, session_turns.MANY, rank))
+                turn.group.rank = rank = routes[0].rank
+            tag = session_turns.tag_of(turn, params)
+            in_deltas = params.output_kind == RequestOutputKind.DELTA
+            candidate = self._generate_candidate(tag, prompt, params, request_id, **kwargs)
+            async with aclosing(session_turns.heard(self.sessions, turn, candidate, in_deltas=in_deltas)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self.sessions.leave(turn)
+            for route in routes:
+                self.routes.leave_joined(route, refused=False)
+
+    def first_of_answer(self, request_id: str) -> str:
+        """Id of the first request among those that are answered together with this one."""
+        return first_of_completion(request_id)
+
+    def _refuse_unnamed(self, join: GroupJoin) -> None:
+        """Raises: VLLMValidationError if siblings may reach another API process, which has other groups. Endpoints that
+        join groups pass all such requests to the first process.
+        """
+        if join.name is None and self.client_index > 0:
+            raise self._invalid(
+                "rollout_group_id",
+                "rollout_group_id: is needed at this endpoint with several API processes, of which the requests of one "
+                "prompt may reach different ones. Name each group, or start one process (--api-server-count 1).",
+            )
+
+    def _invalid(self, field: str, message: str) -> VLLMValidationError:
+        """The error for a client. `message` begins with the field's name, as the client writes it."""
+        return VLLMValidationError(f"{self.fields_in}.{message}", parameter=f"{self.fields_in}.{field}")
+
+    def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
+        """Check the forced length here, because a worker has no client to answer. Raises: VLLMValidationError."""
+        if ServeOptions.of(self.vllm_config).emulation is not None:
+            try:
+                forced_length(extra_args)
+            except ValueError as error:
+                raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{LENGTHS_FIELD}") from error
+
+    async def _generate_candidate(
+        self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[tuple[RequestOutput, EndingNote | None], None]:
+        """Yield one candidate's outputs. The last one comes with the scheduler's note.
+
+        Raises: VLLMValidationError if the named group refused the candidate.
+        """
+        params.extra_args = {**(params.extra_args or {}), **tag.to_extra_args()}
+        async with aclosing(super().generate(prompt, params, request_id, **kwargs)) as outputs:
+            async for output in outputs:
+                note, output.kv_transfer_params = EndingNote.take(output.kv_transfer_params)
+                if note is not None and note.refusal is not None:
+                    field, refusal = as_written(note.refusal)
+                    raise self._invalid(field, refusal)
+                if note is not None:
+                    (completion,) = output.outputs
+                    mend_weight_spans(completion, note.weights)
+                    if note.state in STOP_STATES:  # a stop string in the last token does not make it a winner
+                        completion.finish_reason, completion.stop_reason = "abort", note.state
+                pad_prompt_logprobs(output)
+                yield output, note
+
+    async def run_candidates(
+        self,
+        group_id: str,
+        plan: GroupPlan,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        scoring: Scoring | None = None,
+        observed: bool = True,
+        place: RacePlace | None = None,
+        beginnings: Beginnings | None = None,
+        outlook: Outlook | None = None,
+        data_parallel_rank: int | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
+        """Run the candidates of one group. Yields their outputs as they come, in the kind that `params` asks for.
+
+        With `beginnings`, candidates continue from these tokens, and their outputs have the later tokens only.
+        `outlook`: the expected lengths, by which a rank is chosen, and the reasons for which the group may move.
+
+        Without `observed` and `scoring`, logits are not observed, and there is no mean confidence.
+
+        A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
+        Closing the generator aborts the running candidates. Raises errors that concern all candidates: bad parameters,
+        a full queue, a dead engine.
+
+        At most three outputs per candidate are held for a slow reader. The queue holds one per candidate. One more
+        waits for a place in the queue, and vLLM merges later deltas into a third one.
+        """
+        if kwargs.get("lora_request") is not None:
+            kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
+        before_each = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
+        begun = {index: len(before) for index, before in before_each.items()}
+        route = self.routes.open(group_id, begun, data_parallel_rank, outlook)
+        # One place per candidate: with fewer, candidates of one step wait for each other, a task switch per output.
+        candidates: FanIn[CandidateOutput | CandidateFailed] = FanIn(plan.num_candidates)
+        params = params.clone()
+        params.skip_clone = True  # siblings share fields that they only read. Others are copied below
+        delta = params.output_kind == RequestOutputKind.DELTA
+        interval = (params.stream_interval or 1) if delta else OUTPUT_INTERVAL_TOKENS
+
+        spare_indices = count(plan.num_candidates if beginnings is None else beginnings.next_index)
+        namespace = client_namespace()
+
+        async def run(
+            index: int, before: Sequence[int] = ()
+        ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
+            its = scoring
+            if scoring is not None and before and beginnings is not None:
+                survival = beginnings.survival.get(index, 1.0)
+                its = replace(scoring, num_resumed=len(before), survival_before=survival)
+            tag = CandidateTag(group_id, index, plan.terms, interval, its, observed, place, len(before), namespace)
+            child = resumed_params(params, len(before))
+            child.n = 1
+            child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
+            whole_prompt = resumed_prompt(prompt, before)
+            outputs = self._generate_candidate(
+                tag, whole_prompt, child, f"{group_id}-c{index}", data_parallel_rank=data_parallel_rank, **kwargs
+            )
+            try:
+                num_tokens = 0
+                async with aclosing(outputs):
+                    async for output, note in outputs:
+                        num_tokens += len(output.outputs[0].token_ids)
+                        yield CandidateOutput(index, output, note)
+                        if note is not None and note.is_replaced:  # before it counts as over
+                            candidates.add(run(spare := next(spare_indices)))
+                            self.routes.begins(route, spare)
+                self.routes.ended(route, index, num_tokens)
+            except (VLLMClientError, GracefulHTTPError, EngineDeadError, *REJECTIONS):
+                raise
+            except Exception as error:  # one candidate's failure is not its group's: the reader ends it as failed
+                logger.exception("candidate %d of group %s failed", index, group_id)
+                cause = error.__cause__ or error  # vLLM's own error has no details
+                yield CandidateFailed(index, f"{type(cause).__name__}: {cause}")
+
+        for index, before in before_each.items():
+            candidates.add(run(index, before))
+        try:
+            async for output in candidates:
+                yield output
+        finally:
+            await candidates.close()
+            self.routes.close(route)
+
+    async def _generate_choices(
+        self, plan: GroupPlan, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a group for an OpenAI request: exactly n choices.
+
+        The winners are known when the group is over, so a stream gets each choice in one piece.
+        """
+        started = time.monotonic()
+        is_stream = params.output_kind == RequestOutputKind.DELTA
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        finals: dict[int, RequestOutput] = {}
+        endings: dict[int, Ending] = {}
+        group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
+        scoring = plan.pruning and scoring_of(group_id, digest_of_prompt(prompt), params)
+        stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
+        ids = {index: f"{group_id}-c{index}" for index in range(plan.num_candidates)}
+        self.unread.update(dict.fromkeys(ids.values()))
+        try:
+            async with aclosing(stream) as outputs:
+                async for candidate in outputs:
+                    if isinstance(candidate, CandidateFailed):
+                        continue
+                    finals[candidate.index] = candidate.output
+                    endings[candidate.index] = ending_of(candidate)
+                    if candidate.note is not None and candidate.note.assessment is not None:
+                        self.rollout_metrics.candidate_scored(candidate.note.assessment)
+        except (asyncio.CancelledError, GeneratorExit):
+            unread = [self.unread[id] for index, id in ids.items() if index not in endings]
+            spawn(self._count_left("choices", endings.values(), unread), "a client that left")
+            raise
+        finally:
+            for id in ids.values():
+                del self.unread[id]
+        for index in range(plan.num_candidates):
+            endings.setdefault(index, Ending(index, "failed", 0))
+        result = conclude(plan, endings.values())
+        self.rollout_metrics.group_over(result, time.monotonic() - started, audit=plan.audit)
+        if not finals:
+            raise RuntimeError(f"all {plan.num_candidates} candidates of request {request_id} failed")
+        indices = chosen(plan, result, finals)
+        if plan.pruning is not None:
+            name = answer_name(request_id, client_namespace(), plan.group_size)
+            await self._name_choices(name, group_id, indices)
+        answer = finals[indices[0]]  # its prompt was computed if any candidate's was
+        answer.request_id = request_id
+        answer.outputs = choices_of(plan, indices, finals)
+        answer.finished = True
+        if is_stream:
+            let_stream(answer)
+        yield answer
+
+    async def _count_left(
+        self,
+        request: LeftBy,
+        endings: Iterable[Ending],
+        unread: Iterable[RequestOutputCollector | None],
+        before: int = 0,
+    ) -> None:
+        """Count a request whose client has left, once its candidates have ended. `before`: tokens that the client has
+        read.
+        """
+        ended = list(endings)
+        for collector in unread:
+            num_tokens = before
+            with suppress(TimeoutError, EngineDeadError, GracefulHTTPError):
+                async with asyncio.timeout(LAST_OUTPUT_S):
+                    while collector is not None:
+                        output = await collector.get()
+                        (completion,) = output.outputs
+                        in_deltas = collector.aggregate
+                        num_tokens = len(completion.token_ids) + (num_tokens if in_deltas else 0)
+                        if output.finished:
+                            break
+            ended.append(Ending(0, "failed", num_tokens))
+        self.rollout_metrics.client_left(request, ended)
+
+    async def _name_choices(self, answer: AnswerName, group_id: str, indices: Sequence[int]) -> None:
+        """Name the choices in the engine, so that rewards can refer to them. Does nothing if the engine has stopped."""
+        choices = dict(enumerate(indices, start=answer.choice))
+        with suppress(EngineStopped):
+            await EngineCalls(self).call_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
+
+    async def _generate_joined(
+        self, join: GroupJoin, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one of several requests that form a group. They run on one rank."""
+        content = digest_of_prompt(prompt)
+        lora: LoRARequest | None = kwargs.get("lora_request")
+        interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
+        is_stream = params.output_kind == RequestOutputKind.DELTA
+        adapter, pinned_rank = lora and lora.lora_name, kwargs.get("data_parallel_rank")
+        if (reason := too_long(request_id)) is not None:
+            raise VLLMValidationError(f"request_id: {reason}", parameter="request_id")
+        client = client_namespace()
+        answer = answer_name(request_id, client, namespace=join.namespace)
+        join = replace(join, namespace=f"{client}/{join.namespace}")
+        with self._prompt_groups.named(join, content, adapter, pinned_rank) as name:
+            group_id = joined_id(join.namespace, name, content, adapter or "")
+            tag = tag_of(join, group_id, content, params, answer, output_interval=interval)
+            route = self.routes.join(tag.group_id, join.num_candidates, pinned_rank)
+            num_tokens, refused, left = 0, False, False
+            self.unread[request_id] = None
+            last: CandidateOutput | None = None
+            try:
+                async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
+                    async for output, note in outputs:
+                        (completion,) = output.outputs
+                        before = num_tokens if is_stream else 0
+                        num_tokens = before + len(completion.token_ids)
+                        last = CandidateOutput(0, output, note)
+                        if note is not None and note.assessment is not None:
+                            self.rollout_metrics.candidate_scored(note.assessment)
+                        if is_stream:
+                            let_stream(output)
+                        yield output
+            except (VLLMClientError, GracefulHTTPError, *REJECTIONS):
+                refused = True
+                raise
+            except (asyncio.CancelledError, GeneratorExit):
+                left = True
+                raise
+            finally:
+                self.routes.leave_joined(route, refused=refused)
+                unread = self.unread.pop(request_id, None)
+                if left and not (last is not None and last.output.finished):
+                    spawn(self._count_left("joined", (), [unread], num_tokens), "a client that left")
+                elif not refused:
+                    self.rollout_metrics.joined_over(
+                        Ending(0, "failed", num_tokens) if last is None else ending_of(last, num_tokens)
+                    )

@@ -1,0 +1,85 @@
+"""Paths that vLLM's --api-key does not guard.
+
+Invariant: our fields work on guarded paths only. Trainers' routes that change something need the same keys as our own
+endpoints.
+
+vLLM guards the paths that begin with one of its prefixes. /invocations generates without a key. A server without
+--api-key takes our fields on the same paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from http import HTTPStatus
+
+from fastapi import Depends, HTTPException, Request
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
+from vllm.exceptions import VLLMValidationError
+
+from vllm_rollout.kernel.http.admin import require_admin
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.paths import path_of
+
+_open_path: ContextVar[str | None] = ContextVar("open_path", default=None)
+"""Path of the current request if no key guards it, else None."""
+
+
+class OpenPaths:
+    """ASGI middleware that marks requests on paths without a key, by vLLM's own rule."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            path = path_of(scope)
+            _open_path.set(None if path.startswith(GUARDED_PREFIX) else path)
+        await self._app(scope, receive, send)
+
+
+def refuse_on_open_path(fields: Iterable[str]) -> None:
+    """Raises: VLLMValidationError (400) for our fields in a request on a path without a key."""
+    if (path := _open_path.get()) is None:
+        return
+    field = f"vllm_xargs.{next(iter(fields))}"
+    raise VLLMValidationError(
+        f"{field}: rollout fields are not taken on {path}, which --api-key does not guard. Send the request to "
+        "/v1/completions, /v1/chat/completions or /inference/v1/generate.",
+        parameter=field,
+    )
+
+
+def has_key(app: Starlette, headers: Headers) -> bool:
+    """True if the request has --api-key, or the server has none."""
+    return all(
+        AuthenticationMiddleware(app, **middleware.kwargs).verify_token(headers)
+        for middleware in app.user_middleware
+        if middleware.cls is AuthenticationMiddleware
+    )
+
+
+def lacks_key(app: Starlette, scope: Scope) -> bool:
+    """True if vLLM refuses a request because it lacks --api-key."""
+    is_guarded = scope["method"] != "OPTIONS" and path_of(scope).startswith(GUARDED_PREFIX)
+    return is_guarded and not has_key(app, Headers(scope=scope))
+
+
+def require_keys(request: Request) -> None:
+    """Raises: HTTPException (401) if --api-key or --rollout-admin-key is set and the request lacks it."""
+    if not has_key(request.app, request.headers):
+        raise HTTPException(
+            HTTPStatus.UNAUTHORIZED,
+            "authorization: needs a key that the server was given as --api-key, as a bearer token.",
+        )
+    try:
+        require_admin(request)
+    except RequestError as error:
+        raise HTTPException(error.status, str(error)) from error
+
+
+KEYS_NEEDED = [Depends(require_keys)]
+"""FastAPI dependencies of a trainer's route that changes something."""

@@ -1,0 +1,118 @@
+"""A candidate in the scheduler. Invariant: the scheduler's data about it is here, not on vLLM's request."""
+
+from __future__ import annotations
+
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.kernel.core.held_outputs import HeldOutputs
+from vllm_rollout.kernel.core.stop_strings import StopStrings
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.types import CandidateId, EndReason, Observation
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
+
+END_REASONS: dict[RequestStatus, EndReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_REPETITION: "length",
+}
+"""End reason by final status. Every other status (aborted, error, ignored) is `failed`."""
+
+
+class EngineCandidate:
+    """A tagged request in the scheduler."""
+
+    __slots__ = (
+        "end_reason",
+        "error",
+        "group",
+        "held",
+        "id",
+        "is_launched",
+        "is_told",
+        "num_dropped",
+        "reads_notes",
+        "refusal",
+        "request",
+        "stop_strings",
+        "weights",
+    )
+
+    id: CandidateId
+    group: Group
+    """Group of the candidate. Like `id`, set when it is launched."""
+
+    def __init__(self, request: Request, output_interval: int = 1, *, reads_notes: bool = True) -> None:
+        self.request = request
+        self.reads_notes = reads_notes
+        """True if the client of the request is ours."""
+        params = request.sampling_params
+        self.held = HeldOutputs(output_interval, None if params is None else params.num_logprobs)
+        self.stop_strings: StopStrings | None = None
+        self.weights: list[tuple[int, int]] = []
+        """Pairs of first output token and number of the weights change from which the tokens were sampled."""
+        self.end_reason: EndReason | None = None
+        self.refusal: str | None = None
+        """Reason why its group refused it."""
+        self.error: str | None = None
+        """Reason why it failed, if known."""
+        self.is_launched = False
+        """True if it is in a group: it was not refused, and the group is not broken."""
+        self.is_told = False
+        """True if its group knows that it has ended."""
+        self.num_dropped = 0
+        """Tokens of the last step after the one that completed a stop string."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens, without dropped ones."""
+        return self.request.num_output_tokens - self.num_dropped
+
+    def sampled_by(self, change: int) -> None:
+        """Note that tokens from now on are sampled by the weights of this change."""
+        start = self.request.num_output_tokens
+        if self.weights and self.weights[-1][0] == start:
+            self.weights.pop()
+        self.weights.append((start, change))
+
+
+def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
+    """Observation at the last token of a candidate that ended in this step. None if no final score is wanted, or the
+    step has no observation of it (aborted between steps).
+    """
+    plan = candidate.group.terms.pruning
+    if plan is None or not plan.final_score or candidate.end_reason == "failed":
+        return None
+    found = _last_token(candidate, model_runner_output)
+    if found is None:
+        return None
+    report, row, token = found
+    return report.last_observation(row, token)
+
+
+def confidence_of(
+    candidate: EngineCandidate, model_runner_output: ModelRunnerOutput | None
+) -> tuple[float, float] | None:
+    """Mean and standard deviation of the candidate's token confidences. None if this step's report does not
+    have them.
+    """
+    found = None if model_runner_output is None else _last_token(candidate, model_runner_output)
+    if found is None:
+        return None
+    report, row, token = found
+    mean, std = report.confidence[:, token, row].tolist()
+    return (mean, std) if mean == mean else None
+
+
+def _last_token(
+    candidate: EngineCandidate, model_runner_output: ModelRunnerOutput
+) -> tuple[RunnerReport, int, int] | None:
+    """This step's report, the candidate's row in it, and the index of its last token in the step.
+
+    None if the candidate is not in the step, or the worker observed no candidate in this step.
+    """
+    row = model_runner_output.req_id_to_index.get(candidate.request.request_id)
+    report: RunnerReport | None = model_runner_output.__dict__.get(REPORT_ATTRIBUTE)
+    if row is None or report is None or (token := report.token_of(row, candidate.num_tokens)) is None:
+        return None
+    return report, row, token

@@ -1,0 +1,187 @@
+"""Versions of the weights that sampled a token, and that computed the KV of a block.
+
+At a change, a request that has not begun gets another cache salt: it reads KV of the new weights only. A running
+request keeps its KV. Its later blocks are shared with no other request, because they depend on KV of both versions.
+`recompute` computes a request's KV again by the new weights only.
+
+Invariant: a request that begins after a change never reads a block from before it. If the client has salted a request,
+the salt stays, and the client is responsible for its blocks. Before the first change nothing is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rollout.kernel.weights import Changes
+
+OWN_SALT = "vllm_rollout/"
+FIRST_VERSION = "default"
+"""vLLM's name for weights without a name."""
+
+
+class Preempting(Protocol):
+    """The part of our schedulers that weights need beside vLLM's scheduler."""
+
+    def preempt(self, request: Request, *, drop_stale_output: bool) -> None: ...
+
+
+class Weights:
+    """The weights of one engine, in its scheduler."""
+
+    def __init__(self, groups: Preempting, scheduler: Scheduler) -> None:
+        """`groups` and `scheduler` are the same object, as our class and as vLLM's."""
+        self._groups = groups
+        self._scheduler = scheduler
+        self._known = Changes.num
+        """Number of the change after which requests were salted last."""
+        self._first = Changes.num
+        """Number of the last change before this engine. Another engine of this process may have had some."""
+        self.sampling = Changes.num
+        """Number of the change after which the last step that was read was computed."""
+        self._names: dict[int, str] = {}
+        self.workers_count = True
+        """True if the workers are ours."""
+
+    def look(self) -> None:
+        """Salt requests anew if weights have changed. Called between two steps."""
+        change = Changes.num
+        if change == self._known:
+            return
+        self._known = change
+        for request in self._scheduler.requests.values():
+            if not self._is_ours(request):
+                continue
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                salt(request, self._salt)
+            else:
+                self._isolate(request)
+
+    def begin(self, request: Request) -> None:
+        """Salt a request that comes, for the first time or from another engine."""
+        self.look()
+        begins = request.cache_salt is None or (self._is_ours(request) and not request.num_output_tokens)
+        if begins and self._known != self._first:
+            salt(request, self._salt)
+
+    def recompute(self, requests: Iterable[Request]) -> int:
+        """Compute requests that run on KV of older weights again by the newest ones. Returns the number of these
+        requests.
+
+        They are preempted and run next. Their tokens in flight are sampled again.
+        """
+        self.look()
+        scheduler = self._scheduler
+        stale = {each for each in requests if each.status == RequestStatus.RUNNING and self._may_be_stale(each)}
+        running = [each for each in scheduler.running if each in stale]
+        scheduler.running = [each for each in scheduler.running if each not in stale]
+        for request in reversed(running):  # each is put before those that wait
+            self._groups.preempt(request, drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            self.preempted(request)
+            if not self._is_ours(request):  # its client's salt also finds KV of older weights
+                request.skip_reading_prefix_cache = True
+        return len(running)
+
+    def preempted(self, request: Request) -> None:
+        """Salt a preempted request anew, because its own blocks depend partly on older weights."""
+        if self._may_be_stale(request) and self._is_ours(request):
+            salt(request, self._salt)
+
+    def sampled_by(self, change: int) -> bool:
+        """Note that a step was computed after this change. Returns True if the change is new."""
+        if change == self.sampling:
+            return False
+        self.sampling = change
+        return True
+
+    def name(self, version: str) -> None:
+        """Name the newest weights."""
+        self._names[self._known] = version
+
+    def is_named_otherwise(self, version: str) -> bool:
+        """True if a name belongs to weights whose arrival was not noticed."""
+        known = self._names.get(self._known, FIRST_VERSION if self._known == self._first else None)
+        return known is not None and known != version
+
+    def version(self, change: int) -> str:
+        """Name of the weights after a change. Without a name: the change's number, which is the same on all ranks."""
+        return self._names.get(change) or (FIRST_VERSION if change == self._first else str(change))
+
+    @property
+    def num_changes(self) -> int:
+        """Weights changes of this engine."""
+        return self._known - self._first
+
+    @property
+    def newest(self) -> str:
+        """Name of the newest weights."""
+        return self.version(self._known)
+
+    def named(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, str]]:
+        """Versions in place of changes, each with its first token. Neighbours with the same name are merged."""
+        named: list[tuple[int, str]] = []
+        for start, change in spans:
+            version = self.version(change)
+            if not named or named[-1][1] != version:
+                named.append((start, version))
+        return named
+
+    @property
+    def _salt(self) -> str:
+        return f"{OWN_SALT}{self._known}"
+
+    @staticmethod
+    def _is_ours(request: Request) -> bool:
+        return request.cache_salt is None or request.cache_salt.startswith(OWN_SALT)
+
+    def _may_be_stale(self, request: Request) -> bool:
+        """True if the request may have begun before the last change. A client's own salt does not show this."""
+        if self._known == self._first:
+            return False
+        return not self._is_ours(request) or request.cache_salt != self._salt
+
+    def _isolate(self, request: Request) -> None:
+        """Give the request's later blocks hashes that no other request can have."""
+        hasher = request._block_hasher
+        if hasher is None or _has_own_hashes(hasher):
+            return
+        num_computed = request.num_computed_tokens // self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        del request.block_hashes[num_computed:]
+        request._block_hasher = partial(_own_hashes, hasher, request.request_id.encode())
+        request.update_block_hashes()
+
+
+def salt(request: Request, value: str) -> None:
+    """Salt a request: only requests with the same salt find its blocks."""
+    request.cache_salt, request.block_hashes = value, []
+    if _has_own_hashes(hasher := request._block_hasher):
+        request._block_hasher = hasher.args[0]
+    request.update_block_hashes()
+
+
+def salt_to_move(request: Request) -> str | None:
+    """Salt with which a request continues in another engine. If its blocks depend on KV of several weights, it is a
+    salt of its own.
+
+    Blocks that it left there before it was computed again have another salt.
+    """
+    salt = request.cache_salt
+    own = f"{OWN_SALT}{request.request_id}/"
+    if not _has_own_hashes(request._block_hasher) or (salt is not None and salt.startswith(own)):
+        return salt
+    return own + (salt or "").removeprefix(OWN_SALT)
+
+
+def _has_own_hashes(hasher: Callable[[Request], list[BlockHash]] | None) -> bool:
+    return isinstance(hasher, partial) and hasher.func is _own_hashes
+
+
+def _own_hashes(hasher: Callable[[Request], list[BlockHash]], owner: bytes, request: Request) -> list[BlockHash]:
+    return [BlockHash(hashlib.sha256(each + owner).digest()) for each in hasher(request)]

@@ -1,0 +1,65 @@
+"""Attempts to run a group, of which only the last one counts. Invariant: a restart voids all reports of earlier
+attempts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from vllm_rollout.kernel.http.engine import CandidateEnd, GroupLost, Happening
+from vllm_rollout.kernel.rules.fields import OnEngineFailure
+from vllm_rollout.parts.rewards.grading.values import Grade
+
+Attempt = Callable[[], AsyncGenerator[Happening, None]]
+"""Starts a group, and yields its tokens and ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The group runs again. All earlier reports are void."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The group stays lost. Nothing follows."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """The grade of a finished candidate."""
+
+    end: CandidateEnd
+    grade: Grade
+
+
+async def attempts(
+    run: Attempt,
+    on_engine_failure: OnEngineFailure,
+    before_retry: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[Happening | Restarted | Lost, None]:
+    """Run a group until it ends, and yield its tokens and ends, its restarts and its loss.
+
+    `run` starts one attempt. If the engine loses the group, then `on_engine_failure` "fail" yields `Lost`. Otherwise
+    `Restarted` is yielded, and the group runs again after `before_retry`. Each retry takes the death of a rank, so
+    there are fewer retries than ranks.
+
+    Raises: what `run` raises when the whole engine is dead.
+    """
+    while True:
+        try:
+            async with aclosing(run()) as happenings:
+                async for happening in happenings:
+                    yield happening
+            return
+        except GroupLost as lost:
+            reason = str(lost)
+        if on_engine_failure == "fail":
+            yield Lost(reason)
+            return
+        yield Restarted(reason)
+        await before_retry()

@@ -1,0 +1,35 @@
+"""Gauges that are read from the engine, refreshed when /metrics is read.
+
+Otherwise they would only be set at the end of rollouts. Groups that wait for a trainer would not show, although the
+trainer may have died or may send its requests itself.
+
+Invariant: /metrics answers, whatever the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm_rollout.background import spawn
+from vllm_rollout.kernel.http.paths import path_of
+
+PATIENCE_S = 1.0
+"""Seconds that a scrape waits for the engine. After that it shows the last known values."""
+
+
+class FreshGauges:
+    """ASGI middleware that refreshes gauges before /metrics is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._refreshing: asyncio.Task[Any] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and path_of(scope) == "/metrics":
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = spawn(scope["app"].state.rollout_service.refresh_gauges(), "gauges")
+            await asyncio.wait({self._refreshing}, timeout=PATIENCE_S)
+        await self._app(scope, receive, send)

@@ -1,0 +1,246 @@
+"""Turns a request into a rollout that is ready to run: plans, prompts, warnings.
+
+Invariant: all faults of a request are found here, before anything is launched.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from vllm_rollout.config import MAX_CANDIDATES
+from vllm_rollout.kernel.http.clients import client_namespace, client_request
+from vllm_rollout.kernel.http.course import AllPrompts
+from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.kernel.http.protocol import Auto, DualEnd, DualEndSelection, Prompt, RolloutRequest
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
+from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan
+from vllm_rollout.kernel.rules.prompt_key import digest_of
+from vllm_rollout.kernel.rules.request_names import rollout_id
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
+from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
+from vllm_rollout.parts.pruning.http.service import LearningService
+from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
+from vllm_rollout.parts.pruning.rules.length_trial import chosen
+from vllm_rollout.parts.rewards.http.body import options_of
+from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question
+from vllm_rollout.parts.shaping.http import PromptPlan, ShapingService, history_key
+from vllm_rollout.parts.shaping.rules.allocation import upper_bound
+
+NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
+    "allow_fewer": "pruning.allow_fewer"
+}
+"""Fields of a plan -> their names in the body."""
+
+
+class Preparation:
+    """Prepares rollouts for an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        learning: LearningService,
+        shaping: ShapingService,
+        grading: GradingService,
+        clock: Callable[[], float],
+        audit_ratio: float,
+    ) -> None:
+        self._engine = engine
+        self._learning = learning
+        self._shaping = shaping
+        self._grading = grading
+        self._clock = clock
+        self._audit_ratio = audit_ratio
+        """Audit ratio of requests that learn and set none."""
+        self._audit_turns = AuditTurns()
+
+    async def rollout(self, request: RolloutRequest) -> Rollout:
+        """Check a request and prepare its rollout. Raises: RequestError that names the field."""
+        plan, warnings = await self._chosen(self._plan(request), request.model)
+        _check_max_candidates(request, plan)
+        if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
+            raise RequestError(f"pruning: {refusal}", param="pruning")
+        self._check_moves(request)
+        _check_num_candidates(len(request.prompts), plan.num_candidates)
+        reward = None if request.reward is None else options_of(request.reward)
+        if reward is not None:
+            num_graded = len(request.prompts) * request.group_size
+            self._grading.check(reward, num_graded)
+        inputs = [
+            PromptInput(
+                prompt.id if prompt.id is not None else str(position),
+                position,
+                prompt.messages,
+                prompt.prompt,
+                prompt.prompt_token_ids,
+            )
+            for position, prompt in enumerate(request.prompts)
+        ]
+        model, prompts = await self._engine.prepare(
+            inputs,
+            request.model,
+            request.sampling_params,
+            want_logprobs="logprobs" in request.include,
+            want_text="text" in request.include or request.reward is not None,
+        )
+        adapter = self._engine.adapter_name(request.model)
+        pairs = zip(request.prompts, prompts, strict=True)
+        keys = await each(pairs, lambda pair: history_key(pair[0].id, pair[1].token_ids))
+        if (tradeoff := _tradeoff(request)) is None:
+            shaped = await self._shaping.same(plan, keys, prompts, request.order, adapter)
+        else:
+            shaped = await self._shaping.allocate(
+                plan, keys, prompts, tradeoff, request.early_stop, request.order, adapter
+            )
+        seed = request.sampling_params.get("seed")
+        # -1 is none to vLLM, too.
+        pruning_seed = seed if isinstance(seed, int) and seed != -1 else secrets.randbits(62)
+        plans = self._audited(request, adapter, shaped.plans, prompts, pruning_seed)
+        rollout = Rollout(
+            id=rollout_id(client_request()),
+            created=int(time.time()),
+            namespace=client_namespace(),
+            model=model,
+            adapter=adapter,
+            plans=plans,
+            prompts=prompts,
+            seed_names=[prompt.id for prompt in prompts],
+            included=frozenset(request.include),
+            stream_tokens=request.stream_tokens,
+            pruning_seed=pruning_seed,
+            scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
+            course=AllPrompts(shaped.positions),
+            migration=request.migration,
+            on_engine_failure=request.on_engine_failure,
+            priority=request.priority,
+            budget=shaped.budget,
+            warnings=[*warnings, *shaped.warnings, *_alike(request, plan)],
+        )
+        if reward is not None:
+            rollout.grading = Grading(
+                reward,
+                await self._questions(request, prompts),
+                num_graded,
+                self._grading,
+                request.max_candidates,
+            )
+        if request.scale_down == "auto":
+            rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
+        rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return rollout
+
+    async def _questions(self, request: RolloutRequest, prompts: Sequence[PreparedPrompt]) -> list[Question]:
+        def question(pair: tuple[Prompt, PreparedPrompt]) -> Question:
+            prompt, prepared = pair
+            return Question(prompt.messages or prompt.prompt or self._engine.prompt_text(prepared), prompt.data)
+
+        return await each(zip(request.prompts, prompts, strict=True), question)
+
+    def _check_moves(self, request: RolloutRequest) -> None:
+        for field, wanted, priced in (
+            ("migration", request.migration, True),
+            ("scale_down", request.scale_down, False),
+        ):
+            if wanted != "off" and (refusal := self._engine.moves.refusal(priced=priced)) is not None:
+                raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
+
+    def _audited(
+        self,
+        request: RolloutRequest,
+        adapter: str,
+        plans: list[PromptPlan],
+        prompts: Sequence[PreparedPrompt],
+        seed: int,
+    ) -> list[PromptPlan]:
+        """The plans, of which a share is replaced by those of audit groups."""
+        learns = request.pruning is not None or _tradeoff(request) is not None
+        ratio = request.audit_ratio
+        if ratio is None:
+            ratio = self._audit_ratio if learns else 0.0
+        if not ratio:
+            return plans
+        unit = request.audit_unit
+        if unit == "auto":
+            unit = "group" if request.stream else "rollout"
+        if unit == "group":
+            return with_audits(plans, ratio, seed, [digest_of(prompt.token_ids) for prompt in prompts])
+        races = any(not plan.group.returns_all for plan in plans)
+        return [plan.audited() for plan in plans] if self._audit_turns.take((adapter, races), ratio) else plans
+
+    def _plan(self, request: RolloutRequest) -> GroupPlan:
+        """The plan of every prompt. With redundancy "auto" it has the largest number of candidates."""
+        group = {field: value for field, value in request if field in PLAN_FIELDS}
+        if isinstance(request.selection, DualEndSelection):
+            group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}
+        most = self._engine.max_num_seqs
+        if _tradeoff(request) is not None:
+            group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
+        try:
+            return make_plan(
+                request.group_size,
+                **group,
+                pruning=None if request.pruning is None else request.pruning.plan(),
+                max_candidates=most,
+                names=NAMES,
+            )
+        except PlanError as error:
+            raise RequestError(str(error), param=error.field) from error
+
+    async def _chosen(self, plan: GroupPlan, model: str | None) -> tuple[GroupPlan, list[str]]:
+        """The plan with a detection length in place of "auto", and warnings about the choice."""
+        if plan.pruning is None or not plan.pruning.auto:
+            return plan, []
+        trial = await self._learning.length_trial(plan.pruning.keep_ratio, model)
+        pruning = chosen(plan.pruning, trial.recommended)
+        plan = replace(plan, pruning=pruning)
+        if trial.recommended is not None:
+            return plan, []
+        lengths = ", ".join(map(str, pruning.scored_lengths))
+        warning = (
+            f'detection_length: "auto" cannot choose yet ({trial.reason}). Nothing was pruned, and candidates were '
+            f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."
+        )
+        return plan, [warning]
+
+
+def _alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:
+    """Warnings about candidates that cannot differ."""
+    said = request.sampling_params
+    field = "temperature" if said.get("temperature") == 0 else "top_k" if said.get("top_k") == 1 else None
+    if field is None or plan.num_candidates == 1:
+        return []
+    warning = (
+        f"sampling_params.{field}: with {said[field]} all {plan.num_candidates} candidates of a prompt are the same. "
+        "Nothing can be learned from their group, and spare ones only cost time. Sample with a temperature above 0."
+    )
+    return [warning]
+
+
+def _check_num_candidates(num_prompts: int, num_candidates: int) -> None:
+    if num_prompts * num_candidates > MAX_CANDIDATES:
+        raise RequestError(
+            f"prompts: {num_prompts} of up to {num_candidates} candidates are {num_prompts * num_candidates} "
+            f"candidates, at most {MAX_CANDIDATES} are allowed in a request. Send fewer prompts per request.",
+            param="prompts",
+        )
+
+
+def _check_max_candidates(request: RolloutRequest, plan: GroupPlan) -> None:
+    if request.max_candidates is not None and request.max_candidates < plan.num_candidates:
+        raise RequestError(
+            f"max_candidates: a group may begin with {plan.num_candidates} (group_size + redundancy), got "
+            f"{request.max_candidates}. Say at least as many, or leave it out.",
+            param="max_candidates",
+        )
+
+
+def _tradeoff(request: RolloutRequest) -> float | None:
+    """lambda of redundancy "auto". None if the request sets a number."""
+    if isinstance(request.redundancy, int):
+        return None
+    return Auto().tradeoff if request.redundancy == "auto" else request.redundancy.auto.tradeoff

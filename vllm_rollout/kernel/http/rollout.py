@@ -1,0 +1,235 @@
+"""A running rollout: its checked request, and its results so far.
+
+Invariant: generated + resumed = returned + wasted tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_rollout.kernel.http.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
+from vllm_rollout.kernel.http.course import Course
+from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
+from vllm_rollout.kernel.http.protocol import Included
+from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
+from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
+from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
+from vllm_rollout.parts.page.http.seen import SeenRollout
+from vllm_rollout.parts.page.http.tracing import RolloutTrace
+from vllm_rollout.parts.page.recording.rows import RolloutRow
+from vllm_rollout.parts.page.rules.receipt import Receipt
+from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
+from vllm_rollout.parts.rewards.grading.values import Grade, RewardStatus
+from vllm_rollout.parts.rewards.http.service import Grading
+from vllm_rollout.parts.rounds.http.resumed import Resumption
+from vllm_rollout.parts.shaping.http import PromptPlan
+
+
+@dataclass(slots=True)
+class RolloutOutcome:
+    """Results of a rollout so far."""
+
+    num_ended: int = 0
+    """Number of candidates that have ended."""
+    freed: RanksFreeEvent | None = None
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    versions: set[str] = field(default_factory=set)
+    """Versions of the weights that sampled a token."""
+    reward_error: str | None = None
+    """Reason of the first grade with status `error`."""
+    error: str | None = None
+    """Error of the first candidate that failed for a known reason."""
+    off_policy: bool = False
+    """True if any trajectory is off policy."""
+    num_forgotten: int = 0
+    """Rewards that were not learned from, since the engine no longer knew their candidates."""
+    receipt: Receipt | None = None
+    """None before the rollout's end. Its token counts are replaced by those of `usage`, which include groups of an
+    interrupted round."""
+    tellings: list[asyncio.Task[None]] = field(default_factory=list)
+    """Tasks that report lengths to the engine, one per finished group."""
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version that sampled every token. None if there is none, or more than one."""
+        return next(iter(self.versions)) if len(self.versions) == 1 else None
+
+    def ended_before(self, group: GroupAnswer) -> None:
+        """Count a group that was complete when its round was interrupted. Its tokens are resumed ones."""
+        usage = self.usage
+        returned = sum(each.num_tokens for each in group.trajectories)
+        wasted = sum(each.num_tokens for each in group.candidates)
+        usage.returned_tokens += returned
+        usage.wasted_tokens += wasted
+        usage.resumed_tokens += returned + wasted
+        usage.num_candidates += len(group.trajectories) + len(group.candidates)
+        usage.num_scored += sum(each.score is not None for each in (*group.trajectories, *group.candidates))
+        for candidate in group.candidates:
+            self._count_ended(candidate.state)
+        for trajectory in group.trajectories:
+            self._count_ended("finished")
+            self._count_reward(trajectory.reward, trajectory.reward_status, trajectory.reward_reason)
+            self.versions.update(span["version"] for span in trajectory.weight_versions)
+        self.off_policy |= group.off_policy
+
+    def group_over(
+        self, result: GroupResult, ends: Collection[CandidateEnd], grades: Iterable[Grade], latency_s: float
+    ) -> None:
+        usage = self.usage
+        usage.generated_tokens += result.generated_tokens
+        usage.returned_tokens += result.returned_tokens
+        usage.wasted_tokens += result.wasted_tokens
+        usage.resumed_tokens += result.resumed_tokens
+        usage.num_candidates += len(result.endings)
+        usage.num_scored += sum(end.assessment is not None for end in ends)
+        for ending in result.endings:
+            self._count_ended(ending.state)
+        self.error = self.error or next((end.error for end in ends if end.error is not None), None)
+        if self.timing.time_to_first_group_s is None:
+            self.timing.time_to_first_group_s = latency_s
+        for grade in grades:
+            self._count_reward(grade.reward, grade.status, grade.reason)
+        self.versions.update(span["version"] for end in ends for span in end.weight_versions)
+
+    def _count_ended(self, state: CandidateState) -> None:
+        counter = f"num_{state}"
+        setattr(self.usage, counter, getattr(self.usage, counter) + 1)
+
+    def _count_reward(self, reward: float | None, status: RewardStatus | None, reason: str | None) -> None:
+        """Count a trajectory's grade. All arguments are None if it was not to be graded."""
+        self.usage.num_rewards += reward is not None
+        self.usage.num_reward_timeouts += status == "timeout"
+        if status == "error":
+            self.usage.num_reward_errors += 1
+            self.reward_error = self.reward_error or reason
+        self.usage.num_voids += status == "void"
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A checked request that is ready to run."""
+
+    id: str
+    created: int
+    namespace: str
+    """Namespace of the client."""
+    model: str
+    adapter: str
+    """Name of the LoRA adapter, for which results are learned."""
+    plans: list[PromptPlan]
+    """One plan per prompt."""
+    prompts: list[PreparedPrompt]
+    seed_names: Sequence[str]
+    """One name per prompt. Its seed follows from this and the request's seed."""
+    included: Set[Included]
+    stream_tokens: int | None
+    pruning_seed: int
+    """Seed of pruning's random choices, with each prompt's content. The same seeded request gets the same verdicts."""
+    scoring: ScoringLog | None
+    """None without pruning."""
+    course: Course
+    migration: Migration = "off"
+    """Purpose for which its groups may move to other ranks."""
+    on_engine_failure: OnEngineFailure = "fail"
+    """Action for groups that the engine loses."""
+    priority: int = 0
+    """A lower number gets places earlier."""
+    watch: ScaleDownWatch | None = None
+    """Frees ranks while the rollout runs. None without `scale_down`."""
+    budget: RedundancyBudget | None = None
+    """None without redundancy "auto"."""
+    warnings: list[str] = field(default_factory=list)
+    grading: Grading | None = None
+    """None without a reward."""
+    resumption: Resumption | None = None
+    """None if candidates neither continue from an earlier round nor may continue in a later one."""
+    outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
+    seen: SeenRollout = field(default_factory=SeenRollout)
+    """Observations for viewers and the trace."""
+    trace: RolloutTrace | None = None
+    """None if nothing is traced."""
+
+    def group_id(self, position: int) -> str:
+        """The engine's name for the group of the prompt at `position`."""
+        return f"{self.id}-{position}"
+
+    def prompt_of(self, group_id: str) -> PreparedPrompt | None:
+        """The prompt of the group with this name. None for any other name."""
+        number = group_id.removeprefix(f"{self.id}-")
+        position = int(number) if number.isascii() and number.isdecimal() else len(self.prompts)
+        is_known = position < len(self.prompts) and self.group_id(position) == group_id
+        return self.prompts[position] if is_known else None
+
+    @property
+    def started_s(self) -> list[float | None]:
+        """Time at which each prompt's group got its places, in seconds since the rollout began. None for a group
+        without places."""
+        seen = [self.seen.groups.get(position) for position in range(len(self.prompts))]
+        return [None if group is None else group.started_s for group in seen]
+
+    @property
+    def num_responses(self) -> int:
+        """Number of candidates at the start."""
+        return sum(plan.group.num_candidates for plan in self.plans)
+
+    def envelope(self) -> dict[str, Any]:
+        """Fields of every answer and of the last event, without groups."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "weight_version": self.outcome.weight_version,
+            "warnings": self.warnings,
+            "budget": self.budget,
+            "detection_length": None if self.scoring is None else self.scoring.plan.detection_length,
+            "off_policy": self.outcome.off_policy,
+            "freed": self.outcome.freed,
+            "usage": self.outcome.usage,
+            "timing": self.outcome.timing,
+            "receipt": self.receipt,
+        }
+
+    @property
+    def receipt(self) -> Receipt | None:
+        written, usage = self.outcome.receipt, self.outcome.usage
+        names = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens")
+        return written and replace(written, **{name: getattr(usage, name) for name in names})
+
+    def row(self, *, with_prompts: bool = True, running: bool = False) -> RolloutRow:
+        """The rollout as a row of a trace. `running`: include groups that are not over."""
+        plan, seen = self.plans[0].group, self.seen
+        caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
+        return RolloutRow.model_construct(
+            rollout_id=self.id,
+            model=self.model,
+            group_size=plan.group_size,
+            max_tokens=max(caps, default=None),
+            detection_length=None if plan.pruning is None else plan.pruning.detection_length,
+            began=seen.began,
+            seconds=seen.seconds,
+            num_prompts=len(self.prompts),
+            num_candidates=self.num_responses,
+            run=seen.run,
+            round=seen.round,
+            kind=seen.kind,
+            state=seen.state,
+            receipt=self.receipt,
+            weight_versions=sorted(self.outcome.versions) or None,
+            prompts=seen.rows(running=running) if with_prompts else [],
+        )
+
+    def candidate_ended(self, position: int, ending: Ending) -> None:
+        self.course.candidate_ended(position, ending)
+        self.outcome.num_ended += 1
+        if self.watch is not None:
+            self.watch.candidate_ended()
+
+    def restarted(self, position: int, num_ended: int) -> None:
+        """Count a group that runs again. `num_ended`: its candidates that had ended."""
+        self.course.restarted(position)
+        self.outcome.num_ended -= num_ended
+        self.outcome.usage.num_restarted += 1

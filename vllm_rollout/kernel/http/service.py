@@ -1,0 +1,381 @@
+"""Rollouts: prompts in, events out.
+
+Invariant: every launched group ends with one `group` or `deferred` event, and generated + resumed = returned + wasted
+tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+
+from vllm_rollout.background import to_its_end
+from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
+from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
+from vllm_rollout.kernel.http.attempts import Attempt, attempts
+from vllm_rollout.kernel.http.clients import owned_name
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, MovesPart, Outlook
+from vllm_rollout.kernel.http.fan_in import FanIn
+from vllm_rollout.kernel.http.launch import Launcher, Places
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.preparation import Preparation
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.http.serialised import GroupsInJson
+from vllm_rollout.kernel.http.started_group import StartedGroup
+from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
+from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
+from vllm_rollout.parts.moving.rules.scaling import Progress
+from vllm_rollout.parts.page.http import tracing
+from vllm_rollout.parts.page.http.receipts import write_receipt
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.http.viewers import Viewers
+from vllm_rollout.parts.pruning.http.body import RewardEntry
+from vllm_rollout.parts.pruning.http.service import LearningService
+from vllm_rollout.parts.pruning.rules.ledger import Reward
+from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
+from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
+from vllm_rollout.parts.rewards.http.group import GradedGroup
+from vllm_rollout.parts.rewards.http.service import Graders, GradingService
+from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
+from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
+from vllm_rollout.parts.shaping.http import ShapingService
+
+EVENT_BUFFER = 256
+"""Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
+on.
+
+Tokens that are generated meanwhile are held once, in at most three messages per candidate (`run_candidates`), and
+arrive as longer `tokens` events. Groups of other rollouts never wait.
+"""
+
+SEE_OUT_S = 10.0
+"""Seconds that groups without a reader may take to stop before their requests are aborted. They need one step,
+unless generation is paused."""
+SEE_OUT_INTERVAL_S = 0.1
+
+
+class RolloutService:
+    """Runs rollouts on an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: TraceRecorder | None = None,
+        admin_key: AdminKey | None = None,
+        audit_ratio: float = 0.0,
+        graders: Graders | None = None,
+        kept_limits: KeptLimits | None = None,
+    ) -> None:
+        self.admin_key = admin_key
+        """None: all clients of the server may replace heads and states."""
+        self._engine = engine
+        self._metrics = metrics
+        self._clock = clock
+        self._recorder = recorder
+        self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, self._rewards_posted)
+        self._shaping = ShapingService(engine, metrics, clock)
+        self.grading = GradingService(graders, metrics, kept_limits)
+        self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
+        self.viewers = Viewers(engine, records=recorder is not None)
+        self._launcher = Launcher(engine.num_launch_places)
+        self._active: dict[str, Rollout] = {}
+        """Running rollouts by id."""
+
+    async def prepare(self, request: RolloutRequest) -> Rollout:
+        """Check a request and prepare its rollout. Nothing is launched.
+
+        Raises: RequestError that names the field.
+        """
+        trace = tracing.begin()
+        rollout = await self._preparation.rollout(request)
+        rollout.trace = trace
+        return rollout
+
+    @property
+    def moves(self) -> MovesPart:
+        """The part of the engine that moves groups between its ranks."""
+        return self._engine.moves
+
+    async def recompute(self, request_ids: Sequence[str] | None) -> int:
+        """Compute KV of older weights again (`Engine.recompute`). Returns the number of candidates that do. Raises:
+        RequestError (503) for a dead engine."""
+        return await self._engine.recompute(request_ids)
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of all running rollouts together."""
+        rollouts = self._active.values()
+        return Progress(
+            sum(each.num_responses for each in rollouts),
+            sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts),
+        )
+
+    async def answer(self, rollout: Rollout) -> list[bytes]:
+        """Run a rollout to its end. Returns a RolloutAnswer as JSON, in parts."""
+        groups = GroupsInJson()
+        async with aclosing(self.events(rollout)) as events:
+            async for event in events:
+                await groups.add(event)
+        envelope = RolloutAnswer(**rollout.envelope(), groups=[])
+        return groups.answer(envelope, (prompt.id for prompt in rollout.prompts))
+
+    async def events(self, rollout: Rollout) -> AsyncGenerator[Event, None]:
+        """Run all groups. Yields their events as they happen, and `done` last.
+
+        Closing the generator stops running candidates as `deferred`: they are neither failed nor judged, and their
+        lengths so far are learned.
+        """
+        started = self._clock()
+        events: FanIn[Event | None] = FanIn(EVENT_BUFFER)
+        if rollout.grading is not None:
+            rollout.grading.promise()
+        groups: dict[str, asyncio.Task[None]] = {}
+        """Tasks of launched groups, by group id."""
+
+        async def launch() -> AsyncGenerator[None, None]:
+            async for position in rollout.course.positions():
+                yield  # its turn among the events: a rollout whose reader is behind starts no more groups
+                places = await self._places(rollout, position)
+                if places is not None:
+                    group = self._group_in_its_places(rollout, position, started, places, events)
+                    groups[rollout.group_id(position)] = events.add(group)
+
+        launching = events.add(launch())
+        self._active[rollout.id] = rollout
+        self.viewers.begun(rollout)
+        if rollout.watch is not None:
+            rollout.watch.begin(events.put)
+        left = True
+        try:
+            async for event in events:
+                if isinstance(event, RanksFreeEvent):
+                    rollout.outcome.freed = event
+                if event is not None:
+                    yield event
+            rollout.outcome.timing.latency_s = self._clock() - started
+            rollout.outcome.timing.started_s = rollout.started_s
+            await self._shaping.told(rollout.outcome.tellings)
+            await self._warn(rollout)
+            await write_receipt(rollout)
+            left = False
+            yield DoneEvent(**rollout.envelope())
+        except (asyncio.CancelledError, GeneratorExit):
+            if left:
+                self._metrics.client_left("rollout")
+            raise
+        finally:
+            launching.cancel()
+            ending = self._end(rollout, launching, groups, events, left=left)
+            await to_its_end(ending, "end of a rollout")  # a client that leaves now does not interrupt it
+
+    async def _end(
+        self,
+        rollout: Rollout,
+        launching: asyncio.Task[None],
+        groups: Mapping[str, asyncio.Task[None]],
+        events: FanIn[Event | None],
+        *,
+        left: bool,
+    ) -> None:
+        """Stop what still runs of a rollout, and record it. `left`: its client did not wait for the end."""
+        await asyncio.gather(launching, return_exceptions=True)
+        waves: Collection[str] = ()
+        if rollout.grading is not None:
+            rollout.grading.leave()
+            waves = rollout.grading.waves
+        await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
+        del self._active[rollout.id]
+        rollout.seen.over(left=left)
+        self.viewers.over(rollout)
+        if rollout.trace is not None:
+            rollout.trace.end(rollout.row(), rollout.outcome.usage)
+        if rollout.watch is not None:
+            await rollout.watch.end()
+        if self._recorder is not None:
+            self._recorder.rollout_over(rollout)
+
+    async def refresh_gauges(self) -> None:
+        """Refresh the gauges that are read from the engine, unless they are recent."""
+        self.grading.refresh_gauges()
+        await self._shaping.refresh()
+
+    async def _see_out(
+        self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
+    ) -> None:
+        """Stop groups without a reader, and let each of them come to its end. `waves`: groups that the engine runs
+        for them besides."""
+        if not groups:
+            return
+        dropping = asyncio.create_task(events.drop())
+        deadline_s = self._clock() + SEE_OUT_S
+        running = dict(groups)
+        try:
+            while running and self._clock() < deadline_s:
+                # Again and again: a candidate that was on its way may have made its group only now.
+                await self._engine.cancel_groups([*running, *waves])
+                await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
+                running = {id: task for id, task in running.items() if not task.done()}
+        except EngineStopped:  # reported elsewhere
+            pass
+        finally:
+            dropping.cancel()
+            await events.close()
+            await asyncio.gather(dropping, return_exceptions=True)
+
+    async def _places(self, rollout: Rollout, position: int) -> Places | None:
+        """Wait until the group of this prompt may start. None if its course no longer wants it."""
+        num_candidates, stopped = rollout.plans[position].group.num_candidates, rollout.course.stopped()
+        places = await self._launcher.take_unless(stopped, num_candidates, rollout.priority)
+        if rollout.course.starts(position):
+            return places or await self._launcher.take(num_candidates, rollout.priority)
+        if places is not None:
+            places.release_all()
+        return None
+
+    async def _warn(self, rollout: Rollout) -> None:
+        usage = rollout.outcome.usage
+        if rollout.outcome.error is not None:
+            rollout.warnings.append(
+                f"{usage.num_failed} of {usage.num_candidates} candidates failed, the first one for this reason: "
+                f"{rollout.outcome.error}"
+            )
+        if usage.num_reward_errors:
+            rollout.warnings.append(
+                f"{usage.num_reward_errors} of {usage.num_reward_errors + usage.num_rewards + usage.num_voids} "
+                f"trajectories have no reward; of the first one: {rollout.outcome.reward_error}"
+            )
+        if rollout.outcome.num_forgotten:
+            rollout.warnings.append(
+                f"{rollout.outcome.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
+                f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
+            )
+        if rollout.scoring is None:
+            return
+        report = None
+        if rollout.scoring.num_cold:
+            head = HeadKey(rollout.scoring.plan.detection_length, rollout.adapter)
+            report = await self.learning.report_if_any(head)
+        rollout.warnings += rollout.scoring.warnings(report)
+
+    async def _group_in_its_places(
+        self, rollout: Rollout, position: int, started: float, places: Places, events: FanIn[Event | None]
+    ) -> AsyncGenerator[Event, None]:
+        """The events of a group. It gives its places back at its end at the latest."""
+        try:
+            async with aclosing(self._group_events(rollout, position, started, places)) as group:
+                async for event in group:
+                    if events.is_full:  # the engine goes on without the reader, whose places others may need
+                        places.release_all()
+                    yield event
+        finally:
+            places.release_all()
+
+    async def _group_events(
+        self, rollout: Rollout, position: int, started: float, places: Places
+    ) -> AsyncGenerator[Event, None]:
+        """The events of one group: its race, then its result."""
+        group = StartedGroup(rollout, position, places, self._metrics)
+        order = self._order(rollout, position)
+        if rollout.trace is not None:
+            headers = rollout.trace.begin_group(position, rollout.seen.began + group.seen.started_s)
+            order = replace(order, trace_headers=headers)
+        race = attempts(self._attempt(rollout, position, order), rollout.on_engine_failure, group.take_places_again)
+        graded = self._graded_group(rollout, group, order, places)
+        async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
+            async for happening in happenings:
+                if graded is None:
+                    group.take(happening)
+                for event in group.events_of(happening):
+                    yield event
+        result, reason = await group.over(group.concluded())
+        for event in group.events_of_the_rest(result):
+            yield event
+        await self._account(rollout, group, result, reason, self._clock() - started)
+        yield group.last_event(result, reason)
+        if graded is not None and reason is None:
+            await rollout.course.graded(position, group.rewards_of(result.selected))
+
+    async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
+        """Learn from rewards that came while the group ran."""
+        assert rollout.grading is not None
+        threshold = rollout.grading.options.threshold
+        rewards = [
+            RewardEntry(prompt_id=group.prompt.id, index=index, reward=grade.reward)
+            for index, grade in group.grades.items()
+            if grade.reward is not None
+        ]
+        if rewards:
+            num_unknown = await self.learning.teach(rollout.id, rewards, threshold, rollout.namespace)
+            rollout.outcome.num_forgotten += num_unknown
+
+    def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
+        if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
+            rollout.seen.rewarded((its.prompt_id, its.index, its.reward) for its in rewards)
+            return
+        self.viewers.rewards_posted(rollout_id, rewards)
+        if self._recorder is not None:
+            self._recorder.rewards_posted(rollout_id, rewards)
+
+    def _graded_group(
+        self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
+    ) -> GradedGroup | None:
+        if (grading := rollout.grading) is None:
+            return None
+        return GradedGroup(grading, group, LaunchedCandidates(self._engine, order, places, grading.waves))
+
+    def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
+        """A function that launches the group of this prompt each time it is called."""
+        kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
+        if kept is None:
+            return partial(self._engine.run_group, order)
+        want_text = "text" in rollout.included or rollout.grading is not None
+        return ResumedGroup(kept, self._engine, order, want_text=want_text).events
+
+    def _order(self, rollout: Rollout, position: int) -> GroupOrder:
+        prompt, plan = rollout.prompts[position], rollout.plans[position]
+        return GroupOrder(
+            group_id=rollout.group_id(position),
+            rollout_id=owned_name(rollout.namespace, rollout.id),
+            plan=plan.group,
+            prompt=prompt,
+            seed_name=rollout.seed_names[position],
+            pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
+            prompt_key=plan.key,
+            stream_tokens=rollout.stream_tokens,
+            place=rollout.course.place(position),
+            outlook=self._outlook(rollout, position),
+            priority=rollout.priority,
+        )
+
+    def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
+        if self._engine.moves.num_ranks == 1:
+            return None
+        prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
+        return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)
+
+    async def _account(
+        self, rollout: Rollout, group: StartedGroup, result: GroupResult, reason: DeferReason | None, latency_s: float
+    ) -> None:
+        """Count a finished group, and learn from its rewards and lengths."""
+        ends, plan = group.ends.values(), group.plan
+        endings: Sequence[Ending] = result.endings
+        if rollout.scoring is not None:
+            rollout.scoring.group_over(group.prompt, ends)
+        rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
+        if rollout.scoring is not None and rollout.grading is not None:
+            await self._learn(rollout, group)
+        self._metrics.group_over(result, latency_s, audit=plan.group.audit)
+        if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
+            endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan.group, ends)
+            rollout.warnings += [] if warning is None else [warning]
+        telling = self._shaping.group_over(plan.key, endings, rollout.adapter)
+        if telling is not None:
+            rollout.outcome.tellings.append(telling)

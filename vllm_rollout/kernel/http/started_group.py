@@ -1,0 +1,203 @@
+"""One group of a running rollout: turns the engine's reports on its candidates into events for the client.
+
+Invariant: each candidate and each grade of the attempt that counts is sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from vllm_rollout.kernel.http.answers import (
+    CandidateEvent,
+    DeferredEvent,
+    Event,
+    GroupEvent,
+    GroupLengths,
+    GroupRewards,
+    RestartedEvent,
+    RewardEvent,
+    TrajectoryEvent,
+)
+from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted
+from vllm_rollout.kernel.http.ended import candidate_of, reward_of, tokens_of, trajectory_of
+from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.kernel.http.launch import Places
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.selection import conclude, deferred, lengths_of
+from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.parts.page.http.seen import SeenGroup
+from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.parts.rewards.rules.estimates import advantages, summarize
+from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
+from vllm_rollout.parts.shaping.http import history_key
+
+
+class StartedGroup:
+    """The group of the prompt at one position."""
+
+    def __init__(self, rollout: Rollout, position: int, places: Places, metrics: Metrics) -> None:
+        self.position = position
+        self.prompt = rollout.prompts[position]
+        self.plan = rollout.plans[position]
+        self.ends: dict[int, CandidateEnd] = {}
+        """Ends by candidate index."""
+        self.grades: dict[int, Grade] = {}
+        """Grades that have come, by candidate index."""
+        self.void: set[int] = set()
+        """Indices of candidates that must not count."""
+        self.is_cut = False
+        """True if its round goes on without this group."""
+        self._rollout = rollout
+        self._places = places
+        self._metrics = metrics
+        self._names = {"prompt_id": self.prompt.id, "group_id": rollout.group_id(position)}
+        self._lost_why: str | None = None
+        self._told: set[int] = set()
+        self._off_policy: set[int] = set()
+        """Indices of trajectories that are off policy."""
+        self.seen = SeenGroup(
+            rollout.seen,
+            position,
+            self.prompt.id,
+            len(self.prompt.token_ids),
+            "" if self.plan.key == history_key(self.prompt.id, ()) else self.plan.key,
+            self.plan.group.num_candidates,
+            self.plan.group.audit,
+            rollout.seen.now(),
+            self.ends,
+        )
+        rollout.seen.groups[position] = self.seen
+
+    async def take_places_again(self) -> None:
+        await self._places.take_again(self.plan.group.num_candidates)
+
+    def take(self, happening: Happening | Restarted | Lost | Graded) -> bool:
+        """Record a report, before its events are made. True if it belongs to the attempt that counts."""
+        match happening:
+            case Restarted():
+                self._rollout.restarted(self.position, len(self.ends))
+                for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
+                    known.clear()
+                self.is_cut = False
+                self.seen.begin_again()
+            case Lost():
+                self._lost_why = happening.reason
+            case Graded(end, grade):
+                if self.ends.get(end.ending.index) is not end:
+                    return False
+                self.grades[end.ending.index] = grade
+                if grade.status == "void":
+                    self.void.add(end.ending.index)
+                self.seen.graded(end.ending.index, grade)
+            case CandidateEnd():
+                self._take_end(happening)
+        return True
+
+    def events_of(self, happening: Happening | Restarted | Lost | Graded) -> Iterator[Event]:
+        """The events that the client is sent for this report now."""
+        if isinstance(happening, CandidateTokens):
+            yield tokens_of(self.prompt.id, happening, self._rollout.included)
+        elif isinstance(happening, Restarted):
+            yield RestartedEvent(**self._names, reason=happening.reason)
+        elif isinstance(happening, Graded):
+            yield from self._graded(happening)
+        elif isinstance(happening, CandidateEnd):
+            yield from self._ended(happening)
+
+    def _ended(self, end: CandidateEnd) -> Iterator[Event]:
+        # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
+        if self.plan.group.early_stop and end.ending.valid:
+            yield self._trajectory(end)
+        elif end.ending.state != "finished":  # nothing can select it any more: a reader may drop it now
+            yield self._dropped(end)
+
+    def _graded(self, graded: Graded) -> Iterator[Event]:
+        """Events for a grade. None if the trajectory comes later with its grade, or never comes."""
+        index = graded.end.ending.index
+        if index in self._told:
+            yield RewardEvent(**self._names, index=index, **reward_of(graded.grade))
+            if graded.grade.status == "void":
+                yield self._dropped(graded.end)
+
+    def concluded(self) -> GroupResult:
+        """The result of the group by its plan."""
+        return conclude(self.plan.group, (end.ending for end in self.ends.values()), self._lost_why, self.void)
+
+    async def over(self, result: GroupResult) -> tuple[GroupResult, DeferReason | None]:
+        """The result of the group, and the reason if it is deferred."""
+        lost = any(end.group_lost for end in self.ends.values())
+        reason = await self._rollout.course.group_over(self.position, result, lost=lost)
+        self.seen.over(result.status if reason is None else "deferred", reason or result.reason, result.selected)
+        return (result if reason is None else deferred(result, reason)), reason
+
+    def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
+        """Events of candidates that had none while the group ran. Selected candidates come first."""
+        yield from (self._trajectory(self.ends[index]) for index in result.selected if index not in self._told)
+        for ending in result.endings:
+            if ending.index not in self._told:
+                yield self._dropped(self.ends[ending.index])
+
+    def last_event(self, result: GroupResult, reason: DeferReason | None) -> Event:
+        if reason is not None:
+            return DeferredEvent(**self._names, reason=reason)
+        off_policy = not self._off_policy.isdisjoint(result.selected)
+        self._rollout.outcome.off_policy |= off_policy
+        return GroupEvent(
+            **self._names,
+            status=result.status,
+            reason=result.reason,
+            selected=list(result.selected),
+            prompt_token_ids=list(self.prompt.token_ids),
+            lengths=GroupLengths(**lengths_of([self.ends[i].ending.num_tokens for i in result.selected])._asdict()),
+            allocation=self.plan.answer(),
+            off_policy=off_policy,
+            weight_versions=list(
+                dict.fromkeys(span["version"] for i in result.selected for span in self.ends[i].weight_versions)
+            ),
+            audit=self.plan.group.audit,
+            rewards=self._rewards(result),
+        )
+
+    def _rewards(self, result: GroupResult) -> GroupRewards | None:
+        grading = self._rollout.grading
+        if grading is None:
+            return None
+        rewards = list(self.rewards_of(result.selected).values())
+        return GroupRewards(
+            name=grading.options.name,
+            **summarize(rewards)._asdict(),
+            estimator=grading.options.estimator,
+            advantages=advantages(rewards, grading.options.estimator),
+        )
+
+    def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:
+        """Rewards by candidate index. None if there is none, or if the client left before it came."""
+        grades = {index: self.grades.get(index) for index in indices}
+        return {index: None if grade is None else grade.reward for index, grade in grades.items()}
+
+    def _take_end(self, end: CandidateEnd) -> None:
+        if not end.is_replaced:  # by one that takes its place
+            self._places.release(1)
+        self.ends[end.ending.index] = end
+        self.is_cut |= end.group_lost or end.ending.state == "deferred"
+        self.seen.candidate_ended(end)
+        self._rollout.candidate_ended(self.position, end.ending)
+        if end.assessment is not None:
+            self._metrics.candidate_scored(end.assessment)
+
+    def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
+        rollout = self._rollout
+        self._told.add(end.ending.index)
+        began_with = None if rollout.resumption is None else rollout.resumption.weight_version
+        grade = self.grades.get(end.ending.index)
+        trajectory = trajectory_of(end, rollout.included, self.plan.group, began_with, grade)
+        if trajectory.off_policy:
+            self._off_policy.add(trajectory.index)
+        return TrajectoryEvent(**self._names, trajectory=trajectory)
+
+    def _dropped(self, end: CandidateEnd) -> CandidateEvent:
+        self._told.add(end.ending.index)
+        return CandidateEvent(
+            **self._names, candidate=candidate_of(end, self._rollout.included, self.plan.group.pruning)
+        )

@@ -1,0 +1,56 @@
+"""The endpoint about KV that older weights have computed (docs/guides/asynchronous.md)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, Field
+
+from vllm_rollout.kernel.http.admin import require_admin
+from vllm_rollout.kernel.http.body import Body
+from vllm_rollout.kernel.http.boundary import RolloutRoute
+from vllm_rollout.kernel.http.errors import ERRORS, errors_of
+from vllm_rollout.kernel.http.serialised import json_response
+from vllm_rollout.kernel.http.service import RolloutService
+
+router = APIRouter(route_class=RolloutRoute, tags=["weights"])
+
+MAX_REQUEST_IDS = 4096
+
+
+class RecomputeRequest(Body):
+    """Groups whose KV is computed again."""
+
+    request_ids: list[str] | None = Field(
+        default=None,
+        max_length=MAX_REQUEST_IDS,
+        description="Ids of rollouts, or of requests with `n`, as in `X-Request-Id` or in an answer. Default: all "
+        "groups.",
+    )
+
+
+ALL = RecomputeRequest()
+
+
+class RecomputeAnswer(BaseModel):
+    object: Literal["weights.recompute"] = "weights.recompute"
+    num_candidates: int
+    """Candidates that compute their KV again."""
+
+
+@router.post(
+    "/v1/weights/recompute",
+    summary="Recompute KV of older weights",
+    response_model=RecomputeAnswer,
+    responses=ERRORS | errors_of(401),
+    dependencies=[Depends(require_admin)],
+)
+async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:
+    """After a weights update, compute the KV of running groups again with the newest weights.
+
+    This concerns candidates of groups that began under older weights. They compute their prompt and their tokens again
+    before they go on. Other requests go on undisturbed, and the prefix cache is kept.
+    """
+    service: RolloutService = request.app.state.rollout_service
+    return json_response(RecomputeAnswer(num_candidates=await service.recompute(body.request_ids)))

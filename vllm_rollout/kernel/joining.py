@@ -1,0 +1,85 @@
+"""Tags of requests that join a group by their own fields.
+
+Invariant: the group depends only on fields, prompt and adapter, in every process. If the fields name no group, it also
+depends on which group of the prompt is open in the process.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_rollout.kernel.rules.plan import GroupJoin
+from vllm_rollout.kernel.rules.prompt_key import key_of_content, num_bytes, seed_for
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring, request_name
+
+MAX_ID_BYTES = 512
+"""Longest id of a request that joins a group, as vLLM makes it from the client's id."""
+
+COMPLETION_ID = re.compile(r"(cmpl-.+)-(\d+)")
+
+
+def first_of_completion(request_id: str) -> str:
+    """Id of the request of the answer's first prompt."""
+    several = COMPLETION_ID.fullmatch(request_id)
+    return request_id if several is None else f"{several[1]}-0"
+
+
+def too_long(request_id: str) -> str | None:
+    """Reason if an id is too long to join a group, else None. The id is kept until the reward has come."""
+    if num_bytes(request_id) <= MAX_ID_BYTES:
+        return None
+    return (
+        f"a request that joins a group has an id of at most {MAX_ID_BYTES} characters ({MAX_ID_BYTES // 4} where not "
+        f"all are ASCII), got {len(request_id)}: {request_id[:24]!r}… Send a shorter request_id (X-Request-Id)."
+    )
+
+
+def answer_name(request_id: str, client: str = "", num_choices: int = 1, namespace: str = "") -> AnswerName:
+    """Name of a request. `client`: its owner. `num_choices`: choices per prompt. `namespace`: from its fields.
+
+    vLLM's /v1/completions makes a request from each prompt (`ID-0`, `ID-1`, …) and one answer `ID` from all of them. It
+    has the choices of one prompt after the other. Other endpoints use the request's id for the answer.
+    """
+    several = COMPLETION_ID.fullmatch(request_id)
+    if several is None:
+        return AnswerName(request_name(client, request_id, namespace))
+    return AnswerName(request_name(client, several[1], namespace), int(several[2]) * num_choices)
+
+
+def tag_of(
+    join: GroupJoin,
+    group_id: str,
+    content: str,
+    params: SamplingParams,
+    answer: AnswerName,
+    parent: AnswerName | None = None,
+    *,
+    output_interval: int,
+) -> CandidateTag:
+    """Tag of one sibling. `content`: digest of its prompt. `answer`, `parent`: as of `Scoring`."""
+    scoring = join.pruning and scoring_of(group_id, content, params, answer, parent)
+    terms = GroupTerms(
+        join.group_size, join.num_candidates, join.early_stop, pruning=join.pruning, audit_ratio=join.audit_ratio
+    )
+    return CandidateTag(group_id, None, terms, output_interval, scoring, observed=False, namespace=join.namespace)
+
+
+def scoring_of(
+    group_id: str,
+    content: str,
+    params: SamplingParams,
+    answer: AnswerName | None = None,
+    parent: AnswerName | None = None,
+) -> Scoring:
+    """Scoring of a group outside a rollout. In the ledger the group counts as a rollout of its own.
+
+    A seeded request gets the same verdicts each time, others do not. `answer`: name of a candidate that is an answer
+    itself.
+    """
+    seed = secrets.randbits(62) if params.seed is None else seed_for(params.seed, content)
+    return Scoring(group_id, content, seed, answer, parent, key_of_content(content))

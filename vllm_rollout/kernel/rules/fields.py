@@ -1,0 +1,389 @@
+"""The table of request fields of groups, their selection and their pruning.
+
+A row has a field's name, type, default, allowed values, help text, and the ways by which it may arrive (`Door`). These
+rows define the bodies of our endpoints (`kernel/http/body.py::of_table`) and `vllm_xargs` (`kernel/rules/xargs.py`).
+They also define settings of the simulator, help texts of the clients and the reference of the HTTP interface.
+
+Invariant: each of these facts is stated here, and nowhere else.
+"""
+
+# ruff: noqa: RUF009  # `row` makes a field of a dataclass
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from vllm_rollout import config
+from vllm_rollout.kernel.rules.rows import (
+    Door,
+    Either,
+    Flag,
+    Integer,
+    Names,
+    Number,
+    Object,
+    Row,
+    Several,
+    Text,
+    row,
+    rows,
+)
+from vllm_rollout.kernel.rules.types import Signal
+
+OWN: tuple[Door, ...] = ("body", "own")
+JOIN: tuple[Door, ...] = ("join", "session")
+SESSION: tuple[Door, ...] = ("body", "session")
+
+SelectionRule = Literal["first", "shortest", "dual_end"]
+EarlyStop = bool | Literal["auto"] | None
+"""None and "auto": stop early if the selection allows it."""
+Migration = Literal["off", "spread", "consolidate", "auto"]
+OnEngineFailure = Literal["fail", "retry"]
+CutTurn = Literal["ends", "goes_on"]
+HistoryRule = Literal["strict", "rewritable"]
+LaunchRule = Literal["auto", "prompts"]
+QueueOrder = Literal["first_in", "shortest", "longest"]
+PruningRule = Literal["balance", "gradient", "paper"]
+PruningMode = Literal["active", "shadow"]
+AUTO = "auto"
+
+MAX_MIN_LABELS = config.CALIBRATION_WINDOW // 2
+"""Largest `min_labels`: calibration remembers at most twice as many labels."""
+MAX_STRENGTH = 1000.0
+"""Largest `strength` of the paper's rule that a request may name."""
+MAX_NAME_CHARS = 256
+
+_LENGTH = Integer(1, config.MAX_DETECTION_LENGTH)
+SHARE = Number(0, 1, above=True)
+_SIZE, _SPARE = Integer(1, config.MAX_GROUP_SIZE), Integer(0, config.MAX_GROUP_SIZE)
+
+
+@dataclass(frozen=True)
+class PruningFields:
+    """Fields that set how candidates are scored at `detection_length`, and which are stopped there.
+
+    Source: ARRoL 4.2 and A.4.
+    """
+
+    detection_length: int | list[int] | Literal["auto"] = row(
+        Either((_LENGTH, Several(_LENGTH, config.MAX_TRIAL_LENGTHS), Names((AUTO,)))),
+        "Output tokens after which a candidate is scored (L_detect). A candidate that ends before is not scored and "
+        "is kept. A list scores at each length and stops no candidate (mode shadow), for a comparison by GET "
+        '/v1/quality_head/detection_lengths. "auto" is the length recommended there. Before there is a '
+        f'recommendation, "auto" compares {", ".join(map(str, config.TRIAL_LENGTHS))}.',
+        flat=_LENGTH,
+    )
+    rule: PruningRule = row(
+        Names(get_args(PruningRule)),
+        'Rule that selects the kept candidates. Each rule keeps keep_ratio. "balance" steers survivors towards '
+        'target_positive_ratio. "gradient" steers if a group would end without reward variance, and prunes at random '
+        'otherwise. "paper" is ARRoL\'s Eq. 2 as printed.',
+        default="balance",
+        xarg="pruning_rule",
+    )
+    keep_ratio: float = row(
+        SHARE,
+        "Share of scored candidates to keep on average, between min_survival and max_survival. With 1 all candidates "
+        "are scored and kept.",
+        default=0.5,
+    )
+    target_positive_ratio: float = row(
+        Number(0, 1, above=True, below=True),
+        "Success rate that balance and paper aim at among survivors (rho).",
+        default=0.5,
+    )
+    strength: float = row(
+        Number(0, MAX_STRENGTH),
+        "Lambda of the paper's rule. The other rules find their own lambda.",
+        default=0.5,
+        xarg="pruning_strength",
+    )
+    min_survival: float = row(SHARE, "Lower bound of the probability that a candidate is kept.", default=0.05)
+    max_survival: float = row(SHARE, "Upper bound of the probability that a candidate is kept.", default=0.95)
+    mode: PruningMode = row(
+        Names(get_args(PruningMode)),
+        '"shadow": decide and report (would_prune), but stop no candidate.',
+        default="active",
+        xarg="pruning_mode",
+    )
+    signal: Signal = row(
+        Names(get_args(Signal)),
+        "Signal that candidates are scored by: the quality head, or trace confidence. While the head knows too "
+        "little, trace confidence stands in.",
+        default="head",
+    )
+    allow_fewer: bool = row(
+        Flag(),
+        "Prune even if fewer than group_size candidates are left to finish. The group is then complete with those.",
+        default=False,
+    )
+    min_labels: int = row(
+        Integer(1, MAX_MIN_LABELS),
+        "Number of positive rewards, and of negative rewards, that pruning needs before it stops a candidate.",
+        default=64,
+    )
+    final_score: bool = row(
+        Flag(),
+        "Also score trajectories by their last token. A head of its own gives this score, and learns from the same "
+        "rewards.",
+        default=False,
+    )
+
+
+@dataclass(kw_only=True)
+class DualEndFields:
+    """A selection from both ends of a pool: its shortest trajectories and its longest."""
+
+    num_longest: int | None = row(
+        _SPARE,
+        "Number of the pool's longest trajectories in the group (L), below group_size. The other group_size - L "
+        "trajectories are the pool's shortest. Default: 1, and 0 with a group_size of 1.",
+        *OWN,
+        default=None,
+    )
+    patience: float | None = row(
+        Number(1, config.MAX_PATIENCE),
+        "Once group_size valid candidates have finished, the other candidates get this many times the tokens of the "
+        "longest finished one. Then they are stopped. Default: the whole pool runs to its end.",
+        *OWN,
+        default=None,
+    )
+
+
+@dataclass(kw_only=True)
+class DualEndSelectionFields:
+    dual_end: DualEndFields
+
+
+@dataclass(kw_only=True)
+class AutoFields:
+    """Fields of `redundancy` "auto": how the server distributes spare candidates."""
+
+    tradeoff: float = row(
+        Number(0, config.MAX_TRADEOFF, above=True),
+        "Price of time (lambda of DARTS Eq. 8), in costs of a rollout without redundancy. A larger value means fewer "
+        "candidates.",
+        "body",
+        default=config.DEFAULT_TRADEOFF,
+    )
+
+
+@dataclass(kw_only=True)
+class AutoRedundancyFields:
+    auto: AutoFields
+
+
+@dataclass(kw_only=True)
+class RaceFields:
+    """Fields of groups that a rollout, a run for all its rounds, or a single round may set."""
+
+    redundancy: int | Literal["auto"] | AutoRedundancyFields = row(
+        Either((_SPARE, Names((AUTO,)), Object(AutoRedundancyFields, '{"auto": {"tradeoff": 1.0}}'))),
+        "Spare candidates beyond group_size (M' - M). group_size + redundancy is at most the server's "
+        '--max-num-seqs. "auto": up to group_size spare candidates for each prompt, more where lengths vary more '
+        "(DARTS).",
+        *OWN,
+        default=0,
+        flat=_SPARE,
+    )
+    early_stop: EarlyStop = row(
+        Either((Flag(), Names((AUTO,)))),
+        'Stop a group\'s other candidates when group_size valid ones have finished. "auto", the default: stop them if '
+        "the selection allows it. Selection dual_end does not allow it.",
+        *OWN,
+        *JOIN,
+        default=None,
+    )
+    selection: Literal["first", "shortest"] | DualEndSelectionFields = row(
+        Either((Names(("first", "shortest")), Object(DualEndSelectionFields, '{"dual_end": {"num_longest": 1}}'))),
+        "Rule that selects a group's trajectories among its finished candidates.",
+        *OWN,
+        default="first",
+        flat=Names(get_args(SelectionRule)),
+    )
+    pruning: PruningFields | None = row(
+        Object(PruningFields, '{"detection_length": 512, "keep_ratio": 0.5}'),
+        "Score candidates at a detection length and stop candidates that will not help training. Default: no pruning.",
+        "body",
+        default=None,
+    )
+    migration: Migration = row(
+        Names(get_args(Migration)),
+        'When groups may move to another rank: with "spread", if their rank lags, with "consolidate", if the tail of a '
+        "rollout fits on fewer ranks. Groups move only if that pays by the profile, which is required. With "
+        '"auto" both are possible.',
+        "body",
+        default="off",
+    )
+    scale_down: Literal["off", "auto"] = row(
+        Names(("off", AUTO)),
+        '"auto": free half of the ranks once 20 to 50 % of the candidates have ended and the others fit on the other '
+        "half. The freed ranks stay empty until the rollout is over. A stream has a `ranks_free` event.",
+        "body",
+        default="off",
+    )
+    on_engine_failure: OnEngineFailure = row(
+        Names(get_args(OnEngineFailure)),
+        'If a data-parallel rank dies while others live, "fail" ends its groups: their unfinished candidates have '
+        'failed. "retry" runs these groups again on another rank, and a stream has a `restarted` event.',
+        "body",
+        default="fail",
+    )
+    max_candidates: int | None = row(
+        Integer(1, 8 * config.MAX_GROUP_SIZE),
+        "Upper bound of a group's candidates: those at its start, and those in the place of void ones. Default: twice "
+        "the number at its start.",
+        "body",
+        default=None,
+    )
+
+
+@dataclass(kw_only=True)
+class GroupFields(RaceFields):
+    """Fields of the groups of a rollout."""
+
+    group_size: int = row(_SIZE, "Trajectories that a group returns for its prompt (M, OpenAI's n).", "body", *JOIN)
+    order: LaunchRule = row(
+        Names(get_args(LaunchRule)),
+        'Order in which groups start if not all candidates can run at once. "auto": the longest or the shortest '
+        "groups first, if that is expected to end the rollout sooner. Lengths are predicted from each prompt's "
+        'earlier answers. "prompts": the order of the prompts.',
+        "body",
+        default=AUTO,
+    )
+    priority: int = row(
+        Integer(-config.MAX_PRIORITY, config.MAX_PRIORITY),
+        "Priority among rollouts that wait for places. Groups with the lowest number start first, as in vLLM. With "
+        "--scheduling-policy priority they also overtake requests that wait in the engine, and are preempted last.",
+        "body",
+        default=0,
+    )
+    audit_ratio: float | None = row(
+        Number(0, 1),
+        "Share of groups in which no candidate is stopped, so that learned estimates stay true. Default with pruning "
+        "or redundancy auto, which learn: the server's --rollout-audit-ratio. Default otherwise: 0.",
+        default=None,
+    )
+    audit_unit: Literal["auto", "group", "rollout"] = row(
+        Names((AUTO, "group", "rollout")),
+        'Unit of audits. "group": each group by chance. "rollout": whole rollouts by count, since one audited group '
+        'delays an answer as much as audits of all groups. "auto": "group" for a stream, otherwise "rollout".',
+        "body",
+        default=AUTO,
+        flat=Names(("group", "rollout")),
+    )
+
+
+@dataclass(kw_only=True)
+class JoinFields:
+    """Fields of a request that joins a group, beside those of other tables."""
+
+    group_id: str | None = row(
+        Text(MAX_NAME_CHARS), "The group's name. Default: the open group of the same prompt.", *JOIN, default=None
+    )
+    namespace: str | None = row(
+        Text(MAX_NAME_CHARS),
+        "Your run's name, so that two trainers at one server may use the same ids.",
+        "join",
+        default=None,
+    )
+    num_candidates: int | None = row(
+        Integer(1, 2 * config.MAX_GROUP_SIZE),
+        "Number of candidates in the group. Each joins by a request of its own. Default: rollout_group_size.",
+        *JOIN,
+        default=None,
+    )
+
+
+@dataclass(kw_only=True)
+class SessionFields:
+    """Fields of groups whose candidates are sessions."""
+
+    max_turns: int | None = row(
+        Integer(1, config.MAX_TURNS),
+        "Upper bound of a session's turns. After so many turns the session is over, as truncated. Default: no limit.",
+        *SESSION,
+        default=None,
+    )
+    max_tokens: int | None = row(
+        Integer(1, config.MAX_SESSION_TOKENS),
+        "Upper bound of the tokens that the policy generates in all turns of a session. At the bound the session is "
+        "over, as truncated. Default: no limit.",
+        *SESSION,
+        default=None,
+    )
+    idle_timeout_s: float = row(
+        Number(0, config.MAX_SESSION_IDLE_S, above=True),
+        "If a session gets no request for so many seconds between two turns, it is void.",
+        *SESSION,
+        default=config.SESSION_IDLE_S,
+    )
+    cut_turn: CutTurn = row(
+        Names(get_args(CutTurn)),
+        'Effect of a turn that was cut at its own max_tokens. "ends": the session is over, as truncated. "goes_on": '
+        "the session continues.",
+        *SESSION,
+        default="ends",
+    )
+    history: HistoryRule = row(
+        Names(get_args(HistoryRule)),
+        'Effect of a turn whose messages change the history of earlier turns. "strict": the turn is refused. '
+        '"rewritable": the turn begins a new segment of the trajectory.',
+        *SESSION,
+        default="strict",
+    )
+
+
+@dataclass(kw_only=True)
+class TurnFields:
+    """Fields of a request that is one turn of a session."""
+
+    session: str | None = row(
+        Text(MAX_NAME_CHARS), "The session's id. Default: the header X-Session-ID.", "session", default=None
+    )
+    last: bool = row(
+        Flag(), "No turn follows this one. When this turn ends, the session has finished.", "session", default=False
+    )
+
+
+@dataclass(frozen=True)
+class RunFields:
+    """Fields of the rounds of a run."""
+
+    group_size: int = row(_SIZE, "Trajectories that a round returns for each of its prompts (R0).", "body")
+    prompts_per_round: int = row(Integer(1, config.MAX_PROMPTS), "Prompts that a round returns (P0).", "body")
+    prompt_speculation: float = row(
+        Number(1, config.MAX_SPECULATION),
+        "eta for prompts. A short round runs this many times prompts_per_round and returns the prompts that complete "
+        "first.",
+        "body",
+        default=config.DEFAULT_SPECULATION,
+    )
+    response_speculation: float | None = row(
+        Number(1, config.MAX_SPECULATION),
+        "eta for responses. In a short round a prompt has this many times group_size candidates. Default: "
+        f"{config.DEFAULT_SPECULATION:g}. If redundancy is set, redundancy decides.",
+        "body",
+        default=None,
+    )
+    queue_order: QueueOrder = row(
+        Names(get_args(QueueOrder)),
+        "Order in which a long round takes waiting prompts: by age, or by predicted length.",
+        "body",
+        default="first_in",
+    )
+
+
+PLAN_FIELDS = tuple(
+    field for table in (RaceFields, DualEndFields) for field, r in rows(table).items() if "own" in r.doors
+)
+"""Names of the fields that `kernel/rules/plan.py::make_plan` takes from a request."""
+
+ROWS: Mapping[str, Row] = {
+    field: row
+    for table in (GroupFields, DualEndFields, AutoFields, JoinFields, PruningFields, SessionFields, TurnFields)
+    for field, row in rows(table).items()
+}
+"""All rows by field name."""

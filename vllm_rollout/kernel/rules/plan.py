@@ -1,0 +1,191 @@
+"""Request fields -> GroupPlan. Invariant: a plan that exists can be carried out by the rules as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
+from vllm_rollout.kernel.rules.rows import PlanError, rows
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """The plan of one prompt's group."""
+
+    group_size: int
+    """Trajectories to return, M of DARTS."""
+    redundancy: int = 0
+    """Spare candidates, M' - M of DARTS."""
+    early_stop: bool = True
+    selection: SelectionRule = "first"
+    num_longest: int = 0
+    """Longest trajectories of a dual-end selection, L. The other group_size - L are the shortest."""
+    pruning: PruningPlan | None = None
+    patience: float | None = None
+    """Once `group_size` valid candidates have finished, the others may have this many times the tokens of the longest
+    of them. None: the whole pool runs to its end."""
+    num_replaceable: int = 0
+    """Lost candidates that may be replaced."""
+    audit: bool = False
+    """True if no candidate is stopped, so that statistics of the group are true of the policy
+    (`parts/pruning/rules/audit.py`)."""
+
+    @property
+    def num_candidates(self) -> int:
+        """All candidates, M' of DARTS."""
+        return self.group_size + self.redundancy
+
+    @property
+    def terms(self) -> GroupTerms:
+        """Terms that every candidate of the group is launched with."""
+        return GroupTerms(
+            self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
+        )
+
+    @property
+    def returns_all(self) -> bool:
+        """True if every candidate that survives pruning is returned.
+
+        The chance to be returned is then the survival probability. In a race that chance is unknown.
+        """
+        return self.redundancy == 0
+
+    def audited(self) -> GroupPlan:
+        """Return the plan of the same prompt as an audit group."""
+        pruning = None if self.pruning is None else self.pruning.audited(races=not self.returns_all)
+        return GroupPlan(self.group_size, pruning=pruning, num_replaceable=self.num_replaceable, audit=True)
+
+    def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
+        """Return this plan with the candidates that redundancy "auto" gives the prompt
+        (`parts/shaping/rules/allocation.py`).
+
+        If the tail is extreme, the plan does not wait for it: it selects the shortest, with early stop unless that is
+        forbidden.
+
+        Source: DARTS Algorithm 2.
+        """
+        plan = replace(self, redundancy=num_candidates - self.group_size)
+        if not extreme:
+            return plan
+        return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoin(GroupTerms):
+    """The terms of a group that several requests of a client form, as one of these requests states them."""
+
+    name: str | None = None
+    """Name of the group within its namespace and prompt. None: the open group of its prompt
+    (`kernel/rules/prompt_groups.py`)."""
+    namespace: str = ""
+    """Name of the client's run. Two runs may use the same group names."""
+
+
+def make_plan(
+    group_size: int,
+    redundancy: int = 0,
+    early_stop: EarlyStop = None,
+    selection: SelectionRule = "first",
+    num_longest: int | None = None,
+    pruning: PruningPlan | None = None,
+    patience: float | None = None,
+    *,
+    max_candidates: int,
+    names: Mapping[str, str] | None = None,
+) -> GroupPlan:
+    """Check the fields of one group and return its plan.
+
+    `max_candidates` is the engine's `max_num_seqs`. If a group's candidates could not all run at once, the queue would
+    decide its race. `names` maps field names to those that the user wrote (`rollout_redundancy` in xargs).
+
+    Raises: PlanError with field, value, allowed range and remedy.
+    """
+    named = names or {}
+
+    def name(field: str) -> str:
+        return named.get(field, field)
+
+    said = {
+        "group_size": group_size,
+        "redundancy": redundancy,
+        "early_stop": early_stop,
+        "selection": selection,
+        "num_longest": num_longest,
+        "patience": patience,
+    }
+    said = {field: value for field, value in said.items() if value is not None}
+    for field, value in said.items():
+        ROWS[field].read(value, name(field))
+    num_candidates = group_size + redundancy
+    if num_candidates > max_candidates:
+        raise PlanError(
+            name("redundancy") if redundancy else name("group_size"),
+            f"{name('group_size')} + {name('redundancy')} must be at most the server's max_num_seqs "
+            f"({max_candidates}), got {group_size} + {redundancy} = {num_candidates}. "
+            f"Ask for fewer candidates or start the server with --max-num-seqs {num_candidates}.",
+        )
+    _check_can_prune(pruning, group_size, num_candidates, name("redundancy"), name("allow_fewer"))
+    if selection != "dual_end":
+        for field in rows(DualEndFields):
+            if field in said:
+                raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
+        return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
+    num_longest = default_num_longest(group_size) if num_longest is None else num_longest
+    if num_longest >= group_size:
+        raise PlanError(
+            name("num_longest"),
+            f"must be below {name('group_size')} ({group_size}), got {num_longest}: the other "
+            f"{name('group_size')} - {name('num_longest')} trajectories are the shortest, and of those a dual-end "
+            f"selection needs one. Leave it out for {default_num_longest(group_size)}.",
+        )
+    if early_stop is True:
+        raise PlanError(
+            name("early_stop"),
+            "cannot be true with selection dual_end: the longest of the pool are known only when the whole pool has "
+            'ended. Set it to "auto" (stop early where redundancy "auto" finds an extreme tail) or to false, bound '
+            f"the wait with {name('patience')}, or select first or shortest.",
+        )
+    return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning, patience)
+
+
+def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] | None = None) -> GroupJoin:
+    """Check the group fields of a request that joins a group. `max_candidates` and `names` are those of `make_plan`.
+
+    Raises: PlanError with field, value, allowed range and remedy.
+    """
+    named = names or {}
+    size, number = named.get("group_size", "group_size"), named.get("num_candidates", "num_candidates")
+    ROWS["group_size"].check(join.group_size, size)
+    ROWS["num_candidates"].check(join.num_candidates, number)
+    if not join.group_size <= join.num_candidates <= max_candidates:
+        raise PlanError(
+            number if join.group_size <= max_candidates else size,
+            f"{number} counts all siblings and must be between {size} ({join.group_size}) and the server's "
+            f"max_num_seqs ({max_candidates}), got {join.num_candidates}. Send fewer or start the server with a larger "
+            "--max-num-seqs.",
+        )
+    allow_fewer = named.get("allow_fewer", "allow_fewer")
+    _check_can_prune(join.pruning, join.group_size, join.num_candidates, number, allow_fewer)
+    return join
+
+
+def default_num_longest(group_size: int) -> int:
+    """L of a dual-end selection: one, or zero if `group_size` is 1."""
+    return min(1, group_size - 1)
+
+
+def _check_can_prune(
+    pruning: PruningPlan | None, group_size: int, num_candidates: int, spare_field: str, allow_field: str
+) -> None:
+    """Raises: PlanError when pruning is asked for, but no candidate could ever be pruned."""
+    if pruning is None or pruning.mode == "shadow" or pruning.keep_ratio == 1 or pruning.allow_fewer:
+        return
+    if num_candidates == group_size:
+        raise PlanError(
+            allow_field,
+            f"nothing could ever be pruned: all {num_candidates} candidates are needed for a group of {group_size}. "
+            f"Ask for spare candidates ({spare_field}), or set {allow_field} to true for smaller groups.",
+        )

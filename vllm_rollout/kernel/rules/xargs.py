@@ -1,0 +1,145 @@
+"""Converts flat `rollout_*` fields of an OpenAI request (`vllm_xargs`) for `kernel/rules/plan.py`.
+
+Invariant: an error names a field as the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, ROWS, PruningFields
+from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, make_join, make_plan
+from vllm_rollout.kernel.rules.rows import Door, PlanError, rows
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
+
+PREFIX = "rollout_"
+NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
+"""Name among the xargs, by field of a plan."""
+PRUNING_XARGS: Mapping[str, str] = {field: NAMES[field] for field in rows(PruningFields)}
+GRADING: Mapping[str, str] = {
+    f"{PREFIX}reward": "Name of the reward by which the server grades the choices before it answers.",
+    f"{PREFIX}data": "Data that the reward gets beside the text: a string of JSON, or a plain string or number.",
+}
+"""Fields of a request whose choices the server grades: what each says."""
+
+
+def rollout_xargs(extra_args: Mapping[str, object]) -> dict[str, object]:
+    """The `rollout_*` fields of a request's `vllm_xargs`."""
+    return {key: value for key, value in extra_args.items() if key.startswith(PREFIX)}
+
+
+def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int) -> GroupPlan | GroupJoin:
+    """The plan of the request's own group, or its membership of a shared group.
+
+    `n` is the request's OpenAI `n`, the `group_size` of its own group.
+
+    Raises: PlanError with the field's name as the user wrote it.
+    """
+    if "rollout_group_id" in xargs or "rollout_group_size" in xargs:
+        return _join(_read(xargs, "join"), n, max_candidates)
+    said = _read(xargs, "own")
+    group = {field: said[field] for field in PLAN_FIELDS if field in said}
+    names = {**NAMES, "group_size": "n"}
+    return make_plan(n, **group, pruning=_pruning(said), max_candidates=max_candidates, names=names)
+
+
+class TurnSaid(NamedTuple):
+    """Fields of a request that is one turn of a session."""
+
+    session: str
+    last: bool
+    group: Mapping[str, Any]
+    """Fields of the group, by name. The first turn needs them, later turns may repeat them."""
+
+
+def turn_from_xargs(xargs: Mapping[str, object], named: str | None, *, n: int) -> TurnSaid:
+    """Read the fields of a turn. `named`: the session of the request header.
+
+    Raises: PlanError with the field's name as the user wrote it.
+    """
+    said = _read(xargs, "session")
+    session = said.pop("session", named)
+    if session is None:
+        raise PlanError(NAMES["session"], "is required, or the header X-Session-ID: which session this is a turn of.")
+    ROWS["session"].check(session, NAMES["session"])
+    if n != 1:
+        raise PlanError(NAMES["session"], f"a turn of a session has one answer, but n is {n}. Send n=1.")
+    return TurnSaid(session, said.pop("last", False), said)
+
+
+def audit_ratio_from_xargs(xargs: Mapping[str, object], of_server: float) -> float:
+    """Share of groups like the request's that are audited (`parts/pruning/rules/audit.py`).
+
+    `of_server`: the server's ratio, for a request that learns but states none.
+
+    Raises: PlanError.
+    """
+    name, detection_length = NAMES["audit_ratio"], NAMES["detection_length"]
+    ratio, learns = xargs.get(name), xargs.get(detection_length) is not None
+    if ratio is None:
+        return of_server if learns else 0.0
+    ratio = ROWS["audit_ratio"].read(ratio, name)
+    if not learns:
+        raise PlanError(name, f"needs {detection_length}: without pruning nothing is learned that audits keep true.")
+    return float(ratio)
+
+
+def as_written(refusal: str) -> tuple[str, str]:
+    """A refusal by a joined group ("group_size of this group is …"), rewritten for the user.
+
+    Returns the name of the field among the xargs, and the text with that name. A refusal that begins with no field is
+    about `rollout_group_id`.
+    """
+    field, _, rest = refusal.partition(" ")
+    name = NAMES.get(field.removeprefix("pruning."))
+    return ("rollout_group_id", f"rollout_group_id: {refusal}") if name is None else (name, f"{name} {rest}")
+
+
+def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
+    """Checked values by field. null counts as not given. The audit ratio is left out, since the server has its own
+    default.
+
+    Raises: PlanError if a field is unknown, has a value that is not allowed, or needs another field.
+    """
+    allowed = {NAMES[field]: field for field, row in ROWS.items() if door in row.doors}
+    for key in xargs:
+        if key not in allowed:
+            joins = any(NAMES[field] == key and "join" in row.doors for field, row in ROWS.items())
+            problem = "needs rollout_group_size" if joins else "is not a field of this version"
+            raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
+    said = {field: xargs[key] for key, field in allowed.items() if xargs.get(key) is not None}
+    said.pop("audit_ratio", None)
+    pruning = [field for field in PRUNING_XARGS if field in said]
+    if pruning and "detection_length" not in said:
+        raise PlanError(
+            NAMES[pruning[0]],
+            f"needs {NAMES['detection_length']}, which turns pruning on: output tokens after which a candidate is "
+            "scored.",
+        )
+    return {field: ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
+
+
+def _pruning(said: Mapping[str, Any]) -> PruningPlan | None:
+    given = {field: said[field] for field in PRUNING_XARGS if field in said}
+    return make_pruning_plan(given, PRUNING_XARGS) if given else None
+
+
+def _join(said: Mapping[str, Any], n: int, max_candidates: int) -> GroupJoin:
+    name = said.get("group_id")
+    if n != 1:
+        raise PlanError(
+            NAMES["group_size" if name is None else "group_id"],
+            f"joins single requests, but n is {n}. Leave it out to run the n choices as one group, or send n=1.",
+        )
+    if (group_size := said.get("group_size")) is None:
+        raise PlanError(NAMES["group_size"], "is required to join a group: how many siblings have to finish.")
+    join = GroupJoin(
+        group_size,
+        said.get("num_candidates", group_size),
+        said.get("early_stop") is not False,
+        pruning=_pruning(said),
+        name=name,
+        namespace=said.get("namespace", ""),
+    )
+    return make_join(join, max_candidates=max_candidates, names=NAMES)

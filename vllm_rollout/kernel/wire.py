@@ -1,0 +1,192 @@
+"""Typed data in vLLM's requests and outputs. Invariant: both ends of each kind are in this file.
+
+`call_table.py` has the calls of an API process to an engine core.
+
+tag      API process -> scheduler, worker: `SamplingParams.extra_args[TAG_KEY]`, as bytes. A client of vLLM's own front
+         ends can send only JSON in `extra_args`, and JSON has no bytes, so no client can make a tag
+report   worker -> scheduler: the attribute `REPORT_ATTRIBUTE` of a `ModelRunnerOutput`, a plain dataclass pickled whole
+ending   scheduler -> API process: `EngineCoreOutput.kv_transfer_params[ENDING_KEY]` on a candidate's last output. The
+         client takes it out again before other code reads the output
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateState, Confidence, Observation
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.rounds.rules.race import RacePlace
+
+TAG_KEY = "vllm_rollout"
+ENDING_KEY = "vllm_rollout"
+REPORT_ATTRIBUTE = "vllm_rollout_report"
+
+
+class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
+    """Makes a vLLM request a candidate of a group."""
+
+    group_id: str
+    index: int | None
+    """Index in the group. None: the scheduler numbers it by arrival (requests that join a shared group)."""
+    terms: GroupTerms
+    """Terms of the group, the same for all siblings."""
+    output_interval: int
+    """Tokens per message to the API process. 1 sends every step's token at once."""
+    scoring: Scoring | None = None
+    """Scoring of the candidate for the `pruning` of its terms."""
+    observed: bool = True
+    """True if its mean confidence is wanted. A candidate with `scoring` is observed in any case."""
+    place: RacePlace | None = None
+    """The group's part in a round."""
+    num_resumed: int = 0
+    """Output tokens of an earlier round, at the end of the prompt."""
+    namespace: str = ""
+    """Namespace of its owner. Candidates of one prompt are drafts for each other within a namespace."""
+
+    def to_extra_args(self) -> dict[str, Any]:
+        return {TAG_KEY: msgspec.msgpack.encode(self)}
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any] | None) -> CandidateTag | None:
+        """The tag in a request's `extra_args`. None without one, or if a client has written something else in its
+        place.
+        """
+        if not extra_args or not isinstance(data := extra_args.get(TAG_KEY), bytes):
+            return None
+        try:
+            return _TAG_DECODER.decode(data)
+        except msgspec.DecodeError:
+            return None
+
+
+_TAG_DECODER = msgspec.msgpack.Decoder(CandidateTag)
+
+
+class LastLogits(NamedTuple):
+    """Outputs of the head for whole trajectories after each token. The output after the last token is the
+    final score.
+    """
+
+    logits: np.ndarray
+    """float32 [num_tokens, num_rows], by token of the step and row of its batch. NaN for a row without final score, and
+    without a head.
+    """
+    head_versions: np.ndarray
+    """int64 [num_tokens, num_rows]. 0: no head is trained."""
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int],
+        rows: Sequence[int] | np.ndarray,
+        logits: np.ndarray,
+        versions: int | np.ndarray,
+        tokens: int | np.ndarray = 0,
+    ) -> LastLogits:
+        """Logits of a step, [num_tokens, num_rows], in which only `rows` have a final score. The other arguments are
+        for these rows.
+        """
+        last = cls(np.full(shape, np.nan, dtype=np.float32), np.zeros(shape, dtype=np.int64))
+        last.logits[tokens, rows], last.head_versions[tokens, rows] = logits, versions
+        return last
+
+
+class RunnerReport(NamedTuple):
+    """Observations of this step's candidates by the worker. A tuple, because it is pickled in every step."""
+
+    confidence: np.ndarray
+    """float32 [2, num_tokens, num_rows]: mean and standard deviation of the candidate's token confidences up to each
+    token of the step, by row of its batch. Without drafts num_tokens is 1. NaN for a row that is not observed.
+    """
+    due: Sequence[str] = ()
+    """Ids of requests that reached their detection length in this step."""
+    due_values: np.ndarray | None = None
+    """float32 [num_due, 4]: the head's logit (NaN without a head), then the three numbers of `Confidence`."""
+    head_versions: Sequence[int] = ()
+    due_at: Sequence[int] = ()
+    """Detection length that each of `due` reached."""
+    last: LastLogits | None = None
+    first_positions: np.ndarray | None = None
+    """int64 [num_rows]: output tokens before this step. None in a step without drafts."""
+    failed: Mapping[str, str] = {}
+    """Reasons by id of requests that cannot be observed any more. They fail, because a wrong or missing
+    score is worse.
+    """
+    num_internal_errors: int = 0
+    """Exceptions of ours that this worker has caught."""
+    weights: int = 0
+    """Number of the weights change after which this step was computed. 0: the first weights."""
+
+    def observations(self) -> Iterator[tuple[str, Observation]]:
+        """Yield request id and observation of everything that is due."""
+        if self.due_values is None:
+            return
+        values = zip(self.due, self.due_values.tolist(), self.head_versions, self.due_at, strict=True)
+        for request_id, row, version, length in values:
+            logit, *confidence = row
+            yield request_id, Observation(Confidence(*confidence), logit if version else None, version, length)
+
+    def token_of(self, row: int, num_tokens: int) -> int | None:
+        """Index in the step of a request's last token, given its row and its number of output tokens. None if the step
+        has not sampled it.
+        """
+        if self.first_positions is None:
+            return 0
+        token = num_tokens - 1 - int(self.first_positions[row])
+        return token if 0 <= token < self.confidence.shape[1] else None
+
+    def last_observation(self, row: int, token: int) -> Observation:
+        """Observation of a candidate whose last token is this token and row of the step's batch."""
+        confidence = Confidence(float(self.confidence[0, token, row]), math.nan, math.nan)
+        version = 0 if self.last is None else int(self.last.head_versions[token, row])
+        logit = float(self.last.logits[token, row]) if version else None
+        return Observation(confidence, logit, version, WHOLE)
+
+
+def nothing_seen(num_rows: int, **others: Any) -> RunnerReport:
+    """Report of a step in which no request was observed."""
+    return RunnerReport(np.full((2, 1, num_rows), np.nan, dtype=np.float32), **others)
+
+
+class EndingNote(msgspec.Struct, frozen=True, array_like=True):
+    """The scheduler's data about a candidate at its end."""
+
+    state: CandidateState
+    end_step: int
+    confidence: tuple[float, float] | None
+    """Mean and standard deviation over the trajectory's tokens."""
+    weights: list[tuple[int, str]] = []
+    """Pairs of first output token and weight version. vLLM assigns versions when tokens arrive. This is too late for
+    tokens that are held or in flight.
+    """
+    assessment: Assessment | None = None
+    refusal: str | None = None
+    """Reason why the named group refused the request, which then has no output. It becomes a 400."""
+    ended_by_itself: bool = False
+    """True also for a surplus candidate whose ending came too late to count: its length is exact."""
+    is_replaced: bool = False
+    """True if it was lost, and its group waits for another candidate in its place."""
+    group_lost: bool = False
+    """True if its group completed in this step, but after as many others as the round wanted."""
+    num_preemptions: int = 0
+    final: Assessment | None = None
+    """Final assessment, by the whole trajectory."""
+    error: str | None = None
+    """Reason why it failed, if known."""
+
+    def to_params(self, params: dict[str, Any] | None) -> dict[str, Any]:
+        return {**(params or {}), ENDING_KEY: self}
+
+    @classmethod
+    def take(cls, params: dict[str, Any] | None) -> tuple[EndingNote | None, dict[str, Any] | None]:
+        """Split a request output's `kv_transfer_params` into our note and the rest."""
+        if not params or ENDING_KEY not in params:
+            return None, params
+        rest = {key: value for key, value in params.items() if key != ENDING_KEY}
+        return msgspec.convert(params[ENDING_KEY], cls), rest or None

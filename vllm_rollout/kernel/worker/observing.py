@@ -1,0 +1,100 @@
+"""Code that only observes a step, separated from the step.
+
+Invariant: an exception here fails the observed candidates. Tokens are sampled as without observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import NewRequestData
+
+from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.kernel.names import learned_name
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.kernel.wire import CandidateTag
+
+logger = init_logger("vllm.vllm_rollout")
+
+NOT_FINITE = "the model's logits were NaN or infinite. Check the weights that were loaded last, and their dtype."
+"""Reason for failing candidates whose tokens would be random."""
+
+
+class Observing:
+    """Context for code that reads a step and changes nothing of vLLM's. An exception inside fails all observed
+    candidates.
+    """
+
+    def __init__(self, tracker: CandidateTracker, faults: Faults) -> None:
+        self.faults = faults
+        self.says_not_finite = True
+        """True until the first logits of the current weights that are not finite have been logged."""
+        self._tracker = tracker
+        self._failed: dict[str, str] = {}
+        """Reasons by id of requests that cannot be observed any more, until the next report."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.failed(self._tracker.forget_all(), error)
+        return True
+
+    def begin(self, request: NewRequestData) -> None:
+        """Observe a new request, if it is a candidate."""
+        try:
+            _begin(self._tracker, request)
+        except Exception as error:
+            self.failed([request.req_id], error)
+            self._tracker.discard(request.req_id)
+
+    def failed(self, request_ids: Sequence[str], error: Exception) -> None:
+        self._failed |= dict.fromkeys(request_ids, self.faults.caught("observing", error))
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failed)
+
+    def not_finite(self, request_ids: Sequence[str]) -> dict[str, str]:
+        """Candidates whose tokens would be random, with the reason."""
+        if self.says_not_finite:
+            self.says_not_finite = False
+            logger.error(
+                "vllm_rollout: candidates fail from now on, the first one %.100s: %s", request_ids[0], NOT_FINITE
+            )
+        return dict.fromkeys(request_ids, NOT_FINITE)
+
+    def take_failed(self) -> dict[str, str]:
+        failed, self._failed = self._failed, {}
+        return failed
+
+
+def _begin(tracker: CandidateTracker, request: NewRequestData) -> None:
+    params = request.sampling_params
+    if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
+        return
+    if (plan := tag.terms.pruning) is not None:
+        first, *others = plan.scored_lengths
+        tracker.add(
+            request.req_id,
+            _num_prompt_tokens(request),
+            first,
+            num_before=tag.num_resumed,
+            trial_lengths=others,
+            final=plan.final_score,
+            adapter=learned_name(request.lora_request),
+        )
+    elif tag.observed:
+        tracker.add(request.req_id, _num_prompt_tokens(request))
+
+
+def _num_prompt_tokens(request: NewRequestData) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return len(request.prompt_embeds)

@@ -1,0 +1,426 @@
+"""vLLM's model runners, changed to pass logits and hidden states to the tracker. One thin mixin per runner generation.
+
+Invariant: observed values are not changed, and no step waits for them: they are copied with the step's own output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.kernel.tracker.step_values import StepValues
+from vllm_rollout.kernel.tracker.tracker import CandidateTracker
+from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
+from vllm_rollout.kernel.tracker.warm_up import warm_up
+from vllm_rollout.kernel.weights import Changes
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport, nothing_seen
+from vllm_rollout.kernel.worker.observing import Observing
+from vllm_rollout.parts.drafts.worker.drafts import Drafts
+from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.features import attach, detach
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class HostCopy:
+    """Copy of a step's values to the host, on the current stream."""
+
+    def __init__(self, step: StepValues) -> None:
+        self._step = self._copy = step  # the device tensors must outlive their copies
+        self._ready: torch.cuda.Event | None = None
+        if not step.on_host:
+            self._copy = step.to_host()
+            self._ready = torch.cuda.Event(blocking=True)
+            self._ready.record()
+
+    def get(self) -> StepValues:
+        """The values on the host. Waits for the copy."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._copy
+
+
+class ObservedOutput(AsyncModelRunnerOutput):
+    """An asynchronous runner output whose report arrives with it."""
+
+    def __init__(
+        self, inner: AsyncModelRunnerOutput, report: StepReport, copy_stream: torch.cuda.Stream | None
+    ) -> None:
+        """`copy_stream`: None if the step's values are on the host already."""
+        self._inner = inner
+        self._report = report
+        if copy_stream is None:
+            report.begin_copy()
+            return
+        main_stream = torch.cuda.current_stream()
+        with torch.cuda.stream(copy_stream):
+            copy_stream.wait_stream(main_stream)
+            report.begin_copy()
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self._inner.get_output()
+        self._report.attach(output)
+        return output
+
+    def get_kv_connector_output(self) -> Any:
+        return self._inner.get_kv_connector_output()
+
+
+class StepReport:
+    """Observations of a step and the version of its weights, for the scheduler."""
+
+    def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing, weights: int = 0) -> None:
+        """`step`: None if no request was observed. `weights`: as of a RunnerReport."""
+        self._step = step
+        self._weights = weights
+        self._failed = observing.take_failed()
+        self._ring = ring
+        self._observing = observing
+        self._copy: HostCopy | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._step is None or self._step.on_host
+
+    def begin_copy(self) -> None:
+        """Begin the copy to the host, on the current stream."""
+        try:
+            self._copy = None if self._step is None else HostCopy(self._step)
+        except Exception as error:
+            self._error = error
+
+    def attach(self, output: ModelRunnerOutput) -> None:
+        """Attach the report to the output, where the scheduler reads it, and put features into the ring. Waits for the
+        copy.
+        """
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._copy is None:
+                report = nothing_seen(len(output.req_ids))
+            else:
+                report = _report(output, self._copy.get(), self._ring, self._observing)
+        except Exception as error:
+            reason = self._observing.faults.caught("reporting", error)
+            seen = [output.req_ids[row] for row in self._step.rows]
+            report = nothing_seen(len(output.req_ids), failed=dict.fromkeys(seen, reason))
+        report = report._replace(
+            failed={**self._failed, **report.failed},
+            num_internal_errors=self._observing.faults.num,
+            weights=self._weights,
+        )
+        setattr(output, REPORT_ATTRIBUTE, report)
+
+
+def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, observing: Observing) -> RunnerReport:
+    """Report of values that are on the host."""
+    shape = (int(step.tokens[-1]) + 1, step.num_rows)
+    moments = np.full((2, *shape), np.nan, dtype=np.float32)
+    values = step.moments.numpy().T
+    moments[:, step.tokens, step.rows] = values
+    report, due = RunnerReport(moments, first_positions=step.first_positions), step.due
+    if (not_finite := np.isnan(values[0])).any():
+        report = report._replace(failed=observing.not_finite([output.req_ids[row] for row in step.rows[not_finite]]))
+    if due is not None:
+        report = report._replace(
+            due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
+        )
+        ring.put([StateKey(*key) for key in zip(due.request_ids, due.lengths, strict=True)], due.features)
+    if (last := step.last) is not None:
+        logits = LastLogits.of(shape, last.rows, last.logits.numpy(), last.head_versions, last.tokens)
+        report = report._replace(last=logits)
+    if (ended := step.ended) is not None:
+        ring.put(ended.keys, ended.states)
+    return report
+
+
+class RunnerMixin:
+    """Common part of both runner generations. Overrides: execute_model, sample_tokens, _dummy_sampler_run.
+
+    An exception of ours here would end the engine: `observing` and `drafts` catch theirs.
+    """
+
+    drafts: Drafts | None = None
+    _weights = 0
+    """Number of the weights change after which the last step was computed."""
+
+    def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
+        """Make the tracker. Without a ring nothing is observed: this rank's outputs are not read, or its rows are not
+        whole requests.
+        """
+        self.feature_ring = ring
+        self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
+        self.observing = Observing(self.candidate_tracker, Faults())
+
+    @torch.inference_mode()
+    def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
+        """Data of candidates that leave, by request id."""
+        ring = self.feature_ring
+        if ring is None:
+            return {request_id: WorkerState(self._generator_state(request_id)) for request_id in request_ids}
+        tracked = self.candidate_tracker.copy(request_ids)
+        features = detach(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
+        return {
+            request_id: WorkerState(
+                self._generator_state(request_id), tracked.get(request_id), features.get(request_id, {})
+            )
+            for request_id in request_ids
+        }
+
+    @torch.inference_mode()
+    def attach(self, candidates: list[MovedCandidate]) -> None:
+        """Add candidates that have run elsewhere."""
+        for candidate in candidates:
+            request_id, state = candidate.request.request_id, candidate.state
+            if self.feature_ring is not None and state.tracked is not None:
+                self.candidate_tracker.restore(request_id, state.tracked)
+            if self.feature_ring is not None:
+                attach(self.feature_ring, request_id, state.features)
+            self._know(candidate)
+            if self.drafts is not None:
+                self.drafts.arrived(candidate)
+
+    @property
+    def kv_blocks(self) -> list[torch.Tensor]:
+        """The KV cache, one tensor per layer, [num_blocks, kernel blocks in each, ...]."""
+        num_blocks = self.kv_cache_config.num_blocks
+        caches = {cache.data_ptr(): cache for cache in self.kv_caches}.values()  # layers may share one
+        return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
+
+    def _generator_state(self, request_id: str) -> bytes | None:
+        """State of the request's own generator. None if it has none."""
+        return None
+
+    def _know(self, candidate: MovedCandidate) -> None:
+        """Register a request with the runner, before the scheduler resumes it."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        tracker = self.candidate_tracker
+        with self.observing:
+            if self.feature_ring is not None:
+                for request_id in scheduler_output.finished_req_ids:
+                    tracker.discard(request_id)
+                for request in scheduler_output.scheduled_new_reqs:
+                    self.observing.begin(request)
+            tracker.start_step()
+        if Changes.num != self._weights:
+            self._weights = Changes.num
+            self._hear_of_new_weights()
+        if self.drafts is not None:
+            self.drafts.see_step(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _hear_of_new_weights(self) -> None:
+        """Notify the worker's parts of new weights, before the first step that they compute."""
+        self.observing.says_not_finite = True
+        if self.drafts is not None:
+            self.drafts.new_weights()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        if output is None:
+            return None
+        step = self.candidate_tracker.step
+        if step is None and not (self.observing.has_failed or self._weights):
+            return output
+        report = StepReport(step, self.feature_ring, self.observing, self._weights)
+        if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
+            report.begin_copy()
+            report.attach(output)
+            return output
+        return ObservedOutput(output, report, None if report.is_on_host else self._copy_stream())
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # vLLM warms its sampler up here, before it begins to watch for kernels that are compiled in a step.
+        result = super()._dummy_sampler_run(hidden_states, *args, **kwargs)
+        # On every rank, since its parts are gathered, and of all rows: vLLM's LoRA kernels write into as many as the
+        # dummy step had.
+        logits = self.model.compute_logits(hidden_states)
+        if logits is not None and self.feature_ring is not None:
+            warm_up(logits, hidden_states)
+        return result
+
+
+class RunnerV1Mixin(RunnerMixin):
+    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample,
+    _input_fits_in_drafter."""
+
+    def start_tracking(self, *args: Any, **kwargs: Any) -> None:
+        super().start_tracking(*args, **kwargs)
+        if self.speculative_config is not None and get_pp_group().is_last_rank and isinstance(self.drafter, Drafts):
+            self.drafts = self.drafter
+            self.drafts.attend(lambda: self.input_batch, self.observing.faults)
+
+    def _generator_state(self, request_id: str) -> bytes | None:
+        request = self.requests.get(request_id)
+        if request is None or request.generator is None:
+            return None
+        return request.generator.get_state().numpy().tobytes()
+
+    def _know(self, candidate: MovedCandidate) -> None:
+        request, generator = candidate.request, None
+        if candidate.state.generator is not None:
+            generator = torch.Generator(device=self.device)
+            generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
+        known = self.requests[request.request_id] = CachedRequestState(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=[],
+            sampling_params=request.sampling_params,
+            generator=generator,
+            block_ids=(),
+            num_computed_tokens=0,
+            output_token_ids=list(candidate.output_token_ids),
+            lora_request=request.lora_request,
+        )
+        if self.uses_mrope:
+            self._init_mrope_positions(known)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.execute_model_state
+        if state is not None and self.feature_ring is not None:
+            with self.observing:
+                self.candidate_tracker.see_hidden_states(state.sample_hidden_states)
+        return super().sample_tokens(*args, **kwargs)
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None  # without drafts, top_k of vLLM from 0.32 on has no rows on a CPU
+        num_rows = self.input_batch.num_reqs
+        num_unverified: int | np.ndarray = 0
+        if spec_decode_metadata is not None and self._cannot_verify():
+            logits, num_unverified = self._without_drafts(logits, spec_decode_metadata)
+            spec_decode_metadata = None
+        if logits is None or not len(self.candidate_tracker):
+            return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        request_ids = self.input_batch.req_ids
+        unfinished = self.discard_request_mask.np[:num_rows]
+        num_computed = self.optimistic_seq_lens_cpu[:num_rows].numpy() - num_unverified  # exact in the synchronous loop
+        if spec_decode_metadata is None:  # before sampling: float32 logits are scaled by the temperature in place
+            with self.observing:
+                self.candidate_tracker.observe(request_ids, logits, num_computed, unfinished)
+            return super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        # After sampling, when the number of tokens is known. Verification works on copies of the logits.
+        output = super()._sample(logits, spec_decode_metadata, *args, **kwargs)
+        with self.observing:
+            num_drafted = np.array(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
+            num_sampled = (output.sampled_token_ids != PLACEHOLDER_TOKEN_ID).sum(dim=1).cpu().numpy()
+            verified = VerifiedDrafts(num_drafted, num_sampled)
+            self.candidate_tracker.observe(request_ids, logits, num_computed - num_drafted, unfinished, verified)
+        return output
+
+    def _cannot_verify(self) -> bool:
+        """True if this step's drafts cannot be verified.
+
+        vLLM's rejection sampler ends the engine if a request names the tokens whose log probabilities it wants (vLLM
+        issue 42592). Our drafts come in steps of such requests too.
+        """
+        return self.drafts is not None and bool(self.input_batch.sampling_metadata.logprob_token_ids)
+
+    def _without_drafts(self, logits: torch.Tensor | None, drafted: Any) -> tuple[torch.Tensor | None, np.ndarray]:
+        """Logits of the first token of each request, as without drafts, and the number of drafts of each."""
+        num_drafted = np.array(drafted.num_draft_tokens, dtype=np.int64)
+        if logits is None:
+            return None, num_drafted
+        first = drafted.bonus_logits_indices - torch.from_numpy(num_drafted).to(drafted.bonus_logits_indices)
+        self.candidate_tracker.pick_hidden_states(first)
+        return logits.index_select(0, first), num_drafted
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
+        # vLLM's answer is for a draft model: False while any request is near the end of the context. Then token 0 is
+        # proposed for all requests. Our proposer checks the end of each request.
+        if self.drafts is not None:
+            return common_attn_metadata is not None
+        return super()._input_fits_in_drafter(common_attn_metadata, *args, **kwargs)
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        return self.async_output_copy_stream
+
+
+class CPURunnerV1Mixin(RunnerV1Mixin):
+    """V1 on CPU. Overrides: those of RunnerV1Mixin.
+
+    vLLM draws noise for every row, also for an unfinished prefill, and then rewinds the generators of those rows with
+    `set_offset`. CPU generators do not have this method, so one seeded request with a chunked prefill ends the engine.
+    Here the generators of such rows are removed while the step samples, so that no noise is used up.
+    """
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        if not generators or self.execute_model_state is None:
+            return super().sample_tokens(*args, **kwargs)
+        unfinished = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+        set_aside = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(set_aside)
+
+
+class RunnerV2Mixin(RunnerMixin):
+    """`vllm/v1/worker/gpu/model_runner.py`. Overrides: those of RunnerMixin, load_model, sample.
+
+    V2 computes its logits inside `sample()` and passes them to `self.sampler`. Computing them again would cost the
+    output projection. So the sampler is observed.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_model(*args, **kwargs)
+        if self.sampler is not None:  # only the last pipeline rank samples
+            observe_sampler(self.sampler, self.candidate_tracker, self.observing)
+        return result
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
+        if self.feature_ring is not None:
+            with self.observing:
+                self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
+        return super().sample(hidden_states, input_batch, *args, **kwargs)
+
+    def _copy_stream(self) -> torch.cuda.Stream:
+        return self.output_copy_stream
+
+
+class SamplerMixin:
+    """Passes the input of V2's sampler to the tracker. Overrides: __call__."""
+
+    candidate_tracker: CandidateTracker
+    observing: Observing
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
+        with self.observing:
+            if len(self.candidate_tracker) and logits.shape[0] == input_batch.num_reqs:
+                reached = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+                unfinished = reached < input_batch.prefill_len_np
+                self.candidate_tracker.observe(input_batch.req_ids, logits, reached, unfinished)
+        return super().__call__(logits, input_batch, *args, **kwargs)
+
+
+def observe_sampler(sampler: Any, tracker: CandidateTracker, observing: Observing) -> None:
+    """Add our mixin to a V2 sampler. Its class changes and the object stays, because vLLM tests it with isinstance."""
+    cls = type(sampler)
+    sampler.__class__ = type(f"Observed{cls.__name__}", (SamplerMixin, cls), {})
+    sampler.candidate_tracker, sampler.observing = tracker, observing
+
+
+def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool, num_in_flight: int = 1) -> None:
+    """Add our mixin to a model runner. `num_in_flight`: as of `CandidateTracker`.
+
+    vLLM's workers construct the runner inline. (Only the GPU worker has a factory method, which names the class
+    itself.) So changing the instance's class is the only way for both.
+    """
+    mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
+    cls = type(runner)
+    runner.__class__ = type(f"Rollout{cls.__name__}", (mixin, cls), {})
+    runner.start_tracking(ring, num_in_flight)

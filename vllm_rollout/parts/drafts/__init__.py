@@ -1,0 +1,1 @@
+"""Tokens of siblings and earlier answers as drafts, which vLLM verifies."""

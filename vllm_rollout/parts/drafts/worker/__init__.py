@@ -1,0 +1,1 @@
+"""The proposer of drafts, and its memory."""

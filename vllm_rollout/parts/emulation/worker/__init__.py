@@ -1,0 +1,1 @@
+"""The emulated device in a worker's place."""

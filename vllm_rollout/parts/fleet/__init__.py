@@ -1,0 +1,1 @@
+"""One client of several servers."""

@@ -1,0 +1,1 @@
+"""vLLM's Rust front end beside ours."""

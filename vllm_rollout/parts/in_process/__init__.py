@@ -1,0 +1,1 @@
+"""vLLM in a trainer's own process."""

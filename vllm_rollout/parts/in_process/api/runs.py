@@ -1,0 +1,113 @@
+"""Prompts that trainers send as separate rows. Equal prompts in a row become a group, and come back as rows.
+
+Invariant: there are as many rows as prompts, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from vllm_rollout.kernel.rules.xargs import NAMES, rollout_xargs
+
+
+class Run(NamedTuple):
+    """Equal prompts in a row, with equal parameters."""
+
+    prompt: Any
+    params: SamplingParams
+    num: int
+
+    @property
+    def of_all(self) -> SamplingParams:
+        """Parameters of one request for the whole run."""
+        if self.num == 1:
+            return self.params
+        group = copy(self.params)
+        group.n = self.num
+        return group
+
+
+def runs_of(prompts: Any, params: Any, group_size: int | None) -> list[Run] | None:
+    """Groups of equal prompts. None if there are no such groups, so that the prompts are answered unchanged.
+
+    params: one for all prompts, or one per prompt. group_size: maximum size of a group. None: no maximum.
+    """
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str):
+        return None
+    each = params if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(each) != len(prompts) or not all(isinstance(its, SamplingParams) for its in each):
+        return None
+    runs: list[Run] = []
+    for prompt, its in zip(prompts, each, strict=True):
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.num != group_size
+            and _draws(its)
+            and (last.params is its or last.params == its)
+            and _are_same(last.prompt, prompt)
+        ):
+            runs[-1] = Run(prompt, its, last.num + 1)
+        else:
+            runs.append(Run(prompt, its, 1))
+    return runs if any(run.num > 1 for run in runs) else None
+
+
+def _draws(params: SamplingParams) -> bool:
+    """True if equal requests sample independently, one completion each. Greedy and seeded requests repeat
+    their output.
+    """
+    is_drawn = params.n == 1 and params.temperature != 0 and params.seed is None
+    return is_drawn and not rollout_xargs(params.extra_args or {})
+
+
+def with_spares(params: SamplingParams, num: int, group_size: int | None) -> SamplingParams:
+    """The parameters with `num` spare candidates. Single requests, partial groups and requests with `rollout_*` fields
+    are returned unchanged.
+    """
+    is_whole = params.n > 1 and group_size in (None, params.n)
+    if not is_whole or rollout_xargs(params.extra_args or {}):
+        return params
+    raced = copy(params)
+    raced.extra_args = {**(params.extra_args or {}), NAMES["redundancy"]: num}
+    return raced
+
+
+def rows_of(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """One output per completion."""
+    rows = []
+    for output in outputs:
+        for completion in output.outputs:
+            row, one = copy(output), copy(completion)
+            one.index, row.outputs = 0, [one]
+            rows.append(row)
+    return rows
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """True if two prompts are equal, including images and other data in them."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_are_same(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)):
+        if len(first) != len(second):
+            return False
+        return first == second if _are_plain(first) else all(map(_are_same, first, second))
+    if isinstance(first, np.ndarray):
+        return first.dtype == second.dtype and np.array_equal(first, second)
+    if isinstance(first, torch.Tensor):
+        return (first.dtype, first.device) == (second.dtype, second.device) and torch.equal(first, second)
+    return first is second or bool(first == second)
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    """True for token ids and texts: they are compared as a whole."""
+    return not values or isinstance(values[0], (int, str))

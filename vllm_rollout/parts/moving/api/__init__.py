@@ -1,0 +1,1 @@
+"""Moves, deaths of ranks, and rebuilt engines."""

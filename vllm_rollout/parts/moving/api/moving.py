@@ -1,0 +1,330 @@
+"""The part of the service's engine that moves groups from one rank to another, and keeps ranks empty.
+
+    release  source       the group stops between two steps and is packed
+    adopt    target       it continues there
+    confirm  source       the packed group is dropped
+
+All messages to one engine core go through one socket, so a message sent before a call arrives before it. Requests for a
+group that moves wait (`group_routes.py`). Each API process moves its own groups.
+
+A rank that is kept empty stores the owners of the hold. API processes share the ranks and nothing else. Each checks
+that other ranks take groups, holds the rank, and checks again. If two processes hold the last ranks at the same time,
+at least one finds no other rank, and releases its hold.
+
+Invariant: whatever fails, the group ends up in exactly one engine core: in the source until the target has it. A held
+rank gets no group. While two ranks live, not all of them are held for longer than a call takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from itertools import count
+from typing import NamedTuple
+
+from vllm.logger import init_logger
+
+from vllm_rollout.background import spawn, survived
+from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.group_routes import GroupRoute
+from vllm_rollout.kernel.call_table import (
+    ADOPT_GROUP,
+    CONFIRM_MOVE,
+    ENGINE_LOAD,
+    HOLD,
+    KEEP_GROUP,
+    RELEASE_GROUP,
+    Argument,
+    GroupToAdopt,
+    GroupToRelease,
+    Hold,
+    Operation,
+    Released,
+)
+from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.api.rank_client import RankDied
+from vllm_rollout.parts.moving.rules.detached import MoveOutcome
+from vllm_rollout.parts.moving.rules.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.parts.moving.rules.migration import plan_drain
+from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
+from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.parts.shaping.api.lengths import EngineShaping
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
+
+logger = init_logger("vllm.vllm_rollout")
+
+RELEASE_TRIES = 64
+"""Attempts to release a group that has a token in flight, or an event that waits for the end of a step."""
+LOOK_S = 0.05
+"""Seconds between two checks of an engine core that is to become empty."""
+FOLLOW_S = 0.5
+"""Seconds between two checks for ranks that other API processes hold. A drain is answered after two such checks: until
+then the other processes may send requests to the rank.
+"""
+
+SHARED = "its candidates come through several API processes"
+REASONS = {
+    "busy": "its engine core is between two events",
+    "in_flight": "a token of it is on its way",
+}
+
+
+MayMove = Callable[[GroupRoute], bool]
+
+
+class Move(NamedTuple):
+    """Result of a move."""
+
+    outcome: MoveOutcome
+    reason: str = ""
+
+
+class EngineMoves:
+    """Implements `server.engine.MovesPart`, and moves groups."""
+
+    def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, shaping: EngineShaping) -> None:
+        self._client = client
+        self._calls = calls
+        self._shaping = shaping
+        self._epochs = count(1)
+        self._one_move = asyncio.Lock()
+        """Held while a group is in no engine core, while ranks are held or restored, and by calls that must reach all
+        groups.
+        """
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self._calls.num_ranks
+
+    def refusal(self, *, priced: bool) -> str | None:
+        if self._client.num_api_processes > 1:
+            return (
+                f"needs one API process, which knows all groups; this server has {self._client.num_api_processes}. "
+                "Start it with --api-server-count 1."
+            )
+        if ServeOptions.of(self._client.vllm_config).beside_rust:
+            return (
+                "needs an API process that knows all groups, and vLLM's Rust front end starts others. Start the server "
+                "without VLLM_USE_RUST_FRONTEND=1."
+            )
+        if priced and self._shaping.cost_model is None:
+            return (
+                "needs to know what a step and a prefill cost. Start the server with --rollout-profile FILE "
+                "(`vllm-rollout profile` writes one)."
+            )
+        return None
+
+    async def engine_loads(self) -> list[EngineLoad]:
+        """Loads by rank. Raises: RequestError (503) if the engine is dead."""
+        loads = await self._calls.call_each(ENGINE_LOAD, None)
+        return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
+
+    async def rank_loads(self) -> Callable[[MayMove], list[RankLoad]]:
+        """Ask for loads once. Returns a function: given which groups may move, it gives the load of each rank for the
+        rules.
+        """
+        lengths = (await self._shaping.length_history([])).dataset  # they predict groups without an outlook
+        loads = await self.engine_loads()
+        return lambda may_move: [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
+
+    def _rank_load(self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: MayMove) -> RankLoad:
+        """Load of one rank. Groups that may not move count as other requests."""
+        groups, other_tokens = [], 0
+        for running in load.groups:
+            route = self._client.routes.find(running.group_id)
+            known = lengths if route is None or route.outlook is None else route.outlook.lengths
+            group = GroupLoad.of(*running[:3], known, running.max_tokens)
+            if route is not None and route.rank == rank and may_move(route):
+                groups.append(group)
+            else:
+                other_tokens += group.kv_tokens
+        return RankLoad(
+            rank,
+            tuple(groups),
+            other_requests=load.num_running + load.num_waiting - sum(group.num_candidates for group in groups),
+            other_kv_tokens=other_tokens,
+            kv_capacity_tokens=self._client.vllm_config.cache_config.kv_cache_size_tokens,
+            max_num_seqs=self._client.vllm_config.scheduler_config.max_num_seqs,
+            is_held=load.is_held,
+            transfer=load.kv.transfer,
+        )
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        return plan_scale_down(progress, (await self.rank_loads())(lambda route: True))
+
+    async def tell_all_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
+        """Run one operation on every rank while no group moves: a group in no engine core would miss it."""
+        async with self._one_move:
+            await self._calls.call_all(operation, argument)
+
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
+        started = time.monotonic()
+        await self._calls.to_its_end(self._hold(rank, owner))
+        moves = await self._leave(rank)
+        if not self._client.routes.has_open:
+            await self.restore(rank, owner)
+            raise _last_one(rank, "The others that took groups have died. See GET /v1/engines.")
+        told_s = time.monotonic() + (2 * FOLLOW_S if self._client.num_api_processes > 1 else 0.0)
+        while (load := (await self.engine_loads())[rank]).num_running + load.num_waiting or time.monotonic() < told_s:
+            if not load.is_held or time.monotonic() - started >= timeout_s:
+                break
+            await asyncio.sleep(LOOK_S)
+        if load.is_dead:
+            raise EngineStopped(str(RankDied.of(rank)), status=HTTPStatus.SERVICE_UNAVAILABLE)
+        reasons = Counter(move.reason for move in moves if move.outcome in ("stays", "failed", "lost"))
+        num_moved = sum(move.outcome == "moved" for move in moves)
+        num_left = load.num_running + load.num_waiting
+        return Drained(load.is_held, num_moved, num_left, reasons, time.monotonic() - started)
+
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
+        await self._calls.to_its_end(self._end_hold(rank, owner))
+
+    async def _hold(self, rank: int, owner: str) -> None:
+        """Keep a rank empty from now on. Raises: RequestError (409) if no other rank would take groups."""
+        async with self._one_move:
+            if not self._takers(await self.engine_loads(), rank):
+                only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
+                raise _last_one(
+                    rank, f"{only} Restore another one first, or start the server with more --data-parallel-size."
+                )
+            await self._calls.call_rank(rank, HOLD, Hold(owner, True))
+            loads = await self.engine_loads()
+            if not self._takers(loads, rank):  # another API process drains the others at the same time
+                await self._calls.call_rank(rank, HOLD, Hold(owner, False))
+                raise _last_one(rank, "The others are being drained, too. Try again.")
+            self._client.routes.hold(self._held(loads))
+
+    async def _end_hold(self, rank: int, owner: str) -> None:
+        async with self._one_move:
+            await self._calls.call_rank(rank, HOLD, Hold(owner, False))
+            self._client.routes.hold(self._held(await self.engine_loads()))
+
+    def follow_holds(self) -> None:
+        """Start to leave ranks that other API processes hold."""
+        if self.num_ranks > 1 and self._client.num_api_processes > 1:
+            self._following = spawn(self._follow(), "following holds")
+
+    async def move_group(self, group_id: str, target: int) -> Move:
+        """Move a group to another rank. The move completes even if its caller goes away."""
+        route = self._client.routes.find(group_id)
+        if route is None:
+            return Move("over")
+        return await self._calls.to_its_end(self._move(route, target))
+
+    @staticmethod
+    def _held(loads: Sequence[EngineLoad]) -> frozenset[int]:
+        return frozenset(rank for rank, load in enumerate(loads) if load.is_held)
+
+    @classmethod
+    def _takers(cls, loads: Sequence[EngineLoad], rank: int) -> frozenset[int]:
+        """Ranks that take groups if this one does not."""
+        return frozenset(range(len(loads))) - cls._held(loads) - {rank}
+
+    async def _follow(self) -> None:
+        before: frozenset[int] = frozenset()
+        while not self._client.errored:
+            await asyncio.sleep(FOLLOW_S)
+            with survived("following holds"), suppress(EngineStopped):  # a dead engine is reported elsewhere
+                async with self._one_move:
+                    held = self._held(await self.engine_loads())
+                    if len(held) < self.num_ranks or held == before:  # else drains collide, and one is released
+                        self._client.routes.hold(held)
+                    before = held
+                for rank in self._client.routes.held:
+                    if self._client.routes.on_rank(rank):
+                        await self._leave(rank)
+
+    async def _leave(self, rank: int) -> list[Move]:
+        """Move all groups of this API process away from a rank."""
+        routes, loads = self._client.routes, (await self.rank_loads())(lambda route: True)
+        targets = {move.group_id: move.target for move in plan_drain(loads, rank)}
+        moves = []
+        for route in routes.on_rank(rank):
+            if not routes.has_open:  # the others have died meanwhile
+                break
+            # A group that came since then goes to the least load.
+            moves.append(await self.move_group(route.group_id, targets.get(route.group_id, routes.next_rank())))
+        return moves
+
+    async def _move(self, route: GroupRoute, target: int) -> Move:
+        if route.joined and self._client.num_api_processes > 1:
+            return Move("stays", SHARED)
+        async with self._one_move:
+            routes = self._client.routes
+            if target in routes.held and route.rank in routes.held and routes.has_open:
+                target = routes.next_rank()  # it has to leave its rank, so any other rank will do
+            if target in routes.held:
+                return Move("stays", f"rank {target} takes no groups any more")
+            if route.rank == target:
+                return Move("stays", "it is there already")
+            source, started = route.rank, time.monotonic()
+            async with route.moving():
+                move = await self._move_now(route, target)
+        seconds = time.monotonic() - started
+        self._client.rollout_metrics.group_moved(move.outcome, seconds)
+        if move.outcome == "moved":
+            logger.info("group %s moved from rank %d to %d in %.3f s", route.group_id, source, target, seconds)
+        return move
+
+    async def _move_now(self, route: GroupRoute, target: int) -> Move:
+        source, wanted = route.rank, GroupToRelease(route.group_id, next(self._epochs))
+        try:
+            released = await self._release(source, wanted)
+        except Exception as error:
+            if source not in self._client.life.dead:
+                logger.exception("rank %d did not release group %s", source, route.group_id)
+            return await self._take_back(route, wanted, Move("failed", str(error)))
+        if released.outcome == "over":
+            self._client.routes.arrived(route, target)  # it may not have begun
+            return Move("over")
+        if released.outcome != "released":
+            return await self._take_back(route, wanted, Move("stays", released.reason or REASONS[released.outcome]))
+        try:
+            await self._calls.call_rank(target, ADOPT_GROUP, GroupToAdopt(*wanted, released.parcel))
+            if target in self._client.life.dead:  # it died with the group, whose requests were not known to be there
+                raise RankDied.of(target)
+        except Exception as error:
+            logger.exception("rank %d did not adopt group %s of rank %d", target, route.group_id, source)
+            return await self._take_back(route, wanted, Move("failed", str(error)))
+        self._client.send_to(target, released.request_ids)
+        self._client.routes.arrived(route, target)
+        try:
+            await self._calls.call_rank(source, CONFIRM_MOVE, wanted)
+        except Exception:
+            if source not in self._client.life.dead:  # a dead one has nothing to forget
+                logger.exception("rank %d did not forget group %s", source, route.group_id)
+        return Move("moved")
+
+    async def _take_back(self, route: GroupRoute, wanted: GroupToRelease, move: Move) -> Move:
+        """Let the group continue in the source. If that fails too, its candidates fail."""
+        try:
+            await self._calls.call_rank(route.rank, KEEP_GROUP, wanted)
+        except Exception as error:
+            is_dead = route.rank in self._client.life.dead
+            if not is_dead:
+                logger.exception("group %s is lost", route.group_id)
+            await self._client.lose_group(route.group_id, RankDied.of(route.rank) if is_dead else error)
+            return Move("lost", str(error))
+        return move
+
+    async def _release(self, rank: int, wanted: GroupToRelease) -> Released:
+        for _ in range(RELEASE_TRIES):
+            released = await self._calls.call_rank(rank, RELEASE_GROUP, wanted)
+            if released.outcome not in ("in_flight", "busy"):
+                break
+        return released
+
+
+def _last_one(rank: int, why: str) -> RequestError:
+    return RequestError(
+        f"rank {rank} cannot be drained: no other rank would take its groups. {why}",
+        status=HTTPStatus.CONFLICT,
+        param="rank",
+    )

@@ -1,0 +1,1 @@
+"""Groups that leave or arrive, with their KV blocks."""

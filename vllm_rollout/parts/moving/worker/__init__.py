@@ -1,0 +1,1 @@
+"""KV blocks between workers."""

@@ -1,0 +1,1 @@
+"""Shows and records rollouts: the page, recordings, receipts and traces."""

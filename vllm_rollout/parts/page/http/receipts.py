@@ -1,0 +1,44 @@
+"""Receipts of finished rollouts (`parts/page/rules/receipt.py`).
+
+Invariant: a receipt costs the event loop next to nothing. Counts of candidates are at hand, and predictions are
+computed in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.page.http.seen import SeenGroup
+from vllm_rollout.parts.page.recording.rows import end_of
+from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
+
+
+async def write_receipt(rollout: Rollout) -> None:
+    """Write the receipt of a rollout whose groups are over and whose latency is known."""
+    groups = [_ran(rollout, group) for _, group in sorted(rollout.seen.groups.items())]
+    rollout.outcome.receipt = await asyncio.to_thread(receipt_of, groups, rollout.outcome.timing.latency_s)
+
+
+def _ran(rollout: Rollout, seen: SeenGroup) -> RanGroup:
+    plan = rollout.plans[seen.position]
+    ended = [seen.ends[index].ending for index in sorted(seen.ends)]
+    return RanGroup(
+        tokens=[ending.num_tokens for ending in ended],
+        ends=[end_of(ending) for ending in ended],
+        selected=[at for at, ending in enumerate(ended) if ending.index in seen.selected],
+        group_size=plan.group.group_size,
+        max_tokens=rollout.prompts[seen.position].max_tokens,
+        resumed=[ending.num_resumed for ending in ended],
+        started_s=seen.started_s,
+        ended_s=[seen.candidates[ending.index].ended_s or 0.0 for ending in ended],
+        waited=_waits(plan.group) and rollout.course.place(seen.position) is None,
+        known=plan.lengths,
+    )
+
+
+def _waits(plan: GroupPlan) -> bool:
+    """True if no candidate can be stopped, whatever its length."""
+    prunes = plan.pruning is not None and plan.pruning.mode == "active"
+    return plan.audit or not (prunes or plan.patience is not None or (plan.early_stop and plan.redundancy))

@@ -1,0 +1,306 @@
+"""Viewers of the server, and the events for them: running rollouts and the last finished ones.
+
+Invariants: without a viewer or a record the engine is not asked at all. With any number of them it is asked once per
+tick, and each change is encoded once. Texts of a running group are an extra request to the engine, shared by all
+readers of the same tick. A slow viewer misses ticks and is then sent everything anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+
+import vllm_rollout
+from vllm_rollout.background import begin, heard, spawn, survived
+from vllm_rollout.kernel.http.answers import RoundSummary
+from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.parts.moving.http.body import EngineAnswer
+from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
+from vllm_rollout.parts.page.http.seen import SeenGroup
+from vllm_rollout.parts.page.recording.rows import end_of
+from vllm_rollout.parts.pruning.rules.ledger import Reward
+from vllm_rollout.parts.sessions.http.seen import SeenSessions
+
+logger = logging.getLogger("vllm.vllm_rollout")
+
+TICK_S = 0.5
+LOOK_S = 2.0
+"""Seconds that the ranks may take to report their load. A busy rank is not waited for."""
+QUIET_S = 15.0
+"""Seconds of silence after which a viewer is sent a comment, to keep the connection open."""
+MAX_VIEWERS = 64
+MAX_BEHIND = 8
+"""Most ticks that wait for a slow viewer."""
+MAX_OVER, MAX_OVER_BYTES = 64, 32 << 20
+"""Most finished rollouts that are kept for viewers, and most bytes of their rows."""
+MAX_RUNS = 64
+"""Most runs whose last round is kept for viewers. The oldest rounds are dropped first."""
+MAX_QUEUE = 32
+"""Most prompts of a run's queue that are listed by id."""
+MAX_WITH_TEXT, MAX_TOKENS_WITH_TEXT = 4, 2_000_000
+"""Most finished rollouts, and most tokens of them, whose texts can still be read: 80 MB at most. A rollout is kept only
+if a viewer was connected at its end."""
+
+
+class Viewer:
+    """One reader of the feed."""
+
+    def __init__(self) -> None:
+        self._ticks: asyncio.Queue[bytes] = asyncio.Queue(MAX_BEHIND)
+        self.is_behind = True
+        """True if the viewer has to be sent everything."""
+
+    def tell(self, tick: bytes) -> None:
+        self.is_behind |= self._ticks.full()
+        if not self.is_behind:
+            self._ticks.put_nowait(tick)
+
+    def begin_again(self) -> None:
+        self._ticks = asyncio.Queue(MAX_BEHIND)
+        self.is_behind = False
+
+    async def next(self) -> bytes:
+        """The next tick, or a comment after `QUIET_S` seconds of silence."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                return await self._ticks.get()
+        except TimeoutError:
+            return COMMENT
+
+
+class Viewers:
+    """All readers of the feed, and the data that they may read."""
+
+    def __init__(self, engine: Engine, *, records: bool = False) -> None:
+        """`records`: True if a trace file also needs the ranks of groups."""
+        self._engine = engine
+        self._records = records
+        self._viewers: set[Viewer] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self._running: dict[str, Rollout] = {}
+        self._over: OrderedDict[str, bytes] = OrderedDict()
+        """Events of finished rollouts, by rollout id."""
+        self._with_text: OrderedDict[str, Rollout] = OrderedDict()
+        self._rounds: dict[str, bytes] = {}
+        """The event of the last round, by run."""
+        self._unsent: list[bytes] = []
+        """Events since the last tick, without changes of groups."""
+        self._ranks = b""
+        """The last event about ranks."""
+        self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
+        """Texts of running groups, by rollout id and position. Each is kept for one tick."""
+        self.sessions: SeenSessions | None = None
+        """Groups of sessions. None if this server has no sessions."""
+
+    def begun(self, rollout: Rollout) -> None:
+        rollout.seen.begin()
+        self._running[rollout.id] = rollout
+        if self._viewers:
+            self._tell(event_of("rollout", rollout.row(with_prompts=False)))
+        self._tick_if_needed()
+
+    def over(self, rollout: Rollout) -> None:
+        del self._running[rollout.id]
+        self._tick_if_needed()
+        self._over[rollout.id] = row = event_of("rollout", rollout.row(running=True))
+        self._tell(row)
+        gone = []
+        while len(self._over) > MAX_OVER or sum(map(len, self._over.values())) > MAX_OVER_BYTES:
+            gone.append(self._over.popitem(last=False)[0])
+        if gone:
+            self._tell(event_of("gone", {"rollout_ids": gone}))
+        if self._viewers:
+            self._keep_text(rollout)
+
+    def rewards_posted(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
+        """Send rewards that a trainer has posted for a finished rollout. All other rewards are part of a group's
+        observations."""
+        each = [{"prompt_id": its.prompt_id, "index": its.index, "reward": its.reward} for its in rewards]
+        told = event_of("rewards", {"rollout_id": rollout_id, "rewards": each})
+        if rollout_id in self._over:
+            self._over[rollout_id] += told
+        self._tell(told)
+
+    def round_over(self, summary: RoundSummary, queue: Sequence[str]) -> None:
+        """Send the summary of a round. `queue`: ids of the prompts that now wait for a long round, oldest first."""
+        names = ("run", "round", "kind", "deferred", "next_round", "num_waiting")
+        self._rounds.pop(summary.run, None)
+        self._rounds[summary.run] = told = event_of("round", {
+            **{name: getattr(summary, name) for name in names}, "queue": queue[:MAX_QUEUE], "num_queued": len(queue),
+        })  # fmt: skip
+        if len(self._rounds) > MAX_RUNS:
+            del self._rounds[next(iter(self._rounds))]
+        self._tell(told)
+
+    async def feed(self) -> AsyncGenerator[bytes, None]:
+        """Events for one viewer, without an end. Raises: RequestError (429) if there are too many viewers."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise RequestError(
+                f"{MAX_VIEWERS} viewers look at this server, which is as many as it takes. Close a page.",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                retry_after_s=60,
+            )
+        viewer = Viewer()
+        self._viewers.add(viewer)
+        self._tick_if_needed()
+        try:
+            while True:
+                if viewer.is_behind:
+                    viewer.begin_again()
+                    yield self._everything()
+                yield await viewer.next()
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self._unsent.clear()  # the next viewer is sent everything
+            self._tick_if_needed()
+
+    async def texts(self, rollout_id: str, position: int, namespace: str) -> GroupTexts:
+        """Texts of a group. Raises: RequestError (404) for a group of another client, and if its tokens are no longer
+        kept."""
+        rollout = self._running.get(rollout_id) or self._with_text.get(rollout_id)
+        group = None if rollout is None else rollout.seen.groups.get(position)
+        if rollout is None or group is None or rollout.namespace != namespace:
+            raise RequestError(
+                f"the tokens of group {position} of {rollout_id!r} are not here: they are kept of your rollouts "
+                f"that run, and of the last {MAX_WITH_TEXT} at whose end somebody looked, of "
+                f"{MAX_TOKENS_WITH_TEXT:,} tokens together.",
+                status=HTTPStatus.NOT_FOUND,
+            )
+        if group.over_s is not None:
+            return await asyncio.to_thread(self._texts, rollout.prompts[position], group, [])
+        key, loop = (rollout_id, position), asyncio.get_running_loop()
+        if key not in self._read:
+            self._read[key] = reading = begin(self._running_texts(rollout, position, group))
+            reading.add_done_callback(lambda _: loop.call_later(TICK_S, self._read.pop, key))
+        return await heard(self._read[key], "texts of a group")  # if one reader leaves, the others still get it
+
+    async def _running_texts(self, rollout: Rollout, position: int, group: SeenGroup) -> GroupTexts:
+        running = await self._last_tokens(rollout.group_id(position))
+        return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
+
+    async def _last_tokens(self, group_id: str) -> list[CandidateTokens]:
+        """The last tokens of running candidates. Empty if the engine is dead or too busy."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._engine.last_tokens(group_id)
+        except (RequestError, TimeoutError):
+            return []
+
+    def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
+        texts = GroupTexts(prompt_id=prompt.id, prompt=self._engine.prompt_text(prompt), candidates=[])
+        ends = dict(group.ends)
+        for index, end in ends.items():
+            seen, stopped = group.candidates[index], end.finish_reason == "stop"
+            texts.candidates.append(
+                CandidateText(
+                    index=index,
+                    text=end.text or self._engine.text_of(prompt, end.token_ids, stopped=stopped),
+                    num_tokens=seen.num_tokens,
+                    end=end_of(end.ending),
+                    score=seen.score,
+                    success_probability=None if end.assessment is None else end.assessment.success_probability,
+                    reward=seen.reward,
+                    reward_status=seen.reward_status,
+                    selected=index in group.selected,
+                )
+            )
+        for said in running:
+            if said.index not in ends:  # it may have ended since
+                texts.candidates.append(
+                    CandidateText(
+                        index=said.index,
+                        text=self._engine.text_of(prompt, said.token_ids, stopped=False),
+                        num_tokens=said.offset + len(said.token_ids),
+                        offset=said.offset,
+                        end="running",
+                        selected=False,
+                    )
+                )
+        texts.candidates.sort(key=lambda candidate: candidate.index)
+        return texts
+
+    def _tick_if_needed(self) -> None:
+        records = self._records and self._engine.moves.num_ranks > 1 and self._running
+        if (self._viewers or records) and self._ticking is None:
+            self._ticking = spawn(self._tick(), "the page")
+        elif not (self._viewers or records) and self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
+    def _keep_text(self, rollout: Rollout) -> None:
+        self._with_text[rollout.id] = rollout
+        usages = [kept.outcome.usage for kept in self._with_text.values()]
+        num_tokens = sum(usage.generated_tokens + usage.resumed_tokens for usage in usages)
+        while len(self._with_text) > MAX_WITH_TEXT or num_tokens > MAX_TOKENS_WITH_TEXT:
+            _, first = self._with_text.popitem(last=False)
+            num_tokens -= first.outcome.usage.generated_tokens + first.outcome.usage.resumed_tokens
+
+    def _tell(self, event: bytes) -> None:
+        if self._viewers:
+            self._unsent.append(event)
+
+    def _everything(self) -> bytes:
+        """Events that describe the whole state, whatever was sent before."""
+        server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
+        running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
+        first = event_of("server", {**server, "live": True})
+        sessions = [] if self.sessions is None else [event_of("sessions", row) for row in self.sessions.rows()]
+        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *sessions, self._ranks])
+
+    async def _tick(self) -> None:
+        while True:
+            with survived("the page"):
+                loads: Sequence[EngineLoad] = ()
+                with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
+                    async with asyncio.timeout(LOOK_S):
+                        loads = await self._engine.moves.engine_loads()
+                self._look(loads)
+                self._tell_viewers()
+            await asyncio.sleep(TICK_S)
+
+    def _tell_viewers(self) -> None:
+        events, self._unsent = self._unsent, []
+        for rollout in self._running.values():
+            events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
+            rollout.seen.changed.clear()
+        if self._viewers and self.sessions is not None:
+            events += _sessions(self.sessions)
+        tick = b"".join([*events, self._ranks])
+        for viewer in self._viewers:
+            viewer.tell(tick)
+
+    def _look(self, loads: Sequence[EngineLoad]) -> None:
+        """Record the load of each rank, and the progress of the groups on it."""
+        ranks = []
+        for rank, load in enumerate(loads):
+            told = EngineAnswer.of(rank, load)
+            ranks.append({
+                "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
+                "kv": load.kv_cache_usage, "weights": load.weight_version,
+            })  # fmt: skip
+            for running in load.groups:
+                rollout_id, _, position = running.group_id.rpartition("-")
+                rollout = self._running.get(rollout_id)
+                if rollout is not None and position.isdecimal() and int(position) in rollout.seen.groups:
+                    rollout.seen.groups[int(position)].runs(rank, running.num_tokens)
+        self._ranks = event_of("ranks", {"at": time.time(), "ranks": ranks})
+
+
+def _group(rollout: Rollout, position: int) -> bytes:
+    row = rollout.seen.groups[position].row()
+    return event_of("group", {"rollout_id": rollout.id, "position": position, "prompt": row})
+
+
+def _sessions(seen: SeenSessions) -> list[bytes]:
+    """Events of groups of sessions that have changed."""
+    rows, gone = seen.news()
+    told = [event_of("sessions", row) for row in rows]
+    return told + ([event_of("gone", {"rollout_ids": [], "sessions": gone})] if gone else [])

@@ -1,0 +1,351 @@
+"""Trace files: JSON lines <-> traces. Invariant: every complaint names file and line.
+
+A file that is recorded into is bounded: when it is full it becomes the older piece, `FILE.1`, in the place of the one
+before. Who reads FILE reads both.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.parts.page.recording.rows import (
+    End,
+    LengthsRow,
+    PromptRow,
+    RewardRow,
+    RolloutRow,
+    Trace,
+    TracedCandidate,
+    TracedPrompt,
+    TracedRollout,
+)
+from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, SessionRewardRow
+from vllm_rollout.private_file import open_private
+
+FORMS = (
+    'a rollout row has "prompts", a reward row "rollout_id" and "rewards", a prompt row "prompt_id" and "lengths", '
+    'a row of sessions "sessions"'
+)
+TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
+MEND_BYTES = 1 << 16
+"""That are read at once to find the last row."""
+MAX_REASONS = 3
+"""Number of broken rows whose reasons are reported."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read."""
+
+
+def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int | None = None) -> Trace:
+    """Read and check a trace file.
+
+    Raises: TraceError with file, line, value and what is allowed; with `skip_broken` only when nothing is left.
+    """
+    whole = pieces(path)
+    builder = _TraceBuilder(is_cut=len(whole) > 1)
+    broken: list[str] = []
+    try:
+        for piece in whole:
+            with piece.open(encoding="utf-8", errors="surrogateescape") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if not line.strip():
+                        continue
+                    try:
+                        builder.add(parse_row(line))
+                    except ValueError as error:
+                        broken.append(f"{piece}:{number}: {reason_of(error)}")
+                        if not skip_broken:
+                            raise TraceError(
+                                f"{broken[-1]}. Mend the row, or go on without broken rows with --skip-broken."
+                            ) from error
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    try:
+        trace = builder.build(prompts_per_step, broken)
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from error
+    if not trace.rollouts:
+        said = f"; all {len(broken)} rows are broken, first {broken[0]}" if broken else ""
+        said += f"; it has {trace.others}" if trace.others else ""
+        raise TraceError(f"{path}: holds no row that can be replayed{said}. Every line is JSON: {FORMS}.")
+    return trace
+
+
+def told_reasons(broken: tuple[str, ...]) -> str:
+    """A sentence with the number of skipped rows and the reasons of the first of them."""
+    rows = "1 broken row was skipped" if len(broken) == 1 else f"{len(broken)} broken rows were skipped"
+    more = "; …" if len(broken) > MAX_REASONS else ""
+    return f"{rows}: {'; '.join(broken[:MAX_REASONS])}{more}"
+
+
+def pieces(path: Path) -> list[Path]:
+    """The files that a trace is in, the older one first."""
+    older = older_piece(path)
+    return [older, path] if older.exists() else [path]
+
+
+def older_piece(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+def rows_of(path: Path, broken: list[str]) -> Iterator[TraceRow]:
+    """The rows of a trace by themselves. `broken`: takes what is wrong with each that is none. Raises: OSError."""
+    for piece in pieces(path):
+        with piece.open(encoding="utf-8", errors="surrogateescape") as lines:
+            yield from rows_in(lines, piece, broken)
+
+
+def rows_in(lines: Iterable[str], piece: Path, broken: list[str]) -> Iterator[TraceRow]:
+    """Rows of one piece of the trace, from lines that the caller has opened."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield parse_row(line)
+            except ValueError as error:
+                broken.append(f"{piece}:{number}: {reason_of(error)}")
+
+
+class TraceFile:
+    """A trace that grows row by row, from several processes too. Invariant: its rows are whole, whatever became of one
+    that was being written."""
+
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
+        """`max_bytes`: of both pieces together; 0: no bound. Raises: OSError for a path that cannot be written."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._locked().close()
+
+    def append(self, row: str) -> None:
+        """Raises: OSError, for example when the disk is full: then the row is not there."""
+        data = f"{row}\n".encode(errors="surrogateescape")
+        with self._locked() as file:
+            size = file.seek(0, os.SEEK_END)
+            if not self._max_bytes or not size or size + len(data) <= self._max_bytes // 2:
+                _write(file, data, size)
+                return
+            os.replace(self._path, older_piece(self._path))
+        with self._locked() as file:
+            _write(file, data, file.seek(0, os.SEEK_END))
+
+    def _locked(self) -> FileIO:
+        """The file that has the name now, after its last whole row. Nobody else writes to it until it is closed."""
+        while True:
+            file = FileIO(self._path, "a+", opener=open_private)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                _mend(file)
+                return file
+            file.close()  # another process has made it the older piece
+
+
+def _write(file: FileIO, data: bytes, size: int) -> None:
+    """All of it or nothing; `size`: of the file before. Raises: OSError."""
+    try:
+        while data:
+            data = data[write_some(file, data) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def write_some(file: FileIO, data: bytes) -> int:
+    """Write a part of `data`, at least one byte, and return its length. Raises: OSError."""
+    return file.write(data) or 0
+
+
+def _mend(file: FileIO) -> None:
+    """Takes away what is left of a row whose writer was killed; a whole one without an end of line gets it."""
+    size = file.seek(0, os.SEEK_END)
+    begin, part = size, b""
+    while begin and b"\n" not in part:
+        begin = file.seek(max(0, begin - MEND_BYTES))
+        part = file.read(size - begin)
+    part = part[part.rfind(b"\n") + 1 :]
+    if part:
+        try:
+            json.loads(part)
+        except ValueError:
+            file.truncate(size - len(part))
+        else:
+            _write(file, b"\n", size)
+
+
+def parse_row(line: str) -> TraceRow:
+    """Raises: ValueError with what is wrong with it."""
+    try:
+        fields = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("not JSON that a trace holds: it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"a row is a JSON object, got {fields!r:.60}")
+    if "sessions" in fields:
+        return SessionGroupRow.model_validate(fields)
+    if "name" in fields and "rewards" in fields:
+        return SessionRewardRow.model_validate(fields)
+    if "prompts" in fields:
+        return RolloutRow.model_validate(fields)
+    if "rollout_id" in fields:
+        return RewardRow.model_validate(fields)
+    if "prompt_id" in fields or "lengths" in fields:
+        return PromptRow.model_validate(fields)
+    raise ValueError(f"no row of a trace: {FORMS}; got {', '.join(map(repr, fields)) or 'no field'}")
+
+
+def reason_of(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first, *others = error.errors(include_url=False)
+    where = shown(".".join(map(str, first["loc"])))[1:-1]  # a stranger's keys may be anything
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        said = f"{where}: {message}" if where else message
+    elif first["type"] == "missing":
+        said = f"{where}: is missing"
+    elif first["type"] == "extra_forbidden":
+        said = f"{where}: is not a field of a trace"
+    else:
+        said = f"{where}: {message[:1].lower()}{message[1:]}, got {first['input']!r:.40}"
+    return said + (f" (and {len(others)} more)" if others else "")
+
+
+@dataclass(slots=True)
+class _OpenPrompt:
+    """A prompt whose rewards may still come."""
+
+    id: str
+    row: LengthsRow
+    max_tokens: int | None = None
+    rewards: list[float | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rewards = list(self.row.rewards or [None] * len(self.row.lengths))
+
+    def close(self) -> TracedPrompt:
+        row = self.row
+        ends: list[End] = row.ends or ["stop"] * len(row.lengths)
+        scores: list[float | None] = row.scores or [None] * len(row.lengths)
+        values = zip(row.lengths, ends, scores, self.rewards, strict=True)
+        candidates = tuple(TracedCandidate(*each) for each in values if each[1] != "failed")
+        return TracedPrompt(self.id, candidates, row.prompt_tokens, self.max_tokens, row.key)
+
+
+@dataclass(slots=True)
+class _OpenRollout:
+    id: str = ""
+    prompts: list[_OpenPrompt] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _TraceBuilder:
+    """Collects rows; rewards may come any time after their rollout. A row that raises changes nothing."""
+
+    is_cut: bool = False
+    """Older rows than the first one may have been thrown away."""
+    _rollouts: list[_OpenRollout] = field(default_factory=list)
+    _by_id: dict[str, dict[str, _OpenPrompt]] = field(default_factory=dict)
+    _models: dict[str, None] = field(default_factory=dict)
+    _group_sizes: set[int | None] = field(default_factory=set)
+    _detection_lengths: set[int | None] = field(default_factory=set)
+    _num_session_groups: int = 0
+    _steps: dict[int | None, list[_OpenPrompt]] = field(default_factory=dict)
+    """The prompt rows that follow each other, by their "step"."""
+
+    def add(self, row: TraceRow) -> None:
+        """Raises: ValueError for what contradicts earlier rows."""
+        if isinstance(row, SessionGroupRow):
+            self._num_session_groups += 1
+        elif isinstance(row, SessionRewardRow):
+            pass  # of a group that is only counted
+        elif isinstance(row, RolloutRow):
+            self._add_rollout(row)
+        elif isinstance(row, RewardRow):
+            self._add_rewards(row)
+        else:
+            if row.step not in self._steps:
+                self._rollouts.append(_OpenRollout())
+                self._steps[row.step] = self._rollouts[-1].prompts
+            self._steps[row.step].append(_OpenPrompt(row.prompt_id, row))
+
+    def build(self, prompts_per_step: int | None = None, skipped: Sequence[str] = ()) -> Trace:
+        """`prompts_per_step` cuts the prompts, in their order, into rollouts anew.
+
+        Raises: ValueError when a prompt comes twice in one rollout.
+        """
+        rollouts = self._rollouts
+        if prompts_per_step is not None:
+            prompts = [prompt for rollout in rollouts for prompt in rollout.prompts]
+            starts = range(0, len(prompts), prompts_per_step)
+            rollouts = [_OpenRollout(prompts=prompts[start : start + prompts_per_step]) for start in starts]
+        for number, rollout in enumerate(rollouts):
+            if (twice := _first_repeated(prompt.id for prompt in rollout.prompts)) is not None:
+                raise ValueError(
+                    f'prompt {twice!r} comes twice in step {number}. Give prompt rows a "step", or cut them with '
+                    "--prompts-per-step."
+                )
+        num = self._num_session_groups
+        closed = [TracedRollout(tuple(prompt.close() for prompt in each.prompts), each.id) for each in rollouts]
+        usable = [
+            TracedRollout(tuple(prompt for prompt in each.prompts if prompt.has_tokens), each.id) for each in closed
+        ]
+        return Trace(
+            rollouts=tuple(rollout for rollout in usable if rollout.prompts),
+            models=tuple(self._models),
+            group_size=_only(self._group_sizes),
+            detection_length=_only(self._detection_lengths - {None}),
+            num_failed=sum((prompt.row.ends or []).count("failed") for each in rollouts for prompt in each.prompts),
+            num_empty=sum(len(each.prompts) for each in closed) - sum(len(each.prompts) for each in usable),
+            others=f"{num:,} group{'s' * (num != 1)} of sessions, which --sessions recorded replays" if num else "",
+            skipped=tuple(skipped),
+        )
+
+    def _add_rollout(self, row: RolloutRow) -> None:
+        if row.rollout_id in self._by_id:
+            raise ValueError(f"rollout_id {row.rollout_id!r} was there before")
+        if (twice := _first_repeated(prompt.id for prompt in row.prompts)) is not None:
+            raise ValueError(f"prompt {twice!r} comes twice in one rollout")
+        prompts = [_OpenPrompt(prompt.id, prompt, row.max_tokens) for prompt in row.prompts]
+        self._steps = {}
+        self._rollouts.append(_OpenRollout(row.rollout_id, prompts))
+        self._by_id[row.rollout_id] = {prompt.id: prompt for prompt in prompts}
+        if row.model is not None:
+            self._models[row.model] = None
+        self._group_sizes.add(row.group_size)
+        self._detection_lengths.add(row.detection_length)
+
+    def _add_rewards(self, row: RewardRow) -> None:
+        prompts = self._by_id.get(row.rollout_id)
+        if prompts is None and self.is_cut:
+            return
+        if prompts is None:
+            raise ValueError(f"rewards for rollout_id {row.rollout_id!r}, which no earlier row has")
+        for reward in row.rewards:
+            prompt = prompts.get(reward.prompt_id)
+            if prompt is None or reward.index >= len(prompt.rewards):
+                raise ValueError(f"rewards name candidate {reward.index} of prompt {reward.prompt_id!r}: there is none")
+        for reward in row.rewards:
+            prompts[reward.prompt_id].rewards[reward.index] = reward.reward
+
+
+def _only(values: set[int | None]) -> int | None:
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _first_repeated(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

@@ -1,0 +1,230 @@
+"""Traces: how long every candidate of every prompt became. Invariant: a trace that was read can be replayed.
+
+JSON lines of three forms. A rollout row is one rollout, which is one training step:
+    {"rollout_id": "rollout-1", "model": "m", "group_size": 2, "max_tokens": 1024, "prompts": [{"id": "q1",
+     "prompt_tokens": 31, "lengths": [412, 77, 1024], "ends": ["stop", "stop", "length"], "scores": [0.7, null, 0.1]}]}
+A reward row brings rewards that came after it:
+    {"rollout_id": "rollout-1", "rewards": [{"prompt_id": "q1", "index": 0, "reward": 1.0}]}
+A prompt row is shorthand; rows that follow each other are one rollout, unless they say otherwise in "step":
+    {"prompt_id": "q1", "lengths": [412, 77, 1024]}
+Rows of groups of sessions are in `parts/page/recording/session_rows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, model_validator
+
+from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_DETECTION_LENGTH, MAX_TRACED_TOKENS
+from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
+from vllm_rollout.parts.page.rules.receipt import Receipt
+
+End = Literal["stop", "length", "surplus", "pruned", "deferred", "failed"]
+"""Ended by itself; cut at `max_tokens`; stopped as surplus, by its score, because nobody wanted the group now; lost."""
+STOPPED: tuple[End, ...] = STOP_STATES
+"""Ends that hide how long the candidate would have become."""
+GroupFate = Literal["running", "complete", "incomplete", "deferred", "filtered"]
+"""`running` is in no file."""
+RolloutState = Literal["running", "over", "left"]
+"""`left`: its client went away before its end."""
+
+
+class TracedCandidate(NamedTuple):
+    num_tokens: int
+    end: End = "stop"
+    score: float | None = None
+    reward: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.end in STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """A prompt of a rollout."""
+
+    id: str
+    candidates: tuple[TracedCandidate, ...]
+    """At least one; failed ones are left out."""
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    key: str = ""
+    """Its name over all rollouts; empty: its id."""
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(candidate.num_tokens for candidate in self.candidates)
+
+    @property
+    def history_key(self) -> str:
+        return self.key or self.id
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRollout:
+    prompts: tuple[TracedPrompt, ...]
+    id: str = ""
+    """The recorded one; empty: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    rollouts: tuple[TracedRollout, ...]
+    models: tuple[str, ...] = ()
+    """Names of the models it was recorded with."""
+    group_size: int | None = None
+    """The recorded one; None when there are none or several."""
+    detection_length: int | None = None
+    """At which its scores were taken; None when that is not said, or differs."""
+    num_failed: int = 0
+    """Number of candidates left out because they failed."""
+    num_empty: int = 0
+    """Prompts left out because no candidate had a token."""
+    others: str = ""
+    """Other rows of the trace's file, and how they are replayed."""
+    skipped: tuple[str, ...] = ()
+    """Reason why each skipped row was skipped."""
+
+    @property
+    def prompts(self) -> list[TracedPrompt]:
+        return [prompt for rollout in self.rollouts for prompt in rollout.prompts]
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest recorded cap; without one the longest length."""
+        caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
+        return max(caps) if caps else max(c.num_tokens for prompt in self.prompts for c in prompt.candidates)
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens, its prompt's among them, of any candidate."""
+        return max(p.prompt_tokens + max(c.num_tokens for c in p.candidates) for p in self.prompts)
+
+    @property
+    def num_stopped(self) -> int:
+        """Candidates whose full length is not known."""
+        return sum(c.is_stopped for prompt in self.prompts for c in prompt.candidates)
+
+    @property
+    def has_scores(self) -> bool:
+        return any(c.score is not None for prompt in self.prompts for c in prompt.candidates)
+
+    @property
+    def has_rewards(self) -> bool:
+        return any(c.reward is not None for prompt in self.prompts for c in prompt.candidates)
+
+
+Length = Annotated[StrictInt, Field(ge=0, le=MAX_TRACED_TOKENS)]
+MAX_ROW_NAME_CHARS = 256
+Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_ROW_NAME_CHARS)]
+Key = Annotated[StrictStr, Field(max_length=HISTORY_KEY_CHARS)]
+
+
+class Row(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class LengthsRow(Row):
+    """Fields that rollout rows and prompt rows share: one entry per candidate."""
+
+    lengths: Annotated[list[Length], Field(min_length=1)]
+    ends: list[End] | None = None
+    scores: list[FiniteFloat | None] | None = None
+    rewards: list[FiniteFloat | None] | None = None
+    prompt_tokens: Length = 0
+    key: Key = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LengthsRow:
+        num = len(self.lengths)
+        for name in ("ends", "scores", "rewards", "ended_s", "reward_status"):
+            values = getattr(self, name, None)
+            if values is not None and len(values) != num:
+                raise ValueError(f"{name} has {len(values)} entries, lengths has {num}; they must be equally long")
+        ends = self.ends or ["stop"] * num
+        for index, (length, end) in enumerate(zip(self.lengths, ends, strict=True)):
+            if length == 0 and end in ("stop", "length"):
+                raise ValueError(f"lengths.{index} is 0, but a candidate that ended by itself has at least 1 token")
+        return self
+
+
+class RolloutPrompt(LengthsRow):
+    """One prompt of a rollout row. Times are for a page, in seconds after its rollout began; `simulate` reads none."""
+
+    id: Name
+    position: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Among the prompts that the client gave."""
+    rank: StrictInt | None = None
+    moves: list[tuple[FiniteFloat, StrictInt]] | None = None
+    """(Unix seconds, rank) from which the group ran on that rank, if it ever moved."""
+    status: GroupFate | None = None
+    reason: StrictStr | None = None
+    """Reason why the group is not complete."""
+    audit: bool = False
+    started_s: FiniteFloat | None = None
+    over_s: FiniteFloat | None = None
+    ended_s: list[FiniteFloat | None] | None = None
+    selected: list[StrictInt] | None = None
+    """Indices of the returned trajectories, ascending."""
+    reward_status: list[StrictStr | None] | None = None
+
+
+class RolloutRow(Row):
+    rollout_id: Name
+    model: StrictStr | None = None
+    group_size: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: Annotated[Length, Field(ge=1)] | None = None
+    detection_length: Annotated[StrictInt, Field(ge=1, le=MAX_DETECTION_LENGTH)] | None = None
+    """Number of tokens after which scores were taken."""
+    began: FiniteFloat | None = None
+    """Unix seconds at which the group began."""
+    seconds: FiniteFloat | None = None
+    num_prompts: StrictInt | None = None
+    num_candidates: StrictInt | None = None
+    """Number of candidates that the group began with."""
+    run: StrictStr | None = None
+    round: StrictInt | None = None
+    kind: Literal["short", "long"] | None = None
+    setting: StrictStr | None = None
+    """By which it was simulated; None: it has run."""
+    state: RolloutState | None = None
+    receipt: Receipt | None = None
+    weight_versions: list[StrictStr] | None = None
+    """Weights versions that sampled at least one token."""
+    prompts: Annotated[list[RolloutPrompt], Field(min_length=1)]
+
+
+class _Reward(Row):
+    prompt_id: Name
+    index: Annotated[StrictInt, Field(ge=0)]
+    reward: FiniteFloat
+
+
+class RewardRow(Row):
+    rollout_id: Name
+    rewards: list[_Reward]
+
+
+class PromptRow(LengthsRow):
+    prompt_id: Name
+    step: StrictInt | None = None
+
+
+def end_of(ending: Ending) -> End:
+    """An ending's name in a trace. A candidate that lost a tie ended by itself, so its length is known."""
+    if ending.ended_by_itself:
+        return "stop"
+    if ending.state == "finished":
+        return "length" if ending.truncated else "stop"
+    assert ending.state != "running", f"candidate {ending.index} has not ended"
+    return ending.state
+
+
+def reward_row(rollout_id: str, rewards: Iterable[tuple[str, int, float]]) -> str:
+    """A reward row of (prompt id, index, reward), without a line end."""
+    named = [_Reward(prompt_id=prompt_id, index=index, reward=reward) for prompt_id, index, reward in rewards]
+    return RewardRow(rollout_id=rollout_id, rewards=named).model_dump_json()

@@ -1,0 +1,1 @@
+"""Tokens and seconds that a rollout saved."""

@@ -1,0 +1,274 @@
+"""Receipts of a trace, of an answer or of a server: a table, their sum, and the setting to try next.
+
+Invariant: a recorded receipt is shown unchanged. For an older trace without receipts, it is computed from the trace.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_rollout.kernel.http.answers import RolloutSummary
+from vllm_rollout.kernel.rules.types import STOP_STATES, EndReason, StopState
+from vllm_rollout.parts.page.recording.file import read_trace, rows_of, told_reasons
+from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, Trace
+from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
+from vllm_rollout.parts.page.rules.receipt import RanGroup, Receipt, receipt_of
+from vllm_rollout.parts.page.watching.session_receipt import receipt_of_sessions, table_of_sessions
+from vllm_rollout.parts.page.watching.top import feed
+from vllm_rollout.simulator.options import SimulateOptions, clock_of
+from vllm_rollout.simulator.race import Pools
+from vllm_rollout.simulator.replay import sweep
+from vllm_rollout.simulator.settings import Setting, default_sweep
+
+MAX_REPLAYED = 8
+"""Number of the newest rollouts that are replayed to find the next setting."""
+MAX_NAME = 32
+HARDLY_LESS = 0.02
+"""Share of time by which a better setting must be faster."""
+PLAIN_WIDTH = 150
+"""Characters in a line of output that goes to a file."""
+COLUMNS = (
+    *("seconds", "waiting", "saved", "tokens", "returned", "wasted", "resumed", "stopped", "saved\ntokens", "error"),
+    *("bubble", "queue"),
+)
+NOT_SAID = "What stopped sessions would still have taken is not said: it is a matter of their tools."
+
+_WRITTEN = TypeAdapter(Receipt)
+
+
+class Told(NamedTuple):
+    """The receipt of one rollout."""
+
+    name: str
+    receipt: Receipt
+    run: str | None = None
+    round: int | None = None
+    kind: str | None = None
+
+    @property
+    def in_sum(self) -> Receipt:
+        return self.receipt.repaying if self.kind == "long" else self.receipt
+
+
+class Next(NamedTuple):
+    """A setting to try next."""
+
+    setting: dict[str, Any]
+    """Fields of a rollout request."""
+    saves_seconds: float | None
+    """Seconds saved, out of all seconds of the trace. None if the trace has no times."""
+    text: str
+
+
+def show(source: str, profile: Path | None, api_key: str | None, *, as_json: bool) -> None:
+    """Print all receipts of a source. Raises: ValueError, OSError and RolloutError with what to do."""
+    following: Next | str | None = None
+    if source.startswith(("http://", "https://")):
+        receipts, groups = _of_server(source, api_key)
+    else:
+        receipts, groups, trace, num_ranks, skipped = _of_file(Path(source))
+        if trace is not None:
+            with Console(stderr=True).status("Replaying the trace with other settings"):
+                options = SimulateOptions(Path(source), profile=profile, data_parallel_size=num_ranks)
+                following = _advice(trace, options, _sum(receipts).seconds)
+        if skipped:
+            print(f"vllm-rollout receipt: {told_reasons(skipped)}.", file=sys.stderr)
+    if as_json:
+        told = [{**each._asdict(), "receipt": asdict(each.receipt)} for each in receipts]
+        found = following._asdict() if isinstance(following, Next) else None
+        of_rollouts = {"receipts": told, "sum": asdict(_sum(receipts)) if receipts else None, "next": found}
+        named = [{"id": group.id, "status": group.status, "reason": group.reason} for group in groups]
+        each = [
+            {**its, "receipt": asdict(receipt_of_sessions([group]))} for its, group in zip(named, groups, strict=True)
+        ]
+        summed = asdict(receipt_of_sessions(groups)) if groups else None
+        print(json.dumps({"source": source, **of_rollouts, "sessions": each, "sum_of_sessions": summed}, indent=1))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    if receipts:
+        console.print(_table(receipts))
+    if groups:
+        console.print(table_of_sessions(groups))
+        console.print(NOT_SAID)
+    if following is not None:
+        console.print(f"[bold]Next:[/] {escape(following if isinstance(following, str) else following.text)}")
+
+
+def _advice(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
+    """The setting to try next, or the reason why none is known. Raises: OSError for an unreadable profile."""
+    try:
+        return next_setting(trace, options, seconds)
+    except ValueError as error:
+        return f"not known: {error} (`vllm-rollout simulate` has these flags)."
+
+
+def _sum(receipts: Sequence[Told]) -> Receipt:
+    return reduce(add, (told.in_sum for told in receipts))
+
+
+def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionGroupRow]]:
+    """Receipts and groups of sessions from a server. A running rollout has no receipt yet. Raises: ValueError without
+    any."""
+    found, groups = [], []
+    for name, row in feed(url, api_key):
+        if name == "rollout" and row.get("receipt"):
+            found.append(Told(row["rollout_id"], _WRITTEN.validate_python(row["receipt"]), *_where(row)))
+        elif name == "sessions" and row["status"] != "running":
+            groups.append(SessionGroupRow.model_validate(row))
+        elif name == "ranks":  # every earlier rollout has been read
+            break
+    if not found and not groups:
+        raise ValueError(
+            f"{url} has no receipts: none of its last rollouts is over, or its vllm_rollout is older than receipts. "
+            "Ask for a rollout first."
+        )
+    return found, groups
+
+
+def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | None, int, tuple[str, ...]]:
+    """Receipts, groups of sessions, the trace if it has rollouts, its number of ranks, and its skipped rows.
+
+    Raises: ValueError for a file that is neither a trace nor an answer. OSError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}. Name what `--rollout-record` wrote, a saved answer, or a server's URL (http://…)."
+        ) from error
+    if (answer := _answer(path, text)) is not None:
+        return [answer], [], None, 1, ()
+    rows: list[RolloutRow] = []
+    groups: list[SessionGroupRow] = []
+    broken: list[str] = []
+    for row in rows_of(path, broken):
+        rows += [row] if isinstance(row, RolloutRow) else []
+        groups += [row] if isinstance(row, SessionGroupRow) else []
+    if groups and not rows:
+        return [], groups, None, 1, tuple(broken)
+    trace = read_trace(path, skip_broken=True)
+    if not rows:
+        raise ValueError(f"{path}: holds no rollout, only single prompts. Name what `--rollout-record` wrote.")
+    each = [prompt for row in rows for prompt in row.prompts]
+    ranks = [rank for prompt in each for rank in (prompt.rank, *(rank for _, rank in prompt.moves or ()))]
+    num_ranks = 1 + max((rank for rank in ranks if rank is not None), default=0)
+    return [told_of(row) for row in rows], groups, trace, num_ranks, trace.skipped
+
+
+def _answer(path: Path, text: str) -> Told | None:
+    """Receipt of a saved answer, or None for another file. Raises: ValueError for an answer without a receipt."""
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or "prompts" in fields or "usage" not in fields:
+            return None
+        summary = RolloutSummary.model_validate(fields)
+    except (json.JSONDecodeError, RecursionError, ValidationError):
+        return None
+    if summary.receipt is None:
+        raise ValueError(f"{path}: this answer has no receipt: a server older than receipts sent it. Ask a newer one.")
+    return Told(summary.id, summary.receipt, *_where(fields))
+
+
+def _where(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(fields.get(name) for name in ("run", "round", "kind"))
+
+
+def told_of(row: RolloutRow) -> Told:
+    written = row.receipt
+    if written is None:
+        stops = any(end in STOP_STATES for prompt in row.prompts for end in prompt.ends or ())
+        groups = [_ran(row, prompt, waited=prompt.audit or not (stops or row.kind)) for prompt in row.prompts]
+        written = receipt_of(groups, row.seconds)
+    return Told(row.rollout_id, written, row.run, row.round, row.kind)
+
+
+def _ran(row: RolloutRow, prompt: RolloutPrompt, *, waited: bool) -> RanGroup:
+    ends: list[EndReason | StopState] = list(prompt.ends or ["stop"] * len(prompt.lengths))
+    group_size = row.group_size or len(ends)
+    selected = prompt.selected
+    if selected is None:  # an older trace: a race returns the shortest
+        ended = sorted((num, i) for i, (num, end) in enumerate(zip(prompt.lengths, ends, strict=True)) if end == "stop")
+        selected = [] if "deferred" in ends else [i for _, i in ended[:group_size]]
+    ended_s = [at for at in prompt.ended_s or () if at is not None]
+    return RanGroup(
+        prompt.lengths, ends, selected, group_size, row.max_tokens,
+        started_s=prompt.started_s, ended_s=ended_s if len(ended_s) == len(ends) else (), waited=waited,
+    )  # fmt: skip
+
+
+def next_setting(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
+    """The setting with which the trace's newest rollouts are replayed fastest, or the reason why there is none.
+
+    Raises: ValueError and OSError for a profile that cannot be read.
+    """
+    if trace.group_size is None:
+        return "not known, since the trace does not say one group_size. See vllm-rollout simulate --group-size."
+    newest = replace(trace, rollouts=trace.rollouts[-MAX_REPLAYED:])
+    clock = clock_of(options, trace.models, trace.longest_context)
+    recorded = _recorded(newest, trace.group_size)
+    tried = default_sweep(trace.group_size, clock.machine.max_candidates)
+    its = sweep(Pools(newest), list(dict.fromkeys([recorded, *tried])), clock.machine)
+    best = its.fastest
+    share = 1 - best.seconds / its.baseline.seconds
+    if share < HARDLY_LESS:
+        return f"nothing that was tried is {HARDLY_LESS:.0%} faster than {recorded.name}."
+    fields = ("redundancy", "selection", "num_longest", "patience", "early_stop")
+    before, after = recorded.described(), best.setting.described()
+    text = (
+        f"{best.setting.name} instead of {recorded.name} would take {share:.0%} less time; answers are "
+        f"{its.baseline.lengths.mean:,.0f} -> {best.lengths.mean:,.0f} tokens long on average."
+    )
+    if clock.machine.is_ideal:
+        text += " Every step counted the same: give a --profile, since spare candidates cost time, too."
+    return Next(
+        {name: after[name] for name in fields if after[name] != before[name]},
+        None if seconds is None else share * seconds,
+        text,
+    )
+
+
+def _recorded(trace: Trace, group_size: int) -> Setting:
+    """The recorded setting, as far as the trace shows it."""
+    spare = max(len(prompt.candidates) for prompt in trace.prompts) - group_size
+    raced = any(candidate.end == "surplus" for prompt in trace.prompts for candidate in prompt.candidates)
+    return Setting(group_size, max(spare, 0), early_stop=None if raced or spare <= 0 else False)
+
+
+def _table(receipts: Sequence[Told]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rollout", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for told in receipts:
+        where = told.name if told.run is None else f"{told.run} round {told.round} ({told.kind})"
+        name = where[:MAX_NAME].encode("unicode_escape").decode()
+        table.add_row(escape(name), *_cells(told.receipt))
+    table.add_section()
+    table.add_row(f"sum of {len(receipts)}", *_cells(_sum(receipts)), style="bold")
+    return table
+
+
+def _cells(its: Receipt) -> Iterator[str]:
+    for seconds in (its.seconds, its.waiting_seconds, its.saved_seconds):
+        yield "-" if seconds is None else f"{seconds:,.1f}"
+    for count in (its.generated_tokens, its.returned_tokens, its.wasted_tokens, its.resumed_tokens, its.num_stopped):
+        yield f"{count:,}"
+    yield "-" if its.saved_tokens is None else f"{its.saved_tokens:,}"
+    yield "-" if its.saved_tokens_error is None else f"{its.saved_tokens_error:+.0%} of {its.num_checked:,}"
+    yield "-" if its.bubble is None else f"{its.bubble:.0%}"
+    yield "-" if its.queue_seconds is None else f"{its.queue_seconds:,.1f}"

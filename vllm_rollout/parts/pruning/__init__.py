@@ -1,0 +1,1 @@
+"""Stops candidates by scores, learns from rewards, and votes (ARRoL)."""

@@ -1,0 +1,1 @@
+"""Learning on all ranks, and the learned state on disk."""

@@ -1,0 +1,1 @@
+"""Calls that learn, and readings of learned data."""

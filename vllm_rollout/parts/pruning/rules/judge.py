@@ -1,0 +1,249 @@
+"""Judges candidates by their scores, and improves its rules by rewards.
+
+Invariant: a candidate is judged once, while it runs, by earlier observations and rewards only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import exp
+
+from vllm_rollout.config import MAX_LABEL_WEIGHT
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
+from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings, label_weight
+from vllm_rollout.parts.pruning.rules.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
+from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
+from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
+from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A rewarded candidate, with the data for calibration and head."""
+
+    detection_length: int
+    request_id: str
+    """Name of its features in the worker."""
+    prompt_id: str
+    observation: Observation | None
+    """None: it ended before `detection_length`, and has scores at other lengths only. Then `assessment` is None too."""
+    assessment: Assessment | None
+    num_tokens: int
+    positive: bool
+    active: bool
+    """True if pruning was active, so that the candidate survived with its survival probability."""
+    prompt_key: str = ""
+    """`Scoring.prompt_key` of the candidate."""
+    origin: LabelOrigin = "plain"
+    trials: Mapping[int, Trial] = field(default_factory=dict)
+    """Its scores at other lengths, by length."""
+    tried_lengths: tuple[int, ...] = ()
+    """All detection lengths of its plan, if there are several. Else empty."""
+    adapter: str = BASE_MODEL
+    num_resumed: int = 0
+    survival_before: float = 1.0
+    """As in `Scoring`, as are `adapter` and `num_resumed`."""
+
+    @property
+    def key(self) -> HeadKey:
+        """Key of the head that learns from the label."""
+        return HeadKey(self.detection_length, self.adapter)
+
+    @property
+    def weight(self) -> float:
+        """Weight of its loss: 1 / probability of survival in earlier rounds and, with active pruning, in this one."""
+        at_stake = self.assessment if self.active else None
+        return label_weight(self.survival_before * (1.0 if at_stake is None else at_stake.survival_probability))
+
+    @property
+    def whole_length(self) -> int:
+        """Tokens, with those of earlier rounds."""
+        return self.num_resumed + self.num_tokens
+
+    @property
+    def scores(self) -> dict[int, Trial]:
+        """All its scores, by length."""
+        if self.observation is None or self.assessment is None:
+            return dict(self.trials)
+        return {self.detection_length: Trial(self.observation, self.assessment), **self.trials}
+
+
+class Judge:
+    """Judges the candidates of one engine, and keeps those that may still get a reward."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.memories = Memories()
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of the base model."""
+        return self.memories.base
+
+    def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
+        """Judge running siblings that are due in one step. Returns those to stop, which now count as pruned in the
+        group.
+
+        No score is judged at a new length if `MAX_DETECTION_LENGTHS` lengths still await rewards, nor for a new adapter
+        beyond `MAX_ADAPTERS`. No candidate is judged twice, though an engine may drop a token and sample it again.
+        """
+        plan = group.pruning
+        assert plan is not None  # by which its candidates are scored
+        for length in plan.tried_lengths:
+            tried = group.trials.setdefault(length, {})
+            here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
+            if here:
+                for index, assessment in self._assess(length, group, plan, scoring, here, tried).items():
+                    entry, observation = here[index]
+                    entry.tried(length, observation, assessment)
+        due = {
+            index: seen
+            for index, seen in due.items()
+            if index not in group.assessments and seen[1].detection_length in (None, plan.detection_length)
+        }
+        assessments = self._assess(plan.detection_length, group, plan, scoring, due, group.assessments)
+        for index, assessment in assessments.items():
+            entry, observation = due[index]
+            entry.observation, entry.assessment = observation, assessment
+        if plan.mode == "shadow":
+            return []
+        pruned = [index for index, assessment in assessments.items() if not assessment.keep]
+        if pruned:
+            group.prune(pruned)
+        return pruned
+
+    def _assess(
+        self,
+        length: int,
+        group: Group,
+        plan: PruningPlan,
+        scoring: Scoring,
+        due: Mapping[int, tuple[LedgerEntry, Observation]],
+        earlier: dict[int, Assessment],
+    ) -> dict[int, Assessment]:
+        """Assess siblings at this length. `earlier`: assessments of other siblings, to which the results are added.
+
+        Empty if there is no memory for this length.
+        """
+        memory, learning = self._at(HeadKey(length, scoring.adapter))
+        if memory is None or learning is None or not due:
+            return {}
+        siblings = Siblings(
+            scoring.seed,
+            scoring.prompt_id,
+            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
+            earlier=earlier,
+            num_to_come=group.num_unjudged(earlier) - len(due),
+            past=memory.successes.of(scoring.prompt_key),
+        )
+        observations = {index: observation for index, (_, observation) in due.items()}
+        assessments = learning.assess(plan, observations, siblings)
+        earlier.update(assessments)
+        return assessments
+
+    def value(self, entry: LedgerEntry, observation: Observation) -> Assessment | None:
+        """Score a finished candidate by its last token. None if there is no memory for such scores."""
+        learning = self.learning_of(HeadKey(WHOLE, entry.adapter))
+        if learning is None:
+            return None
+        survived = entry.assessment if entry.plan.mode == "active" else None
+        assessment = learning.value(observation, 1.0 if survived is None else survived.survival_probability)
+        entry.tried(WHOLE, observation, assessment)
+        return assessment
+
+    def reward(self, rollout_id: str, rewards: Sequence[Reward]) -> tuple[int, list[RewardStatus], list[Label]] | None:
+        """Learn from rewards.
+
+        Returns the rollout's detection length, the status of each reward, and labels for the head. None if the rollout
+        is unknown.
+        """
+        detection_length = self.ledger.detection_length(rollout_id)
+        if detection_length is None:
+            return None
+        statuses: list[RewardStatus] = []
+        labels: list[Label] = []
+        for prompt_id, index, reward, positive in rewards:
+            status, entry = self.ledger.reward(rollout_id, prompt_id, index, reward)
+            statuses.append(status)
+            if entry is not None:
+                labels.append(_label(rollout_id, entry, positive))
+        self.learn(labels)
+        return detection_length, statuses, labels
+
+    def learn(self, labels: Sequence[Label]) -> None:
+        """Update calibration, the prompts' success rates, and the statistics of the report."""
+        for label in labels:
+            memory, learning = self._at(label.key)
+            rewarded = {length: self._learn_at(length, label, *seen) for length, seen in label.scores.items()}
+            if memory is not None and label.tried_lengths:
+                memory.tried.append(
+                    TriedCandidate(
+                        label.tried_lengths,
+                        tuple({} if (r := rewarded.get(at)) is None else r.scores for at in label.tried_lengths),
+                        label.positive,
+                        label.whole_length,
+                        label.prompt_key or label.prompt_id,
+                    )
+                )
+            if memory is not None and label.prompt_key:
+                answers = 1.0
+                if label.positive and label.origin == "race" and learning is not None:
+                    answers = exp(learning.most_audited.intercept.value)
+                weight = min(MAX_LABEL_WEIGHT, label.weight * answers)
+                memory.successes.observe(label.prompt_key, label.positive, weight)
+
+    def _learn_at(
+        self, length: int, label: Label, observation: Observation, assessment: Assessment
+    ) -> RewardedCandidate | None:
+        learning = self.learning_of(label.key._replace(detection_length=length))
+        if learning is None:
+            return None
+        return learning.reward(
+            observation,
+            assessment,
+            label.whole_length,
+            positive=label.positive,
+            group_key=label.prompt_id,
+            active=label.active,
+            origin=label.origin,
+            survival_before=label.survival_before,
+        )
+
+    def memory_of(self, adapter: str) -> Memory | None:
+        """Memory of this served name. None if rewards are awaited for the largest number of other names."""
+        return self.memories.of(adapter, self.ledger.awaits_any)
+
+    def learning_of(self, key: HeadKey) -> Learning | None:
+        """Learning of this key. None if rewards are awaited for the largest number of other lengths, or of adapters."""
+        return self._at(key)[1]
+
+    def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:
+        memory = self.memory_of(key.adapter)
+        if memory is None:
+            return None, None
+        return memory, memory.learning(key.detection_length, partial(self.ledger.awaits, adapter=key.adapter))
+
+
+def _label(rollout_id: str, entry: LedgerEntry, positive: bool) -> Label:
+    return Label(
+        detection_length=entry.plan.detection_length,
+        request_id=entry.request_id,
+        prompt_id=f"{rollout_id}/{entry.prompt_id}",
+        observation=entry.observation,
+        assessment=entry.assessment,
+        num_tokens=entry.num_tokens,
+        positive=positive,
+        active=entry.plan.mode == "active",
+        prompt_key=entry.prompt_key,
+        origin=entry.origin,
+        trials=entry.trials,
+        tried_lengths=entry.plan.scored_lengths if entry.plan.tried_lengths else (),
+        adapter=entry.adapter,
+        num_resumed=entry.num_resumed,
+        survival_before=entry.survival_before,
+    )

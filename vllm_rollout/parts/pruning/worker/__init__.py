@@ -1,0 +1,1 @@
+"""Quality heads, hidden states of scored candidates, and their training."""

@@ -1,0 +1,91 @@
+"""The newest hidden states of candidates that are scored at their end.
+
+Which token is a candidate's last one is decided elsewhere, when the next ones may be computed already: so of each
+candidate the newest few are kept, and all of them handed over when it has ended, by their numbers.
+
+Invariant: a state that is handed over is of that candidate and of the token of that number. Nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
+
+NONE_YET = -1
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStates:
+    """The last states of candidates that have ended."""
+
+    keys: list[StateKey]
+    states: torch.Tensor
+    """[num_states, hidden_size]."""
+
+
+class LastStates:
+    """A ring of states in each slot.
+
+    Args:
+        capacity: slots.
+        num_kept: states of each.
+    """
+
+    def __init__(self, capacity: int, num_kept: int) -> None:
+        self.num_kept = num_kept
+        self._states: torch.Tensor | None = None
+        """[capacity, num_kept, hidden_size]; made when the first state comes."""
+        self._first = np.full(capacity, NONE_YET, dtype=np.int64)
+        self._newest = np.full(capacity, NONE_YET, dtype=np.int64)
+        """Positions of the first and the newest token seen in each slot."""
+        self._ended: list[tuple[StateKey, torch.Tensor]] = []
+
+    def begin(self, slot: int) -> None:
+        """Reuse the slot for another candidate."""
+        self._first[slot] = self._newest[slot] = NONE_YET
+
+    def see(
+        self,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        device_slots: torch.Tensor,
+        device_positions: torch.Tensor,
+        states: torch.Tensor,
+    ) -> None:
+        """Keep `states` [num_rows, hidden_size] of the tokens at `positions`, int64 [num_rows]; both on the host and
+        where the states are."""
+        if self._states is None:
+            shape = (len(self._newest), self.num_kept, states.shape[1])
+            self._states = torch.zeros(shape, dtype=states.dtype, device=states.device)
+        self._states[device_slots, device_positions % self.num_kept] = states
+        is_first = self._first[slots] == NONE_YET
+        self._first[slots[is_first]] = positions[is_first]
+        self._newest[slots] = positions
+
+    def end(self, slot: int, request_id: str) -> None:
+        """The candidate in this slot has ended: with its newest token, or with one of those before."""
+        newest, first = int(self._newest[slot]), int(self._first[slot])
+        if newest == NONE_YET or self._states is None:
+            return
+        kept = self._states[slot].clone()  # the slot may be another candidate's soon
+        for position in range(max(first, newest - self.num_kept + 1), newest + 1):
+            self._ended.append((StateKey(request_id, position + 1, at_end=True), kept[position % self.num_kept]))
+
+    def take_ended(self) -> EndedStates | None:
+        """States of candidates that ended since the last call, or None."""
+        if not self._ended:
+            return None
+        ended, self._ended = self._ended, []
+        return EndedStates([key for key, _ in ended], torch.stack([state for _, state in ended]))
+
+    def grow(self) -> None:
+        """Double the number of slots."""
+        empty = np.full_like(self._newest, NONE_YET)
+        self._first, self._newest = (np.concatenate([old, empty]) for old in (self._first, self._newest))
+        if self._states is not None:
+            self._states = torch.cat([self._states, torch.zeros_like(self._states)])

@@ -1,0 +1,1 @@
+"""Grades answers while rollouts run."""

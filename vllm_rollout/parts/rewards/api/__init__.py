@@ -1,0 +1,1 @@
+"""The start of graders and judges, and answers of vLLM's endpoints that are graded."""

@@ -1,0 +1,1 @@
+"""Tail batching: runs of short and long rounds (RollPacker)."""

@@ -1,0 +1,194 @@
+"""Bodies and answers of the endpoints of sessions (docs/guides/agents.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+
+from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
+from vllm_rollout.kernel.http.body import Body, check_json, of_table
+from vllm_rollout.kernel.http.protocol import Pruning
+from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS, SessionFields
+from vllm_rollout.kernel.rules.types import GroupStatus
+from vllm_rollout.parts.pruning.http.body import RewardValue
+from vllm_rollout.parts.rewards.http.body import RewardField
+from vllm_rollout.parts.sessions.http.trajectory import History
+from vllm_rollout.parts.sessions.rules import EndedBy, SessionState
+
+Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+DeclaredName = Annotated[StrictStr, Field(max_length=MAX_NAME_CHARS - 6, pattern=r"^[!-~]([ -~]*[!-~])?$")]
+"""A group id: ASCII without a space at its ends, since sessions are named by it and a number in a header."""
+Size = Annotated[StrictInt, Field(ge=1, le=MAX_GROUP_SIZE)]
+SessionSelection = Literal["first", "shortest"]
+
+
+@of_table
+class SessionOptions(Body, SessionFields):
+    """Options of a group of sessions. A run sets them for all its groups."""
+
+    early_stop: StrictBool = Field(
+        default=True, description="Stop a group's other sessions when group_size of them have finished."
+    )
+    selection: SessionSelection = Field(
+        default="first", description="Rule that selects a group's sessions among its finished ones."
+    )
+    max_sessions: Size | None = Field(
+        default=None,
+        description="Upper bound of a group's sessions, with those in the place of void ones. Default: twice the "
+        "number at its start.",
+    )
+    pruning: Pruning | None = Field(
+        default=None,
+        description="Score each session in one of its turns, and stop sessions that will not help training.",
+    )
+    pruning_turn: Annotated[StrictInt, Field(ge=1, le=MAX_TURNS)] = Field(
+        default=1, description="The turn in which detection_length counts tokens."
+    )
+    reward: RewardField | None = Field(
+        default=None,
+        description="Reward that grades a finished session whose finish brings no reward (docs/guides/rewards.md).",
+    )
+
+
+@of_table
+class SessionGroupRequest(SessionOptions):
+    """Declare a group of sessions before they begin."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"id": "step7-q1", "group_size": 8, "redundancy": 8, "max_turns": 10}]}
+    )
+
+    id: DeclaredName | None = Field(
+        default=None,
+        description="The group's name, in printable ASCII, since a header names its sessions. Default: the server "
+        "makes a name.",
+    )
+    group_size: Size = Field(description=ROWS["group_size"].help)
+    redundancy: Annotated[StrictInt, Field(ge=0, le=MAX_GROUP_SIZE)] = Field(
+        default=0, description="Spare sessions beyond group_size."
+    )
+    audit_ratio: Annotated[StrictFloat, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="Chance that no session of this group is stopped. Default with pruning: the server's "
+        "--rollout-audit-ratio.",
+    )
+    data: Any = Field(default=None, description="Any JSON for the reward function, such as the solution.")
+
+    @model_validator(mode="after")
+    def _data_is_json(self) -> Self:
+        check_json(self.data, "data")
+        return self
+
+
+class FinishRequest(Body):
+    """Finish a session, with its reward or as void."""
+
+    reward: RewardValue | None = Field(
+        default=None,
+        description="Reward of the whole session. Default: the group's reward function grades the session, "
+        "if the group has one.",
+    )
+    void: StrictBool = Field(
+        default=False,
+        description="If a tool or a sandbox failed, true makes the session count for nothing: it is not the policy's "
+        "fault.",
+    )
+
+
+class SessionAnswer(BaseModel):
+    """A session as it is now."""
+
+    id: str
+    state: SessionState
+    ended_by: EndedBy | None
+    num_turns: int
+    num_tokens: int
+    """Tokens that the policy generated in all turns."""
+    reward: float | None
+
+
+class SessionGroupAnswer(BaseModel):
+    """A group of sessions as it is now."""
+
+    object: Literal["session.group"] = "session.group"
+    id: str
+    status: GroupStatus | Literal["running"]
+    reason: str | None
+    """Reason why the group is not complete. Null for a running or complete group."""
+    group_size: int
+    sessions: list[SessionAnswer]
+    to_begin: list[str]
+    """Ids of sessions that have not begun. Empty if the group was not declared, because then the client names its
+    sessions."""
+    num_to_begin: int
+    selected: list[str]
+    """Ids of the sessions that the group returns."""
+    generated_tokens: int
+    returned_tokens: int
+    seconds: float
+    """Seconds since the group began. After its end, the seconds that it took."""
+
+
+class FinishAnswer(SessionAnswer):
+    object: Literal["session"] = "session"
+    group_id: str
+    group_status: GroupStatus | Literal["running"]
+    wanted: list[str]
+    """Ids of sessions to begin now, to replace void ones."""
+    num_wanted: int
+    reward_status: str | None = None
+    """Status of the server's own grade. Null if the server did not grade the session."""
+
+
+class SegmentAnswer(BaseModel):
+    """A stretch of a session's history. Each token was generated or read right after the tokens before it."""
+
+    token_ids: list[int]
+    mask: list[int]
+    """1 if the policy generated the token, else 0."""
+    logprobs: list[float] | None
+    """Log probability of each token, 0 for tokens that the policy did not generate. Null if a turn did not ask for
+    log probabilities."""
+
+
+class TurnAnswer(BaseModel):
+    history: History
+    segment: int
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: str | None
+    waited_s: float
+    """Seconds before the turn, for tools or other work of the harness."""
+    seconds: float
+    weight_versions: list[dict[str, Any]] = []
+    """Weight versions that sampled the turn's tokens: spans `{"version", "start", "end"}`."""
+
+
+class TrajectoryAnswer(SessionAnswer):
+    """A session with the tokens of all its turns."""
+
+    object: Literal["session.trajectory"] = "session.trajectory"
+    group_id: str
+    turns: list[TurnAnswer]
+    off_policy: bool = False
+    """True if its tokens were sampled by several versions of the weights."""
+    segments: list[SegmentAnswer] | None
+    """Null if the server no longer holds the tokens."""
+
+
+class SessionEvent(BaseModel):
+    """A session has ended, or is wanted (state `wanted`)."""
+
+    type: Literal["session"] = "session"
+    group_id: str
+    session_id: str
+    state: SessionState | Literal["wanted"]
+    ended_by: EndedBy | None
+
+
+class GroupOverEvent(BaseModel):
+    type: Literal["group"] = "group"
+    group_id: str
+    status: GroupStatus
+    selected: list[str]

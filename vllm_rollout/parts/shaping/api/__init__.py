@@ -1,0 +1,1 @@
+"""Lengths and step times on all ranks."""

@@ -1,0 +1,1 @@
+"""Endpoints of trainers' own servers."""

@@ -1,0 +1,53 @@
+"""Helpers for several trainers: loading of weights and adapters from disk, and choices by a request's body.
+
+Invariant: a folder without weights leaves the model unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from fastapi.responses import JSONResponse
+from starlette.types import Scope
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_rollout.kernel.http.paths import path_of
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+class NoWeights(ValueError):
+    """The folder has no weights, or not yet."""
+
+
+async def load_weights(client: AsyncLLM, folder: str) -> None:
+    """Replace the model's weights by a checkpoint's. Raises: NoWeights."""
+    # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none.
+    if not await asyncio.to_thread(_has_weights, Path(folder)):
+        raise NoWeights(f"{folder} has no weights ({', '.join(WEIGHTS)}) on this host, or not yet. Send it again.")
+    await client.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
+async def load_adapter(models: OpenAIServingModels, name: str, folder: str) -> JSONResponse | int:
+    """Load an adapter as vLLM's /v1/load_lora_adapter does. A name that exists gets the new weights.
+
+    Returns the adapter's number, or the answer with the reason why it was not loaded.
+    """
+    body = LoadLoRAAdapterRequest(lora_name=name, lora_path=folder, load_inplace=True)
+    answer = await models.load_lora_adapter(body)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), answer.error.code)
+    return models.lora_requests[name].lora_int_id
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+
+
+def is_for(scope: Scope, method: str, path: str) -> bool:
+    """True if a request has this method and path of vLLM's app, without a proxy's prefix."""
+    return scope["type"] == "http" and scope["method"] == method and path_of(scope) == path
