@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +14,33 @@ import pytest
 
 from tests.support.imports import imported_modules
 from tests.support.waiting import WAIT_S
+from tests.wired import wiring, written
 
 PACKAGE = Path(__file__).parents[1] / "vllm_rollout"
 KERNELS = PACKAGE.parent / "kernels" / "triton"
 NOT_FOR_DECISIONS = {"random", "time", "logging"}
+
+KNOWS_VLLM = {"api", "core", "worker"}
+"""Rooms that import vllm: one per process."""
+MAY_KNOW_VLLM = {"kernel", "wire"}
+"""Modules that several of these processes share: files of the kernel itself, and `wire.py` of a part."""
+
+
+def room(path: Path) -> str:
+    """The room of a module: the folder or file of the kernel or of a part that says its process. Outside of both: its
+    top folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[0] == "kernel":
+        return parts[1] if len(parts) > 2 else "kernel"
+    if parts[0] == "parts":
+        return parts[2] if len(parts) > 2 else "parts"
+    return parts[0]
+
+
+def modules_of(*rooms: str) -> list[Path]:
+    found = [path for path in sorted(PACKAGE.rglob("*.py")) if room(path) in rooms]
+    assert found, rooms
+    return found
 
 
 def is_within(module: str, *packages: str) -> bool:
@@ -32,43 +55,50 @@ def torch_or_vllm(module: str) -> bool:
     return is_within(module, "torch", "vllm")
 
 
-def not_for_group(module: str) -> bool:
+def not_for_rules(module: str) -> bool:
     if is_within(module, "vllm_rollout.kernel.rules", "vllm_rollout.config"):
+        return False
+    if re.match(r"vllm_rollout\.parts\.\w+\.rules\b", module):
         return False
     top = module.partition(".")[0]
     return top not in sys.stdlib_module_names or top in NOT_FOR_DECISIONS
 
 
-def offences(folder: Path, forbidden: Callable[[str], bool]) -> list[str]:
+def offences(paths: Iterable[Path], forbidden: Callable[[str], bool]) -> list[str]:
     found = []
-    for path in sorted(folder.rglob("*.py")):
-        where = path.relative_to(folder.parent)
-        package = ".".join(["vllm_rollout", *path.relative_to(PACKAGE).parts[:-1]]) if PACKAGE in path.parents else ""
-        found += [f"{where}: {name}" for name in sorted(imported_modules(path.read_text(), package)) if forbidden(name)]
+    for path in paths:
+        package = ".".join(path.relative_to(PACKAGE.parent).parts[:-1]) if PACKAGE in path.parents else ""
+        names = sorted(imported_modules(path.read_text(), package))
+        found += [f"{path.relative_to(PACKAGE.parent)}: {name}" for name in names if forbidden(name)]
     return found
 
 
-def test_only_the_adapter_imports_vllm():
-    folders = [path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "adapter"]
-    assert {"group", "tracker", "server"} <= {folder.name for folder in folders}
-    assert [line for folder in [*folders, KERNELS] for line in offences(folder, vllm)] == []
-    top_level = [path for path in PACKAGE.glob("*.py") if any(map(vllm, imported_modules(path.read_text())))]
-    assert top_level == []
+def test_one_room_per_process_imports_vllm():
+    allowed = KNOWS_VLLM | MAY_KNOW_VLLM
+    paths = [path for path in PACKAGE.rglob("*.py") if room(path) not in allowed]
+    assert offences([*paths, *KERNELS.glob("*.py")], vllm) == ENGINE_OF_THE_PROFILE
 
 
-def test_group_imports_the_standard_library_and_itself_only():
-    assert offences(PACKAGE / "group", not_for_group) == []
+ENGINE_OF_THE_PROFILE = sorted(offences([PACKAGE / "profiling" / "profiler.py"], vllm))
+"""The child process of `vllm-rollout profile` is an engine."""
 
 
-def test_server_imports_neither_torch_nor_vllm():
-    assert offences(PACKAGE / "server", torch_or_vllm) == []
+def test_rules_import_the_standard_library_and_rules_only():
+    assert offences(modules_of("rules"), not_for_rules) == []
 
 
-@pytest.mark.parametrize(
-    "folder", ["client", "demo", "emulation", "integrations", "profiling", "rewards", "simulator", "trace", "watching"]
-)
-def test_what_works_from_outside_imports_neither_torch_nor_vllm(folder):
-    assert offences(PACKAGE / folder, torch_or_vllm) == []
+def test_http_and_clients_import_neither_torch_nor_vllm():
+    assert offences(modules_of("http", "client", "grading", "recording", "watching"), torch_or_vllm) == []
+
+
+@pytest.mark.parametrize("tool", ["demo", "integrations", "simulator"])
+def test_what_works_from_outside_imports_neither_torch_nor_vllm(tool):
+    assert offences(modules_of(tool), torch_or_vllm) == []
+
+
+def test_the_wiring_between_kernel_and_parts_does_not_grow():
+    """The aim is a kernel that names no part; see tests/wired.py. Fewer names: python -m tests.wired --write."""
+    assert wiring(PACKAGE) == written()
 
 
 def test_docs_and_docstrings_cite_files_that_are_there():
@@ -82,26 +112,15 @@ Arrows = dict[str, dict[str, list[str]]]
 """Imports between places: importer, imported, then `file: name`."""
 
 
-def place(parts: tuple[str, ...]) -> str:
-    """The place of a module of ours: its folder, or itself when it stands in none. Each process of the adapter is one,
-    what they share is another, and the plugin, which starts them, stands outside."""
-    if parts[0] != "adapter":
-        return parts[0]
-    if len(parts) > 1 and ((PACKAGE / "adapter" / parts[1]).is_dir() or parts[1] == "plugin"):
-        return f"adapter/{parts[1]}"
-    return "adapter"
-
-
 def arrows() -> Arrows:
+    """Imports between rooms: one of the kernel and that of the same name in all parts are one room."""
     found: Arrows = defaultdict(lambda: defaultdict(list))
-    for path in sorted(PACKAGE.rglob("*.py")):
-        where = path.relative_to(PACKAGE)
-        importer = place(where.with_suffix("").parts)
-        for name in sorted(imported_modules(path.read_text(), ".".join(["vllm_rollout", *where.parts[:-1]]))):
-            if is_within(name, "vllm_rollout") and name != "vllm_rollout":
-                imported = place(tuple(name.split(".")[1:]))
-                if imported != importer:
-                    found[importer][imported].append(f"{where}: {name}")
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    for importer, path in files.items():
+        for name in sorted(imported_modules(path.read_text(), importer.rpartition(".")[0])):
+            imported = name if name in files else name.rpartition(".")[0]
+            if imported in files and room(files[imported]) != room(path):
+                found[room(path)][room(files[imported])].append(f"{importer}: {name}")
     return found
 
 
@@ -129,26 +148,7 @@ def file_arrows() -> Arrows:
 
 def test_files_form_no_cycle():
     found = file_arrows()
-    assert found["vllm_rollout.kernel.http.service"].keys() > {
-        "vllm_rollout.kernel.http.engine",
-        "vllm_rollout.kernel.http.answers",
-    }
-    assert cycle(found) == []
-
-
-def test_folders_form_no_cycle():
-    assert cycle(arrows()) == []
-
-
-@pytest.mark.parametrize("house", ["vllm_rollout.kernel.rules", "vllm_rollout.kernel.api"])
-def test_rooms_form_no_cycle(house):
-    found: Arrows = defaultdict(lambda: defaultdict(list))
-    for importer, imported in file_arrows().items():
-        for name, lines in imported.items():
-            places = [".".join(each.split(".")[: house.count(".") + 2]) for each in (importer, name)]
-            if importer.startswith(house) and name.startswith(house) and places[0] != places[1]:
-                found[places[0]][places[1]] += lines
-    assert len(found) >= 5
+    assert found["vllm_rollout.kernel.http.service"].keys() > {"vllm_rollout.kernel.http.engine"}
     assert cycle(found) == []
 
 
@@ -161,12 +161,12 @@ def test_a_cycle_is_shown_by_its_imports():
 @pytest.mark.parametrize(
     ("importer", "others"),
     [
-        ("adapter/api", {"adapter/core", "adapter/worker", "client", "simulator"}),
-        ("adapter/core", {"adapter/api", "adapter/worker", "server"}),
-        ("adapter/worker", {"adapter/api", "adapter/core", "server"}),
-        ("adapter", {"adapter/api", "adapter/core", "adapter/worker"}),
-        ("server", {"client", "adapter", "adapter/api", "emulation", "simulator", "profiling"}),
-        ("emulation", {"adapter", "adapter/api", "server", "client", "simulator"}),
+        ("api", {"core", "worker", "simulator"}),
+        ("core", {"api", "worker", "http", "client"}),
+        ("worker", {"api", "core", "http", "client"}),
+        ("http", {"api", "core", "worker", "client", "simulator", "profiling"}),
+        ("client", {"api", "core", "worker"}),
+        ("rules", {"api", "core", "worker", "http", "client", "kernel", "wire"}),
     ],
 )
 def test_a_process_does_not_reach_into_another(importer, others):
@@ -201,9 +201,9 @@ def defined_names(source: str) -> set[str]:
 
 
 def test_tracker_observes_with_torch():
-    modules = {name for path in (PACKAGE / "tracker").glob("*.py") for name in imported_modules(path.read_text())}
-    assert "torch" in modules
-    assert not any(map(vllm, modules))
+    paths = modules_of("tracker")
+    assert "torch" in {name for path in paths for name in imported_modules(path.read_text())}
+    assert offences(paths, vllm) == []
 
 
 def not_for_training(module: str) -> bool:
@@ -213,7 +213,7 @@ def not_for_training(module: str) -> bool:
 
 def test_training_imports_torch_and_itself_only():
     assert (PACKAGE / "training" / "stream.py").exists()
-    assert offences(PACKAGE / "training", not_for_training) == []
+    assert offences(modules_of("training"), not_for_training) == []
 
 
 @pytest.mark.parametrize(
@@ -254,9 +254,9 @@ def test_the_rule_does_not_take_our_own_name_for_vllm(source):
         ("from dataclasses import dataclass", True),
         ("from vllm_rollout.config import MAX_GROUP_SIZE", True),
         ("from .types import Ending", True),
-        ("from ..config import MAX_GROUP_SIZE", True),
+        ("from ...config import MAX_GROUP_SIZE", True),
         ("from vllm_rollout import config", True),
-        ("from ..server import protocol", False),
+        ("from ..http import protocol", False),
         ("from vllm_rollout.kernel.wire import CandidateTag", False),
         ("import numpy", False),
         ("import random", False),
@@ -264,9 +264,9 @@ def test_the_rule_does_not_take_our_own_name_for_vllm(source):
         ("import logging.config", False),
     ],
 )
-def test_the_rule_for_group_tells_allowed_from_forbidden(source, allowed):
+def test_the_rule_for_rules_tells_allowed_from_forbidden(source, allowed):
     modules = imported_modules(source, "vllm_rollout.kernel.rules")
-    assert any(map(not_for_group, modules)) != allowed
+    assert any(map(not_for_rules, modules)) != allowed
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,8 @@ def test_the_rule_for_group_tells_allowed_from_forbidden(source, allowed):
 )
 def test_importing_stays_light(package, forbidden):
     names = [package]
-    if (PACKAGE / package.partition(".")[2]).is_dir() and package != "vllm_rollout":
-        folder = PACKAGE / package.partition(".")[2]
+    folder = PACKAGE.parent / package.replace(".", "/")
+    if folder.is_dir() and folder != PACKAGE:
         names += [
             ".".join([package, *path.relative_to(folder).with_suffix("").parts]) for path in folder.rglob("[!_]*.py")
         ]

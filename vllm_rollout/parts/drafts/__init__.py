@@ -1,1 +1,8 @@
-"""Tokens of siblings and earlier answers as drafts, which vLLM verifies."""
+"""Uses tokens of siblings and of earlier answers as drafts, which vLLM verifies."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "drafts",
+    "Uses tokens of siblings and of earlier answers as drafts, which vLLM verifies.",
+)

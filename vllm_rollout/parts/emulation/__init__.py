@@ -1,4 +1,10 @@
-"""The work of an emulated device: step times, lengths, outcomes and a log of its steps, without computing.
+"""Serves an emulated device: step times, lengths and outcomes of a GPU, without computing.
 
-Invariant: every value follows from the settings, the prompt and the request's seed. Time is an argument.
-"""
+Invariant: every value follows from the settings, the prompt and the request's seed. Time is an argument."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "emulation",
+    "Serves an emulated device: step times, lengths and outcomes of a GPU, without computing.",
+)

@@ -1,1 +1,12 @@
-"""One client of several servers."""
+"""One client of several servers, which chooses the server of each group."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "fleet",
+    "One client of several servers, which chooses the server of each group.",
+    needs=(
+        "moving",
+        "shaping",
+    ),
+)

@@ -1,1 +1,8 @@
-"""vLLM's Rust front end beside ours."""
+"""Runs vLLM's Rust front end beside ours."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "front_ends",
+    "Runs vLLM's Rust front end beside ours.",
+)

@@ -1,1 +1,8 @@
-"""vLLM in a trainer's own process."""
+"""Races groups in a trainer's own process, without a server."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "in_process",
+    "Races groups in a trainer's own process, without a server.",
+)

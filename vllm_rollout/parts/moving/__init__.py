@@ -1,1 +1,9 @@
-"""Data-parallel ranks: placement by predicted work, moves of groups, deaths, and other tensor-parallel sizes."""
+"""Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "moving",
+    "Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank.",
+    needs=("shaping",),
+)

@@ -1,1 +1,9 @@
 """Shows and records rollouts: the page, recordings, receipts and traces."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "page",
+    "Shows and records rollouts: the page, recordings, receipts and traces.",
+    needs=("shaping",),
+)

@@ -1,1 +1,8 @@
 """Stops candidates by scores, learns from rewards, and votes (ARRoL)."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "pruning",
+    "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
+)

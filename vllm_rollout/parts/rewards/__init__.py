@@ -1,1 +1,8 @@
 """Grades answers while rollouts run."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "rewards",
+    "Grades answers while rollouts run.",
+)

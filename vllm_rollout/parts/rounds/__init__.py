@@ -1,1 +1,8 @@
 """Tail batching: runs of short and long rounds (RollPacker)."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "rounds",
+    "Tail batching: runs of short and long rounds (RollPacker).",
+)

@@ -1,1 +1,9 @@
-"""Candidates that are whole conversations, with one OpenAI request per turn (docs/guides/agents.md)."""
+"""Candidates that are whole conversations, with one OpenAI request per turn."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "sessions",
+    "Candidates that are whole conversations, with one OpenAI request per turn.",
+    needs=("rewards",),
+)

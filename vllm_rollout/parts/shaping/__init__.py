@@ -1,1 +1,8 @@
-"""Lengths: what is known of them, their cost, and the number and order of candidates by them (DARTS)."""
+"""Knows the lengths of answers and their cost, and chooses the number and order of candidates by them (DARTS)."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "shaping",
+    "Knows the lengths of answers and their cost, and chooses the number and order of candidates by them (DARTS).",
+)

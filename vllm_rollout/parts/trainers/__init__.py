@@ -1,1 +1,9 @@
-"""Endpoints of trainers' own servers."""
+"""Serves the endpoints of trainers' own servers."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "trainers",
+    "Serves the endpoints of trainers' own servers.",
+    needs=("sessions",),
+)

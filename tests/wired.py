@@ -1,0 +1,63 @@
+"""Counts the wiring between the kernel and its parts: names that one imports from the other.
+
+    kernel/http/engine.py moving 8     the kernel names a part: 0 is the aim
+    rounds -> moving 10                a part names another part, though its `needs` do not: 0 is the aim
+    page -> simulator 6                a part names a tool: 0 is the aim
+
+`tests/wired.txt` has the counts. A test fails if a count differs: a larger one is new wiring, a smaller one is written
+down, so that it stays small. Run from the repository root: python -m tests.wired --write
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_rollout.kernel.parts import parts
+
+ROOT = Path(__file__).parents[1]
+COUNTS = Path(__file__).with_suffix(".txt")
+TOOLS = ("demo", "doctor", "integrations", "models", "profiling", "simulator", "training")
+
+
+def wiring(package: Path) -> dict[str, int]:
+    """Counts by what is wired, sorted."""
+    found: Counter[str] = Counter()
+    needs = {part.name: part.needs for part in parts()}
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package)
+        ring, owner = where.parts[0], where.parts[1] if len(where.parts) > 2 else ""
+        if ring not in ("kernel", "parts"):
+            continue
+        for module in imports(path.read_text()):
+            _, *rest = module.split(".")
+            if rest[:1] == ["parts"] and len(rest) > 1 and ring == "kernel":
+                found[f"{where} {rest[1]}"] += 1
+            elif rest[:1] == ["parts"] and len(rest) > 1 and rest[1] != owner and rest[1] not in needs.get(owner, ()):
+                found[f"{owner} -> {rest[1]}"] += 1
+            elif rest and rest[0] in TOOLS:
+                found[f"{where if ring == 'kernel' else owner} -> {rest[0]}"] += 1
+    return dict(sorted(found.items()))
+
+
+def imports(source: str) -> Iterator[str]:
+    """Modules of ours from which a file imports, once for each name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm_rollout"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def written() -> dict[str, int]:
+    lines = COUNTS.read_text().splitlines()
+    return {what: int(count) for what, _, count in (line.rpartition(" ") for line in lines)}
+
+
+if __name__ == "__main__":
+    counts = wiring(ROOT / "vllm_rollout")
+    if "--write" in sys.argv:
+        COUNTS.write_text("".join(f"{what} {count}\n" for what, count in counts.items()))
+    kernel = sum(count for what, count in counts.items() if what.startswith("kernel"))
+    print(f"{kernel} names of parts and tools in the kernel, {sum(counts.values()) - kernel} between parts and tools")

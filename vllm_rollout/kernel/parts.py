@@ -1,0 +1,121 @@
+"""The list of parts: capabilities beside the race, each in a folder of its own (`vllm_rollout/parts/`).
+
+Every process reads the list. A folder that is not there, and a part that is left out, is in no list: nothing of it is
+imported, and it costs nothing. A package of somebody else adds a part by an entry point of the group
+`vllm_rollout.parts`.
+
+Invariant: the kernel imports no part. It asks this list for faces by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.metadata import entry_points
+from pkgutil import iter_modules
+from typing import Any
+
+WITHOUT = "VLLM_ROLLOUT_WITHOUT"
+"""Environment variable with the names of parts that are left out, separated by commas. `serve --without` sets it, and
+every process of the server inherits it."""
+
+ENTRY_POINTS = "vllm_rollout.parts"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part. The `__init__` of a part's folder has it as `PART`, and imports nothing else."""
+
+    name: str
+    purpose: str
+    """What it does for a user, in one sentence."""
+    needs: tuple[str, ...] = ()
+    """Names of the parts that it imports."""
+    faces: Mapping[str, str] = field(default_factory=dict)
+    """Face -> "module:attribute", which is imported where a process asks for the face."""
+    exports: Mapping[str, str] = field(default_factory=dict)
+    """Names that the package `vllm_rollout` offers -> "module:attribute"."""
+    also: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute"."""
+
+
+@cache
+def parts() -> tuple[Part, ...]:
+    """The parts of this process: those that a part needs come before it, otherwise by name.
+
+    Raises: ValueError for a name in `VLLM_ROLLOUT_WITHOUT` that no part has, and for a part whose need is left out.
+    """
+    return chosen(_installed(), left_out(os.environ.get(WITHOUT, "")))
+
+
+def chosen(installed: Mapping[str, Part], without: frozenset[str]) -> tuple[Part, ...]:
+    """The parts that remain, in their order. Raises: ValueError as `parts` does."""
+    if unknown := sorted(without - installed.keys()):
+        raise ValueError(
+            f"{WITHOUT}: there is no part {unknown[0]!r}. Leave out some of: {', '.join(sorted(installed))}."
+        )
+    there = {name: part for name, part in sorted(installed.items()) if name not in without}
+    for part in there.values():
+        if missing := [need for need in part.needs if need not in there]:
+            raise ValueError(
+                f"{WITHOUT}: the part {part.name!r} needs {missing[0]!r}, which is left out. Leave out {part.name!r}, "
+                f"too, or neither."
+            )
+    sorter, order = TopologicalSorter({name: part.needs for name, part in there.items()}), []
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ValueError(f"parts need each other in a circle: {' -> '.join(error.args[1])}") from None
+    while sorter.is_active():
+        order += sorted(ready := sorter.get_ready())
+        sorter.done(*ready)
+    return tuple(there[name] for name in order)
+
+
+def left_out(names: str) -> frozenset[str]:
+    return frozenset(name for each in names.split(",") if (name := each.strip()))
+
+
+def has(name: str) -> bool:
+    """True if this part is there."""
+    return any(part.name == name for part in parts())
+
+
+def faces(face: str) -> Iterator[tuple[str, Any]]:
+    """Name of each part with this face, and the face, in the order of the parts."""
+    for part in parts():
+        if (place := part.faces.get(face)) is not None:
+            yield part.name, load(place)
+        for other, its in part.also.items():
+            if face in its and has(other):
+                yield part.name, load(its[face])
+
+
+def face(name: str, face: str) -> Any | None:
+    """This face of one part. None if the part is not there, or has no such face."""
+    return next((found for part, found in faces(face) if part == name), None)
+
+
+@cache
+def exports() -> Mapping[str, str]:
+    """Names that parts offer as names of the package -> "module:attribute"."""
+    return {name: place for part in parts() for name, place in part.exports.items()}
+
+
+def load(place: str) -> Any:
+    """The object at "module:attribute"."""
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute) if attribute else import_module(module)
+
+
+def _installed() -> Mapping[str, Part]:
+    from vllm_rollout import parts as folder
+
+    names = [module.name for module in iter_modules(folder.__path__) if module.ispkg]
+    ours = [import_module(f"{folder.__name__}.{name}").PART for name in names]
+    theirs = [point.load() for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]
+    return {part.name: part for part in [*ours, *theirs]}
