@@ -31,8 +31,8 @@ from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learni
 from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.kernel.rules.types import Confidence
 
-from .server.conftest import make_app, serving
-from .server.fake_engine import FakeEngine
+from tests.kernel.http.conftest import make_app, serving
+from tests.kernel.http.fake_engine import FakeEngine
 
 FAMILIES = {"families": ("arithmetic", "word_sum")}
 LEARNED = {"labels": 300, "learn_prompts": 4, "window": 100, "evaluate_prompts": 12, "vote_prompts": 3}

@@ -29,8 +29,8 @@ from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
 
-from .server.conftest import make_app, serving
-from .server.fake_engine import FakeEngine
+from tests.kernel.http.conftest import make_app, serving
+from tests.kernel.http.fake_engine import FakeEngine
 
 SIZES = Sizes(
     model="fake",

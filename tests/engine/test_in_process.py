@@ -13,7 +13,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: str) -> dict[str, Any]:
-    """With the engine core in a process of its own; tests/parts/in_process/test_interrupts.py has one in this process."""
+    """With the engine core in a process of its own; tests/parts/in_process/test_interrupts.py has one here."""
     return run_script("in_process.py", "llm", tiny_model, own_session=True)
 
 

@@ -1,9 +1,9 @@
-"""Snapshot of a vLLM version: one line per name of vLLM that our adapter uses, read out of the adapter's source.
+"""Snapshot of a vLLM version: one line per name of vLLM that our code uses, read out of the kernel's and parts' source.
 
 A snapshot has the lines of one version, sorted: `path` of an attribute, `path(parameters)` of a callable, and
 `path: absent` of a name that this version lacks. Names are read with the preferred version's types.
 
-Run from the repository root: make snapshot, or python tests/versions/vllm_snapshot.py for the installed vLLM."""
+Run from the repository root: make snapshot, or python -m tests.versions.vllm_snapshot for the installed vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import vllm.config  # noqa: F401  # first: vLLM's modules cannot be imported in just any order
 
-import vllm_rollout.kernel
+import vllm_rollout
+from tests.support.imports import imported_modules
 from tests.versions.vllm_types import (
     MIXED_INTO,
     Box,
@@ -37,23 +38,34 @@ from tests.versions.vllm_types import (
 from vllm_rollout.kernel.compat import CONTRACT, vllm_version
 from vllm_rollout.versions import PREFERRED_VLLM, minor_of
 
-ADAPTER = Path(vllm_rollout.kernel.__file__).parent
-FILES = [path for path in sorted(ADAPTER.rglob("*.py")) if path.name != "compat.py"]
+PACKAGE = Path(vllm_rollout.__file__).parent
+
+
+def may_use_vllm(path: Path) -> bool:
+    """True for files of the rooms that know vLLM, for those that its processes share, and for all that import it."""
+    ring, *where = path.relative_to(PACKAGE).with_suffix("").parts
+    rooms = {"kernel": where[:1], "parts": where[1:2]}.get(ring, [])
+    is_shared = rooms == ["wire"] or (ring == "kernel" and len(where) == 1)
+    is_known = any(name.partition(".")[0] == "vllm" for name in imported_modules(path.read_text()))
+    return is_shared or is_known or not {"api", "core", "worker"}.isdisjoint(rooms)
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if may_use_vllm(path) and path.name != "compat.py"]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 ABSENT = ": absent"
 
 RUNNERS = "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 WORKERS = "vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"
 STANDS_BEFORE = {
-    "core.scheduler.GroupSchedulerMixin": ("vllm.v1.core.sched.scheduler.Scheduler",),
-    "worker.runner.RunnerMixin": RUNNERS,
-    "worker.runner.RunnerV1Mixin": RUNNERS[:1],
-    "worker.runner.CPURunnerV1Mixin": ("vllm.v1.worker.cpu_model_runner.CPUModelRunner",),
-    "worker.runner.RunnerV2Mixin": RUNNERS[1:],
-    "worker.runner.SamplerMixin": ("vllm.v1.worker.gpu.sample.sampler.Sampler",),
-    "worker.worker.RolloutWorker": WORKERS,
-    "worker.emulated.EmulatedWorker": WORKERS[:1],
-    "api.endpoints.RolloutEndpoints": ("vllm.plugins.endpoint_plugins.interface.EndpointPlugin",),
+    "kernel.core.scheduler.GroupSchedulerMixin": ("vllm.v1.core.sched.scheduler.Scheduler",),
+    "kernel.worker.runner.RunnerMixin": RUNNERS,
+    "kernel.worker.runner.RunnerV1Mixin": RUNNERS[:1],
+    "kernel.worker.runner.CPURunnerV1Mixin": ("vllm.v1.worker.cpu_model_runner.CPUModelRunner",),
+    "kernel.worker.runner.RunnerV2Mixin": RUNNERS[1:],
+    "kernel.worker.runner.SamplerMixin": ("vllm.v1.worker.gpu.sample.sampler.Sampler",),
+    "kernel.worker.worker.RolloutWorker": WORKERS,
+    "parts.emulation.worker.worker.EmulatedWorker": WORKERS[:1],
+    "kernel.api.endpoints.RolloutEndpoints": ("vllm.plugins.endpoint_plugins.interface.EndpointPlugin",),
 }
 """The vLLM classes that a class of ours stands before, or for, without saying so."""
 
@@ -82,19 +94,19 @@ class Override(NamedTuple):
 
 
 def modules() -> list[ModuleType]:
-    names = [".".join(path.relative_to(ADAPTER.parent.parent).with_suffix("").parts) for path in FILES]
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES]
     return [importlib.import_module(name.removesuffix(".__init__")) for name in names]
 
 
 @cache
 def our_classes() -> dict[type, tuple[type, ...]]:
-    """Each class of the adapter, with those of vLLM's that it, or what is made of it, stands before."""
+    """Each class of these files, with those of vLLM's that it, or what is made of it, stands before."""
     found = [
         cls for module in modules() for cls in vars(module).values() if inspect.isclass(cls) and is_ours(cls, module)
     ]
     bases = {}
     for cls in found:
-        name = f"{cls.__module__.removeprefix('vllm_rollout.kernel.')}.{cls.__qualname__}"
+        name = f"{cls.__module__.removeprefix('vllm_rollout.')}.{cls.__qualname__}"
         inherited = [base for base in cls.__mro__ if is_vllms(base)][:1]
         bases[cls] = [*inherited, *map(imported, STANDS_BEFORE.get(name, ()))]
     for cls in found:
@@ -125,7 +137,7 @@ def all_our_names() -> frozenset[str]:
 
 @cache
 def read() -> tuple[set[str], set[Call], set[Override]]:
-    """The paths of all that our adapter uses of vLLM, how it calls them, and what it puts in their place."""
+    """The paths of all that our code uses of vLLM, how it calls them, and what it puts in their place."""
     MIXED_INTO.update(our_classes())
     paths, calls = set(), set()
     for module in modules():

@@ -146,9 +146,9 @@ def declared(annotation: ast.AST | None, module: ModuleType) -> Types:
             return frozenset(Instance(cls) for cls in instances if isinstance(cls, type) and cls is not Any)
         case ast.Subscript(value=value, slice=inner):
             word = value.attr if isinstance(value, ast.Attribute) else value.id
-            inside = union(declared(arg, module) for arg in (inner.elts if isinstance(inner, ast.Tuple) else [inner]))
             if word in OPAQUE:
                 return NONE
+            inside = union(declared(arg, module) for arg in (inner.elts if isinstance(inner, ast.Tuple) else [inner]))
             if word in TRANSPARENT:
                 return inside
             if word == "type":
