@@ -28,11 +28,10 @@ from benchmarks.pruning.records import Record, Run, records_of
 from benchmarks.pruning.results import summarize
 from benchmarks.pruning.run import forget, load
 from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
-from vllm_rollout.kernel.rules.types import Confidence
-
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
+from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout.kernel.rules.types import Confidence
 
 FAMILIES = {"families": ("arithmetic", "word_sum")}
 LEARNED = {"labels": 300, "learn_prompts": 4, "window": 100, "evaluate_prompts": 12, "vote_prompts": 3}

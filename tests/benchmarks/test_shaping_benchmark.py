@@ -19,6 +19,8 @@ from benchmarks.shaping.run import begin, forget, summarize
 from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, order, prompts
 from benchmarks.shaping.simulation import history_of, simulate
+from tests.kernel.http.conftest import make_app, serving
+from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording.file import read_trace
@@ -28,9 +30,6 @@ from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
-
-from tests.kernel.http.conftest import make_app, serving
-from tests.kernel.http.fake_engine import FakeEngine
 
 SIZES = Sizes(
     model="fake",
