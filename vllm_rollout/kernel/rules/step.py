@@ -17,7 +17,7 @@ Invariant: every candidate that was launched gets exactly one end, and no verdic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -466,7 +466,7 @@ class GroupSteps:
             "of a group must say the same: change it, or name another group."
         )
 
-    def _differences(self, terms: GroupTerms, others: GroupTerms) -> Iterable[tuple[str, object, object]]:
+    def _differences(self, terms: GroupTerms, others: GroupTerms) -> Iterator[tuple[str, object, object]]:
         for each in fields(GroupTerms):
             if each.name != "parts" and getattr(terms, each.name) != getattr(others, each.name):
                 yield each.name, getattr(terms, each.name), getattr(others, each.name)
