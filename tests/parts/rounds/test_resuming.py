@@ -94,8 +94,8 @@ async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_b
     await llm.step_to_the_end()
     await running
     assert indices == [(1, "failed"), (2, "finished"), (4, "finished")]
-    said = {id: (asked["prompt_token_ids"], p.max_tokens, p.min_tokens, p.seed) for id, (asked, p) in llm.asked.items()}
-    assert said == {
+    seen = {id: (asked["prompt_token_ids"], p.max_tokens, p.min_tokens, p.seed) for id, (asked, p) in llm.asked.items()}
+    assert seen == {
         "g-c1": ([5, 6, 7, 8, 9], 47, 1, 101),
         "g-c2": ([5, 6], 50, 4, 102),
         "g-c4": ([5, 6], 50, 4, 104),
