@@ -11,10 +11,12 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
+from tests.support.steps import said
 from vllm_rollout.kernel.http.engine import Beginnings
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORING
 from vllm_rollout.parts.rounds.api import (
     READS_OUTPUT_TOKENS,
     prompt_text,
@@ -102,7 +104,7 @@ async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_b
     }
     assert {id: tag.num_resumed for id, (tag, _) in llm.added.items()} == {"g-c1": 3, "g-c2": 0, "g-c4": 0}
     resumed = replace(scoring, num_resumed=3, survival_before=0.25)
-    its = {id: tag.scoring for id, (tag, _) in llm.added.items()}
+    its = {id: SCORING.of(tag.said) for id, (tag, _) in llm.added.items()}
     assert its == {"g-c1": resumed, "g-c2": scoring, "g-c4": scoring}
 
 
