@@ -8,10 +8,11 @@ from scheduler_runs import TracedRun, add_group, assert_nothing_left
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_rollout.kernel.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
+from vllm_rollout.kernel.call_table import HELD_GROUPS, Operation
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.rules.types import HeldGroups
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 SIZE = 2

@@ -136,13 +136,14 @@ def test_a_name_says_type_and_unit(family: Metric) -> None:
 EACH = """
 import json, sys
 from prometheus_client import CollectorRegistry
-from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.types import EngineLoad
+from vllm_rollout.parts.moving.rules.load import RankState
 
 metrics = Metrics(CollectorRegistry())
 for line in sys.stdin:
     numbers = json.loads(line)
-    metrics.ranks_moved([EngineLoad(False, 0, 0, 0.0, 0, 0, 0, [], num_internal_errors=each) for each in numbers])
+    metrics.ranks_moved([RankState(EngineLoad(0, 0, 0.0, 0, [], each)) for each in numbers])
     metrics.turn_over()
     print("done", flush=True)
 """

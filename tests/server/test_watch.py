@@ -16,7 +16,8 @@ from fastapi import FastAPI
 
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import CandidateTokens
-from vllm_rollout.parts.moving.rules.load import EngineLoad, RunningGroup
+from vllm_rollout.kernel.rules.types import RunningGroup
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.seen import SeenGroup, SeenRollout
@@ -104,13 +105,13 @@ async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_
 
 async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
-    loads = engine.moves.engine_loads
+    states = engine.moves.rank_states
 
-    async def counted() -> list[EngineLoad]:
+    async def counted() -> list[RankState]:
         asked.append(asyncio.get_running_loop().time())
-        return await loads()
+        return await states()
 
-    monkeypatch.setattr(type(engine.moves), "engine_loads", lambda self: counted())
+    monkeypatch.setattr(type(engine.moves), "rank_states", lambda self: counted())
     app = make_app(engine)
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -128,10 +129,10 @@ async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine,
 
 
 async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monkeypatch, caplog):
-    async def fails(self: Any) -> list[EngineLoad]:
+    async def fails(self: Any) -> list[RankState]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(type(engine.moves), "engine_loads", fails)
+    monkeypatch.setattr(type(engine.moves), "rank_states", fails)
     with serving(make_app(engine)) as url:
         async with watching(url) as viewer:
             for _ in range(2):

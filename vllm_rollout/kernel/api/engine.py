@@ -28,17 +28,7 @@ from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
-from vllm_rollout.kernel.call_table import (
-    CANCEL_GROUPS,
-    CUT_RACE,
-    FORGET_RACE,
-    GIVE_UP,
-    HELD_GROUPS,
-    LAST_TOKENS,
-    RECOMPUTE,
-    WIDEN_RACE,
-    WiderRace,
-)
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, HELD_GROUPS, LAST_TOKENS, RECOMPUTE
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -62,6 +52,7 @@ from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.rounds.api import prompt_text, resume_refusal, text_of
+from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 LOWEST_LOGPROB = -9999.0

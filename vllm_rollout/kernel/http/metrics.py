@@ -29,7 +29,7 @@ from vllm_rollout.kernel.rules.types import (
     Signal,
 )
 from vllm_rollout.parts.moving.rules.detached import MoveOutcome
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.pruning.rules.ledger import RewardStatus as PostedStatus
 from vllm_rollout.parts.rewards.grading.values import RewardStatus as GradeStatus
@@ -265,18 +265,18 @@ class Metrics:
         if outcome == "moved":
             self._move_seconds.observe(seconds)
 
-    def ranks_moved(self, loads: Sequence[EngineLoad]) -> None:
+    def ranks_moved(self, states: Sequence[RankState]) -> None:
         """Bring the counters of each rank up to date."""
         self._engine_totals.read(
             Reading(counter, {"rank": str(rank)}, total)
-            for rank, load in enumerate(loads)
+            for rank, its in enumerate(states)
             for counter, total in (
-                (self._moving, load.moving_s),
-                (self._moved_with_kv, load.kv.num_groups),
-                (self._kv_blocks, load.kv.num_blocks),
-                (self._kv_fallbacks, load.kv.num_fallbacks),
-                (self._internal_errors, load.num_internal_errors),
-                (self._weight_changes, load.num_weight_changes),
+                (self._moving, its.moving_s),
+                (self._moved_with_kv, its.kv.num_groups),
+                (self._kv_blocks, its.kv.num_blocks),
+                (self._kv_fallbacks, its.kv.num_fallbacks),
+                (self._internal_errors, its.load.num_internal_errors),
+                (self._weight_changes, its.load.num_weight_changes),
             )
         )
 

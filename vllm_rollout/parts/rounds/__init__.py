@@ -5,4 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
+    faces={
+        "core": "vllm_rollout.parts.rounds.core:RoundsCore",
+    },
 )

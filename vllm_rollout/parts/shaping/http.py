@@ -196,7 +196,7 @@ class ShapingService:
                 self._metrics.lengths_reported(await self._engine.shaping.length_history([], adapter), adapter)
             self._metrics.steps_drifted(await self._engine.shaping.step_drift())
             self._metrics.groups_held(await self._engine.held_groups())
-            self._metrics.ranks_moved(await self._engine.moves.engine_loads())
+            self._metrics.ranks_moved(await self._engine.moves.rank_states())
         except EngineStopped:  # reported elsewhere
             return
 
