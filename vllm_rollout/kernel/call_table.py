@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey, HeldGroups
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey, RankCounts
 from vllm_rollout.parts.moving.rules.detached import StayReason
 from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.parts.pruning.rules.judge import Label
@@ -296,7 +296,7 @@ WIDEN_RACE: Operation[WiderRace, None] = Operation("widen_race", WiderRace, None
 """Raise the number of groups that have to complete, because some complete ones were filtered."""
 FORGET_RACE: Operation[str, None] = Operation("forget_race", str, None)
 """Forget a race whose round is over."""
-HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
+RANK_COUNTS: Operation[None, RankCounts] = Operation("rank_counts", None, RankCounts)
 ENGINE_LOAD: Operation[None, EngineLoad] = Operation("engine_load", None, EngineLoad)
 LAST_TOKENS: Operation[str, list[LastTokens]] = Operation("last_tokens", str, list[LastTokens])
 """Last tokens of a group's running candidates. Empty for a group that is not here."""
@@ -320,7 +320,7 @@ OPERATIONS: Mapping[str, Operation[Any, Any]] = {
         POST_REWARDS, NAME_CHOICES, LEARN_LABELS, LEARN_FEATURES, TRAIN, HEADS, PUT_HEAD, OPEN_HEAD, LEARNED,
         LEARNING_WINDOW, OPEN_STATE, TRIED_LENGTHS, OPEN_PROMPTS, READ, PUT_STATE, CANCEL_GROUPS, ABORT_REQUESTS,
         RECOMPUTE, GIVE_UP, CUT_RACE, WIDEN_RACE, FORGET_RACE, OBSERVE_LENGTHS, LENGTH_HISTORY, RECORD_STEPS,
-        TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, HELD_GROUPS, ENGINE_LOAD, LAST_TOKENS, HOLD, RELEASE_GROUP, KEEP_GROUP,
+        TAKE_STEPS, SET_COST_MODEL, STEP_DRIFT, RANK_COUNTS, ENGINE_LOAD, LAST_TOKENS, HOLD, RELEASE_GROUP, KEEP_GROUP,
         ADOPT_GROUP, CONFIRM_MOVE,
     )
 }  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.kernel.call_table import OPERATIONS, CostToCompare, LengthsToLookUp, ObservedGroup
-from vllm_rollout.kernel.rules.types import HeldGroups
+from vllm_rollout.kernel.rules.types import RankCounts
 from vllm_rollout.parts.pruning.core.learning_calls import LearningCalls
 from vllm_rollout.parts.shaping.rules.drift import Drift
 from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
@@ -68,9 +68,11 @@ def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
     core.scheduler.step_times.compare_with(drift)
 
 
-def _held_groups(core: EngineCore) -> HeldGroups:
-    core.scheduler.forget_waiting()
-    return core.scheduler.group_steps.held._replace(num_unmet=core.scheduler.num_unmet)
+def _rank_counts(core: EngineCore) -> RankCounts:
+    scheduler = core.scheduler
+    scheduler.forget_waiting()
+    held, num_changes = scheduler.group_steps.held, scheduler.weights.num_changes
+    return RankCounts(held, scheduler.num_unmet, scheduler.num_internal_errors, num_changes)
 
 
 ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
@@ -102,7 +104,7 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "take_steps": lambda core, _: core.scheduler.step_times.take(),
     "set_cost_model": _set_cost_model,
     "step_drift": lambda core, _: core.scheduler.step_times.drift(),
-    "held_groups": lambda core, _: _held_groups(core),
+    "rank_counts": lambda core, _: _rank_counts(core),
     "engine_load": lambda core, _: core.scheduler.load,
     "last_tokens": lambda core, group_id: core.scheduler.last_tokens(group_id),
     "hold": lambda core, wanted: core.scheduler.moves.hold(wanted),

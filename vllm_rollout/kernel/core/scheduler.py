@@ -103,6 +103,11 @@ class GroupSchedulerMixin:
         """Joined groups whose siblings did not come."""
 
     @property
+    def num_internal_errors(self) -> int:
+        """Exceptions of ours that were caught, here and in the worker."""
+        return self.faults.num + self._num_worker_errors
+
+    @property
     def load(self) -> EngineLoad:
         num_running, num_waiting = self.get_request_counts()
         by_group: dict[str, list[Request]] = {}
@@ -129,7 +134,7 @@ class GroupSchedulerMixin:
             groups,
             moves.seconds,
             moves.kv.arrived,
-            num_internal_errors=self.faults.num + self._num_worker_errors,
+            num_internal_errors=self.num_internal_errors,
             num_weight_changes=self.weights.num_changes,
             weight_version=self.weights.newest,
         )

@@ -5,4 +5,5 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
+    faces={"metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics"},
 )

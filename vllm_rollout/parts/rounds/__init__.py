@@ -5,4 +5,6 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
+    faces={"metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics"},
+    also={"moving": {"metrics": "vllm_rollout.parts.rounds.http.metrics:ParallelismMetrics"}},
 )
