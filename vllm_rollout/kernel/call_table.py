@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from vllm_rollout.kernel.rules.types import EngineLoad, HeldGroups
+from vllm_rollout.kernel.rules.types import RankCounts
 
 CALL_METHOD = "rollout_call"
 """The only method added to vLLM's EngineCore: `rollout_call(operation: str, payload: bytes) -> bytes`."""
@@ -103,7 +103,6 @@ groups. Returns the number of these candidates.
 """
 GIVE_UP: Operation[dict[str, list[int]], None] = Operation("give_up", dict[str, list[int]], None)
 """Stop running candidates as `surplus` in the next step, by group. Their API process needs them no more."""
-HELD_GROUPS: Operation[None, HeldGroups] = Operation("held_groups", None, HeldGroups)
-ENGINE_LOAD: Operation[None, EngineLoad] = Operation("engine_load", None, EngineLoad)
+RANK_COUNTS: Operation[None, RankCounts] = Operation("rank_counts", None, RankCounts)
 LAST_TOKENS: Operation[str, list[LastTokens]] = Operation("last_tokens", str, list[LastTokens])
 """Last tokens of a group's running candidates. Empty for a group that is not here."""

@@ -8,7 +8,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
-from vllm_rollout.kernel.call_table import HELD_GROUPS, Operation
+from vllm_rollout.kernel.call_table import RANK_COUNTS, Operation
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.rules.types import HeldGroups
 from vllm_rollout.kernel.wire import CandidateTag
@@ -34,9 +34,9 @@ def call(run: TracedRun, operation: Operation[Any, Any], argument: Any) -> Any:
 
 
 def forget(run: TracedRun) -> None:
-    assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 1)
+    assert call(run, RANK_COUNTS, None).groups == HeldGroups(0, 0, 1)
     call(run, FORGET_RACE, "round")
-    assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 0)
+    assert call(run, RANK_COUNTS, None).groups == HeldGroups(0, 0, 0)
     assert run.scheduler.group_steps.races._race_of == {}
     assert_nothing_left(run)
 
@@ -147,5 +147,5 @@ def test_a_race_that_is_forgotten_leaves_its_groups_to_themselves(new_run):
     call(run, FORGET_RACE, "round")
     run.run()
     assert [run.state(id) for ids in groups for id in ids] == ["finished"] * 4
-    assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 0)
+    assert call(run, RANK_COUNTS, None).groups == HeldGroups(0, 0, 0)
     assert_nothing_left(run)

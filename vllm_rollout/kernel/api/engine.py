@@ -28,7 +28,7 @@ from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, HELD_GROUPS, LAST_TOKENS, RECOMPUTE
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS, RECOMPUTE
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -45,7 +45,7 @@ from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, HeldGroups
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
 from vllm_rollout.parts.moving.api.migration import MigrationWatch
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.api.rank_client import RankDied
@@ -222,8 +222,8 @@ class VLLMEngine:
         each = await self.calls.call_all(LAST_TOKENS, group_id)
         return [CandidateTokens(*told, logprobs=None) for rank in each for told in rank]
 
-    async def held_groups(self) -> HeldGroups:
-        return HeldGroups(*map(sum, zip(*await self.calls.call_all(HELD_GROUPS, None), strict=True)))
+    async def rank_counts(self) -> dict[int, RankCounts]:
+        return await self.calls.call_each(RANK_COUNTS, None)
 
     def adapter_name(self, model: str | None) -> str:
         return learned_name(self._adapter_of(model))

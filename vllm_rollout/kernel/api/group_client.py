@@ -377,7 +377,7 @@ class GroupClient:
         for index in range(plan.num_candidates):
             endings.setdefault(index, Ending(index, "failed", 0))
         result = conclude(plan, endings.values())
-        self.rollout_metrics.group_over(result, time.monotonic() - started, audit=plan.audit)
+        self.rollout_metrics.group_over(result, time.monotonic() - started, plan)
         if not finals:
             raise RuntimeError(f"all {plan.num_candidates} candidates of request {request_id} failed")
         indices = chosen(plan, result, finals)

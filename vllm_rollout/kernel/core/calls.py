@@ -18,17 +18,16 @@ from vllm.v1.engine.core import EngineCore
 from vllm_rollout.kernel.call_table import (
     ABORT_REQUESTS,
     CANCEL_GROUPS,
-    ENGINE_LOAD,
     GIVE_UP,
-    HELD_GROUPS,
     LAST_TOKENS,
+    RANK_COUNTS,
     READ,
     RECOMPUTE,
     Operation,
 )
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.types import HeldGroups
+from vllm_rollout.kernel.rules.types import RankCounts
 
 
 def add_rollout_calls() -> None:
@@ -55,9 +54,11 @@ def call_worker(core: EngineCore, method: str, *args: Any) -> Any:
     return next((result for result in core.collective_rpc(method, args=args) if result is not None), None)
 
 
-def _held_groups(core: EngineCore) -> HeldGroups:
-    core.scheduler.forget_waiting()
-    return core.scheduler.group_steps.held._replace(num_unmet=core.scheduler.num_unmet)
+def _rank_counts(core: EngineCore) -> RankCounts:
+    scheduler = core.scheduler
+    scheduler.forget_waiting()
+    held, num_changes = scheduler.group_steps.held, scheduler.weights.num_changes
+    return RankCounts(held, scheduler.num_unmet, scheduler.num_internal_errors, num_changes)
 
 
 ANSWERS: Answers = {
@@ -66,8 +67,7 @@ ANSWERS: Answers = {
     RECOMPUTE: lambda core, names: core.scheduler.recompute(names and frozenset(names)),
     CANCEL_GROUPS: lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     GIVE_UP: lambda core, candidates: core.scheduler.give_up(candidates),
-    HELD_GROUPS: lambda core, _: _held_groups(core),
-    ENGINE_LOAD: lambda core, _: core.scheduler.load,
+    RANK_COUNTS: lambda core, _: _rank_counts(core),
     LAST_TOKENS: lambda core, group_id: core.scheduler.last_tokens(group_id),
 }
 """The kernel's answers."""

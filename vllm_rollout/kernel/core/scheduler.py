@@ -102,6 +102,11 @@ class GroupSchedulerMixin:
         """Joined groups whose siblings did not come."""
 
     @property
+    def num_internal_errors(self) -> int:
+        """Exceptions of ours that were caught, here and in the worker."""
+        return self.faults.num + self._num_worker_errors
+
+    @property
     def load(self) -> EngineLoad:
         num_running, num_waiting = self.get_request_counts()
         by_group: dict[str, list[Request]] = {}
@@ -122,7 +127,7 @@ class GroupSchedulerMixin:
             self.get_kv_cache_usage(),
             self.num_preemptions,
             groups,
-            num_internal_errors=self.faults.num + self._num_worker_errors,
+            num_internal_errors=self.num_internal_errors,
             num_weight_changes=self.weights.num_changes,
             weight_version=self.weights.newest,
         )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, Ending, HeadKey, HeldGroups, Signal
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, Ending, HeadKey, RankCounts, Signal
 from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
@@ -446,5 +446,5 @@ class Engine(Protocol):
         """
         ...
 
-    async def held_groups(self) -> HeldGroups:
-        """Groups in the engine, over all ranks. Raises: RequestError (503) for a dead engine."""
+    async def rank_counts(self) -> Mapping[int, RankCounts]:
+        """Groups and counts of each living rank, by rank. Raises: RequestError (503) for a dead engine."""

@@ -30,7 +30,7 @@ from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.rewards.grading.values import Grade
 from vllm_rollout.parts.rewards.rules.estimates import advantages, summarize
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
-from vllm_rollout.parts.shaping.http import history_key
+from vllm_rollout.parts.shaping.http.service import history_key
 
 
 class StartedGroup:

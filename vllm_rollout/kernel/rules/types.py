@@ -146,7 +146,7 @@ class GroupResult:
 
 
 class HeldGroups(NamedTuple):
-    """Groups that an engine remembers, by state."""
+    """Groups that a rank remembers, by state."""
 
     num_running: int
     """Groups in which a candidate runs or waits to run."""
@@ -154,8 +154,17 @@ class HeldGroups(NamedTuple):
     """Groups without a running candidate that wait for siblings, which come as single requests."""
     num_races: int = 0
     """Rounds whose groups race each other."""
+
+
+class RankCounts(NamedTuple):
+    """What one rank has counted since its start, and the groups that it holds."""
+
+    groups: HeldGroups
     num_unmet: int = 0
-    """Joined groups, since the start, whose siblings did not come to this engine."""
+    """Joined groups whose siblings did not come to this rank."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught, and failed candidates or groups."""
+    num_weight_changes: int = 0
 
 
 class RunningGroup(NamedTuple):

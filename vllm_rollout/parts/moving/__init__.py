@@ -8,5 +8,6 @@ PART = Part(
     needs=("shaping",),
     faces={
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
+        "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
     },
 )

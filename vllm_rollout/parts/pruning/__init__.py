@@ -7,5 +7,6 @@ PART = Part(
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
     faces={
         "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
+        "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
     },
 )

@@ -7,5 +7,7 @@ PART = Part(
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
+        "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
     },
+    also={"moving": {"metrics": "vllm_rollout.parts.rounds.http.metrics:ParallelismMetrics"}},
 )

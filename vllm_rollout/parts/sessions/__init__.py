@@ -6,4 +6,5 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
+    faces={"metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics"},
 )

@@ -7,5 +7,6 @@ PART = Part(
     "Knows the lengths of answers and their cost, and chooses the number and order of candidates by them (DARTS).",
     faces={
         "core": "vllm_rollout.parts.shaping.core:ShapingCore",
+        "metrics": "vllm_rollout.parts.shaping.http.metrics:ShapingMetrics",
     },
 )

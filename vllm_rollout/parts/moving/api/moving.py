@@ -48,6 +48,7 @@ from vllm_rollout.parts.moving.calls import (
     Hold,
     Released,
 )
+from vllm_rollout.parts.moving.http.metrics import MovingMetrics
 from vllm_rollout.parts.moving.rules.detached import MoveOutcome
 from vllm_rollout.parts.moving.rules.load import DEAD, GroupLoad, RankLoad, RankState
 from vllm_rollout.parts.moving.rules.migration import plan_drain
@@ -266,7 +267,7 @@ class EngineMoves:
             async with route.moving():
                 move = await self._move_now(route, target)
         seconds = time.monotonic() - started
-        self._client.rollout_metrics.group_moved(move.outcome, seconds)
+        self._client.rollout_metrics.of(MovingMetrics).group_moved(move.outcome, seconds)
         if move.outcome == "moved":
             logger.info("group %s moved from rank %d to %d in %.3f s", route.group_id, source, target, seconds)
         return move

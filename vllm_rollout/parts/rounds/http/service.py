@@ -35,6 +35,7 @@ from vllm_rollout.parts.rounds.http.live import (
     made_answer,
     summary,
 )
+from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
 from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
@@ -58,7 +59,7 @@ from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
 from vllm_rollout.parts.sessions.http.service import SessionService
-from vllm_rollout.parts.shaping.http import history_key
+from vllm_rollout.parts.shaping.http.service import history_key
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class RunService:
         self._sessions = sessions
         self._engine = engine
         self._store = store
-        self._metrics = metrics
+        self._metrics = metrics.of(RoundMetrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}

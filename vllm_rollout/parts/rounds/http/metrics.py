@@ -1,0 +1,81 @@
+"""Metrics of rounds, and of the engine's size between rounds."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from vllm_rollout.kernel.http.engine import Engine
+from vllm_rollout.kernel.http.engine_totals import Reading
+from vllm_rollout.kernel.http.metrics import LATENCY_BUCKETS_S, MetricMaker, PartMetrics, TokenFate, token_fates
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.types import GroupResult, RankCounts
+from vllm_rollout.parts.rounds.rules.rounds import ROUND_KINDS, Fate, RoundKind
+
+
+class RoundMetrics(PartMetrics):
+    def __init__(self, make: MetricMaker) -> None:
+        self._rounds = make.counter("rounds", "Rounds of runs that are over, by kind.", kind=ROUND_KINDS)
+        self._prompts = make.counter(
+            "round_prompts",
+            "Prompts of rounds, by outcome: returned, filtered, deferred to a long round, or not started.",
+            fate=get_args(Fate),
+        )
+        self._latency = make.histogram(
+            "round_latency_seconds",
+            "Time from the start of a round to the end of its last group.",
+            LATENCY_BUCKETS_S,
+            kind=ROUND_KINDS,
+        )
+        self._resumed = make.counter(
+            "resumed_tokens",
+            "Output tokens that a round took over from an earlier one, where tokens_total counts them as deferred.",
+            kind=get_args(TokenFate),
+        )
+        self._races = make.gauge(
+            "races_held", "Rounds of runs in the engine, counted on each rank that has groups of the round."
+        )
+
+    def round_over(self, kind: RoundKind, fates: Iterable[Fate], latency_s: float) -> None:
+        self._rounds.labels(kind).inc()
+        self._latency.labels(kind).observe(latency_s)
+        for fate, num_prompts in Counts(fates).items():
+            self._prompts.labels(fate).inc(num_prompts)
+
+    def group_over(self, result: GroupResult, plan: GroupPlan | None) -> None:
+        for ending, fate in token_fates(result):
+            self._resumed.labels(fate).inc(ending.num_resumed)
+
+    async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
+        self._races.set(sum(rank.groups.num_races for rank in ranks.values()))
+        return ()
+
+
+class ParallelismMetrics(PartMetrics):
+    """Metrics of --rollout-parallelism auto, which needs ranks that can be rebuilt, too."""
+
+    def __init__(self, make: MetricMaker) -> None:
+        self._totals = make.totals
+        self._size = make.gauge(
+            "tensor_parallel_size", "Tensor-parallel size of the engine, with --rollout-parallelism auto."
+        )
+        self._rebuilds = make.counter(
+            "engine_rebuilds",
+            "Rebuilds of the engine at another tensor-parallel size, by outcome. After a failed rebuild the engine "
+            "has its former size.",
+            outcome=(),
+        )
+        self._rebuild_time = make.histogram(
+            "engine_rebuild_seconds",
+            "Time from when requests begin to wait until the engine runs again.",
+            LATENCY_BUCKETS_S,
+        )
+
+    def engine_sized(self, size: int) -> None:
+        self._size.set(size)
+
+    def engine_rebuilt(self, outcome: str, seconds: float) -> None:
+        self._totals.engine_replaced()
+        self._rebuilds.labels(outcome).inc()
+        self._rebuild_time.observe(seconds)
