@@ -5,4 +5,11 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
+    also={
+        "sessions": {
+            "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
+            "session_rounds": "vllm_rollout.parts.rounds.with_sessions.http.session_rounds",
+            "sessions_field": "vllm_rollout.parts.rounds.with_sessions.http.field",
+        }
+    },
 )
