@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_rollout.kernel.call_table import Features, Operation, Refusal
+from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.judge import Label
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, RewardStatus
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, RewardedCandidate
