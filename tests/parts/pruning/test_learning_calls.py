@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.parts.pruning.reports import report_of
+from tests.support.steps import group_terms, judge_of
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
@@ -30,7 +31,6 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.worker.worker import RolloutWorker
@@ -77,7 +77,7 @@ class Rank:
 
     @property
     def judge(self) -> Judge:
-        return self.scheduler.judge
+        return judge_of(self.scheduler)
 
     def collective_rpc(self, method: str, args: tuple) -> list[Any]:
         """A tensor-parallel rank whose outputs nobody reads answers first."""
@@ -100,7 +100,7 @@ class Rank:
     ) -> list[Reward]:
         """Score and finish candidates whose first feature says whether they succeed."""
         states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        group = Group(GroupTerms(num, num, pruning=plan))
+        group = Group(group_terms(num, num, pruning=plan))
         scoring = Scoring(rollout_id, prompt_id, 7, prompt_key=prompt_key, adapter=adapter)
         for index in range(num):
             group.launch()

@@ -83,7 +83,7 @@ async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_b
     indices, scoring = [], Scoring("r", "q", 7)
 
     async def run() -> None:
-        async for candidate in llm.run_candidates("g", plan, prompt, params, scoring=scoring, beginnings=beginnings):
+        async for candidate in llm.run_candidates("g", plan, prompt, params, said=said(scoring), beginnings=beginnings):
             indices.append((candidate.index, candidate.note.state))
 
     running = asyncio.create_task(run())

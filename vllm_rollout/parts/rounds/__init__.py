@@ -8,6 +8,8 @@ PART = Part(
     faces={
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
+        "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },
     also={
         "moving": {"metrics": "vllm_rollout.parts.rounds.http.metrics:ParallelismMetrics"},

@@ -22,6 +22,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_rollout.kernel.core.ports import Answers, CorePart
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.shaping.calls import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
@@ -117,14 +119,18 @@ class StepTimes:
         self._before, self._skip = None, DRIFT_INTERVAL_STEPS
 
 
+def _judge(core: EngineCore) -> Judge:
+    return core.scheduler.group_steps.part(PruningStep).judge
+
+
 def _observe_lengths(core: EngineCore, group: ObservedGroup) -> None:
-    memory = core.scheduler.judge.memory_of(group.adapter)
+    memory = _judge(core).memory_of(group.adapter)
     if memory is not None:
         memory.lengths.observe(group.key, group.lengths)
 
 
 def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatistics:
-    memory = core.scheduler.judge.memories.known(wanted.adapter)
+    memory = _judge(core).memories.known(wanted.adapter)
     if memory is None:
         return LengthStatistics(None, [None] * len(wanted.keys))
     return memory.lengths.statistics(wanted.keys)

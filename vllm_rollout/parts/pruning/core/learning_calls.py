@@ -54,6 +54,7 @@ from vllm_rollout.parts.pruning.rules.known_prompts import prompt_rows
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import PROMPTS_PER_ROW, Memories, Memory
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
 REWARDS_AT_ONCE = 16
@@ -66,7 +67,8 @@ class LearningCalls:
     @classmethod
     def of(cls, core: EngineCore) -> LearningCalls:
         scheduler, model = core.scheduler, core.vllm_config.model_config.served_model_name
-        return cls(scheduler.judge, scheduler.readings, partial(call_worker, core), model=model)
+        judge = scheduler.group_steps.part(PruningStep).judge
+        return cls(judge, scheduler.readings, partial(call_worker, core), model=model)
 
     def __init__(
         self,
