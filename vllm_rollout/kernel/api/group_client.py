@@ -26,6 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
@@ -72,8 +73,7 @@ from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
 from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
-from vllm_rollout.parts.rounds.api import resumed_params, resumed_prompt
-from vllm_rollout.parts.sessions import api as session_turns
+from vllm_rollout.parts.sessions.api import turns as session_turns
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 

@@ -6,5 +6,8 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
-    faces={"metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics"},
+    faces={
+        "api": "vllm_rollout.parts.sessions.api.part:SessionsApi",
+        "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
+    },
 )

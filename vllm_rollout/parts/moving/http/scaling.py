@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.http.answers import RanksFreeEvent
-from vllm_rollout.kernel.http.engine import EngineStopped, MovesPart, RequestError
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.parts.moving.http.engine import MovesPart
 from vllm_rollout.parts.moving.rules.scaling import Progress, not_now
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -23,11 +25,18 @@ DRAIN_TIMEOUT_S = 60.0
 """Seconds that a freed rank's remaining work may run. Work that cannot move may still be there afterwards."""
 
 
+def check(engine: Engine, request: RolloutRequest) -> None:
+    """Raises: RequestError for a request whose groups may move, where they cannot."""
+    for field, wanted, priced in (("migration", request.migration, True), ("scale_down", request.scale_down, False)):
+        if wanted != "off" and (refusal := engine.part(MovesPart).refusal(priced=priced)) is not None:
+            raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
+
+
 class ScaleDownWatch:
     """Watches the candidates of one rollout end, and frees half of the ranks once that is advised."""
 
-    def __init__(self, moves: MovesPart, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
-        self._moves = moves
+    def __init__(self, engine: Engine, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
+        self._moves = engine.part(MovesPart)
         self._owner = rollout_id
         self._clock = clock
         self._progress = Progress(num_responses, 0)

@@ -38,6 +38,8 @@ from vllm_rollout.whole_file import write_whole
 
 logger = init_logger("vllm.vllm_rollout")
 
+LEARNED = "learned.state"
+"""File in the folder of --rollout-state with calibration, quality heads and lengths, in the engine's format."""
 SAVE_INTERVAL_S = 30.0
 SAVE_TIMEOUT_S = 10.0
 

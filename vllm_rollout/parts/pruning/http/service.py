@@ -10,13 +10,7 @@ from http import HTTPStatus
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
 from vllm_rollout.kernel.http.clients import owned_name
-from vllm_rollout.kernel.http.engine import (
-    EngineStopped,
-    LearningPart,
-    LearningReport,
-    RequestError,
-    RewardsReceipt,
-)
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rewards import (
     NamedRewardResult,
@@ -31,6 +25,7 @@ from vllm_rollout.kernel.http.rewards import (
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.parts.pruning.http.engine import LearningPart, LearningReport, RewardsReceipt
 from vllm_rollout.parts.pruning.http.metrics import PruningMetrics
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
@@ -60,6 +55,16 @@ class LearningService:
         self._clock = clock
         self._reported: dict[HeadKey, float] = {}
         """Time when the gauges of each head were last set, by the service's clock."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        on_rewards: Callable[[str, list[Reward]], None],
+    ) -> LearningService:
+        return cls(engine.part(LearningPart), engine.adapter_name, metrics, clock, on_rewards)
 
     @property
     def pruning_refusal(self) -> str | None:

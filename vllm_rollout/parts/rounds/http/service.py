@@ -19,7 +19,9 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
+from vllm_rollout.parts.pruning.http.engine import LearningPart
 from vllm_rollout.parts.pruning.http.service import not_empty
+from vllm_rollout.parts.rounds.calls import FORGET_RACE
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.parts.rounds.http.course import RoundCourse
@@ -58,6 +60,7 @@ from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, wit
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
+from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.http.service import history_key
 
 T = TypeVar("T")
@@ -77,12 +80,10 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        parallelism: Parallelism | None = None,
-        sessions: Any = None,
     ) -> None:
-        """`sessions`: the service of sessions. None if this server has none."""
         self._rollouts = rollouts
-        self._sessions = sessions
+        self.sessions: Any = None
+        """The service of sessions. None if this server has none."""
         self._engine = engine
         self._store = store
         self._metrics = metrics.of(RoundMetrics)
@@ -91,11 +92,14 @@ class RunService:
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
         self.rewards = RunRewards(self._live, rollouts.learning)
-        self._parallelism = parallelism
-        if parallelism is not None:
-            parallelism.has_live_round = lambda: bool(self._live)
+        self._parallelism: Parallelism | None = None
         self._unkept: dict[str, LiveRound] = {}
         """Last round of a run, by run, if it is over but not written yet."""
+
+    def resize_by(self, parallelism: Parallelism) -> None:
+        """Change the engine's size between rounds from now on."""
+        self._parallelism = parallelism
+        parallelism.has_live_round = lambda: bool(self._live)
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """Create a run. Returns it, and True if it is new. Raises: RequestError, 409 if a run of that id has other
@@ -116,7 +120,7 @@ class RunService:
         size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
         if request.sessions is not None:
             self._check_has_sessions()
-            of_sessions.check(self._sessions, request)
+            of_sessions.check(self.sessions, request)
             size, num_candidates, fields = 1, 1, {}
         check = {**fields, "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(rollout_request(check, size, num_candidates))
@@ -125,7 +129,7 @@ class RunService:
         return checked
 
     def _check_has_sessions(self) -> None:
-        if self._sessions is None:
+        if self.sessions is None:
             raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
 
     async def read(self, id: str) -> RunAnswer:
@@ -199,7 +203,7 @@ class RunService:
         """Choose the engine's size before the very first round, if a profile allows it."""
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
-        seen = (await self._engine.shaping.length_history([])).dataset
+        seen = (await self._engine.part(ShapingPart).length_history([])).dataset
         await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
@@ -211,7 +215,7 @@ class RunService:
 
     async def state(self) -> bytes:
         """Everything learned, and all runs of this client, as bytes."""
-        learned = await self._engine.learning.learning_state()
+        learned = await self._engine.part(LearningPart).learning_state()
         runs = await self._stored(self._store.dump, client_namespace())
         return await asyncio.to_thread(with_runs, runs, learned)
 
@@ -228,7 +232,7 @@ class RunService:
             raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
         await self._stored(self._store.check_all_idle, client_namespace())
         keep = partial(self._stored, self._store.replace, saved.runs, namespace=client_namespace())
-        await self._engine.learning.set_learning_state(saved.learned, keep)
+        await self._engine.part(LearningPart).set_learning_state(saved.learned, keep)
 
     async def _take_again(self, name: str, request: RoundRequest, key: str) -> LiveRound:
         """Take up a round that was interrupted."""
@@ -262,7 +266,7 @@ class RunService:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
         adapter = self._engine.adapter_name(stored.model)
-        history = await self._engine.shaping.length_history([history_key(id, ()) for id in ids], adapter)
+        history = await self._engine.part(ShapingPart).length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: PlannedRound, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
@@ -272,7 +276,7 @@ class RunService:
         if defaults.sessions is not None:
             self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = of_sessions.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds = of_sessions.prepared(self.sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
                 self._keep_groups_of(rounds, await self._engine.current_weight_version())
             return rounds
@@ -388,7 +392,7 @@ class RunService:
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, spent.latency_s)
         if self._parallelism is not None and isinstance(live, RolloutRound):
-            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
+            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.num_ranks)
         told = summary(live, run)
         self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
         return live.done(told)
@@ -396,7 +400,7 @@ class RunService:
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
             with suppress(EngineStopped):  # reported elsewhere
-                await self._engine.forget_race(race_id)
+                await self._engine.calls.tell_groups(FORGET_RACE, race_id)
 
         spawn(forget(), "forgetting a race")
 
