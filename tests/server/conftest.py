@@ -27,6 +27,7 @@ from vllm_rollout.parts.rounds.http.parallelism import Parallelism
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.with_page.http.seen import observers
 
 from .fake_engine import MODEL, FakeEngine
 
@@ -95,9 +96,8 @@ def make_app(
         app.state.rollout_service.learning,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
-        recorder=recorder,
+        observers=observers(app.state.rollout_service.viewers, recorder),
     )
-    app.state.rollout_service.viewers.sessions = app.state.session_service.seen
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(

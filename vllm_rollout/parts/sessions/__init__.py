@@ -6,4 +6,5 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
+    also={"page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"}},
 )
