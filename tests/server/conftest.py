@@ -23,9 +23,9 @@ from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.rewards.http.service import Graders
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RunStore
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
 from vllm_rollout.parts.sessions.http.service import SessionService
 from vllm_rollout.parts.sessions.with_page.http.seen import observers
 

@@ -23,7 +23,6 @@ from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.parts.moving.api.parallelism import parallelism_of
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.pruning.api.state_file import StateFile
 from vllm_rollout.parts.rewards.api.graded_answers import AnswerGrader
@@ -33,6 +32,7 @@ from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rounds.api import whole_text
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import LEARNED, RUNS, RunStore
+from vllm_rollout.parts.rounds.with_shaping.api.parallelism import parallelism_of
 from vllm_rollout.parts.sessions.http.service import SessionService
 
 LIMITS = "time_limits.json"

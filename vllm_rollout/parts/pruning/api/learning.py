@@ -84,7 +84,7 @@ class EngineLearning:
 
     def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
         self._calls = calls
-        self._budget_s = options.train_budget_s
+        self._options = options
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""
@@ -95,6 +95,10 @@ class EngineLearning:
     @property
     def pruning_refusal(self) -> str | None:
         return pruning_refusal(self._calls.vllm_config)
+
+    def of(self, calls: EngineCalls) -> EngineLearning:
+        """The same of another engine, which these calls reach."""
+        return EngineLearning(calls, self._options)
 
     @property
     def is_training(self) -> bool:
@@ -263,7 +267,7 @@ class EngineLearning:
         rewards start the training again.
         """
         try:
-            while await self._calls.call_first(TRAIN, self._budget_s):
+            while await self._calls.call_first(TRAIN, self._options.train_budget_s):
                 pass
             if self._calls.num_ranks > 1:
                 await self._share_heads()

@@ -19,6 +19,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
+from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.parts.pruning.http.service import not_empty
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
@@ -35,7 +36,6 @@ from vllm_rollout.parts.rounds.http.live import (
     summary,
 )
 from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
     bodies_of,
@@ -57,7 +57,6 @@ from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, wit
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.parts.shaping.http import history_key
 
 T = TypeVar("T")
 
@@ -76,10 +75,11 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        parallelism: Parallelism | None = None,
+        parallelism: Any = None,
         sessions: Any = None,
     ) -> None:
-        """`sessions`: the service of sessions. None if this server has none."""
+        """`parallelism`: of rounds with shaping, if the engine's size may change. `sessions`: the service of sessions.
+        None: this server has none."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._engine = engine
@@ -199,7 +199,7 @@ class RunService:
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
         seen = (await self._engine.shaping.length_history([])).dataset
-        await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
+        await self._parallelism.begin(stored.request, seen, self._engine.max_model_len, stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run a round to its end. Returns its answer as JSON."""
