@@ -29,7 +29,7 @@ from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
 from vllm_rollout.parts.rewards.http.body import options_of
 from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question
-from vllm_rollout.parts.shaping.http import PromptPlan, ShapingService
+from vllm_rollout.parts.shaping.http.service import PromptPlan, ShapingService
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"

@@ -163,7 +163,7 @@ class GroupResult:
 
 
 class HeldGroups(NamedTuple):
-    """Groups that an engine remembers, by state."""
+    """Groups that a rank remembers, by state."""
 
     num_running: int
     """Groups in which a candidate runs or waits to run."""
@@ -171,5 +171,41 @@ class HeldGroups(NamedTuple):
     """Groups without a running candidate that wait for siblings, which come as single requests."""
     num_races: int = 0
     """Rounds whose groups race each other."""
+
+
+class RankCounts(NamedTuple):
+    """What one rank has counted since its start, and the groups that it holds."""
+
+    groups: HeldGroups
     num_unmet: int = 0
-    """Joined groups, since the start, whose siblings did not come to this engine."""
+    """Joined groups whose siblings did not come to this rank."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught, and failed candidates or groups."""
+    num_weight_changes: int = 0
+
+
+class RunningGroup(NamedTuple):
+    """A group as its engine core reports it, without predictions."""
+
+    group_id: str
+    prompt_tokens: int
+    num_tokens: list[int]
+    """Output tokens of each candidate that has not ended."""
+    max_tokens: int | None
+
+
+class EngineLoad(NamedTuple):
+    """Load of one engine core, and what has happened to it since its start."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Used share of its KV blocks, from 0 to 1."""
+    num_preemptions: int
+    groups: list[RunningGroup]
+    """Groups with candidates that have not ended."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught, and failed candidates or groups."""
+    num_weight_changes: int = 0
+    """Number of weights updates. `weight_version` is the newest."""
+    weight_version: str = ""

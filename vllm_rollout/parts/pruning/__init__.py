@@ -5,4 +5,10 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
+    faces={
+        "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
+        "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
+        "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
+        "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
+    },
 )

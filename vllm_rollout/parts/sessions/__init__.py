@@ -6,5 +6,6 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
+    faces={"metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics"},
     also={"page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"}},
 )

@@ -35,6 +35,7 @@ from vllm_rollout.parts.rounds.http.live import (
     made_answer,
     summary,
 )
+from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
 from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
@@ -84,7 +85,7 @@ class RunService:
         self._sessions = sessions
         self._engine = engine
         self._store = store
-        self._metrics = metrics
+        self._metrics = metrics.of(RoundMetrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}

@@ -41,6 +41,7 @@ from vllm_rollout.parts.sessions.http.body import (
     TrajectoryAnswer,
 )
 from vllm_rollout.parts.sessions.http.groups import Event, Key, Observer, OpenGroup, OpenTurn, Terms, Watcher
+from vllm_rollout.parts.sessions.http.metrics import SessionMetrics
 from vllm_rollout.parts.sessions.http.trajectory import Continuation, Conversation, Decode, Turn
 from vllm_rollout.parts.sessions.rules import Session, SessionRace, SessionRefused
 
@@ -270,7 +271,7 @@ class SessionService:
         group.race.end_turn(
             session, len(token_ids), now_s, cut=finish_reason == "length", last=turn.is_last, pruned=pruned
         )
-        self._metrics.turn_over()
+        self._metrics.of(SessionMetrics).turn_over()
         conversation = group.conversations[session.id]
         before = conversation.num_held_tokens
         assert isinstance(turn.continuation, Continuation)

@@ -20,6 +20,7 @@ from vllm_rollout.parts.rounds.http.answers import ForecastAnswer, ParallelismAn
 from vllm_rollout.parts.rounds.http.body import RunRequest
 from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
 from vllm_rollout.parts.rounds.rules.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
+from vllm_rollout.parts.rounds.with_shaping.http.metrics import ParallelismMetrics
 from vllm_rollout.parts.rounds.with_shaping.rules.forecast import (
     EngineSize,
     ExpectedRound,
@@ -77,7 +78,7 @@ class Parallelism:
         """`profiled`: profiles by tensor-parallel size. `say`: prints a line for the server's operator."""
         self._engine = engine
         self._planner = planner
-        self._metrics = metrics
+        self._metrics = metrics.of(ParallelismMetrics)
         self._profiled = profiled or {}
         self._say = say
         self._start: StartChoice | None = None
@@ -89,7 +90,7 @@ class Parallelism:
         self._round_over = asyncio.Event()
         self._num_rebuilds = 0
         self._last: Resized | None = None
-        metrics.engine_sized(engine.tensor_parallel_size)
+        self._metrics.engine_sized(engine.tensor_parallel_size)
         self.has_live_round: Callable[[], bool] = lambda: False
         """Returns True if a round of any run is running."""
 
