@@ -6,5 +6,8 @@ PART = Part(
     "moving",
     "Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank.",
     needs=("shaping",),
-    faces={"metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics"},
+    faces={
+        "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
+    },
 )

@@ -5,5 +5,8 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
-    faces={"metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics"},
+    faces={
+        "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
+        "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
+    },
 )

@@ -5,6 +5,9 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
-    faces={"metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics"},
+    faces={
+        "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
+    },
     also={"moving": {"metrics": "vllm_rollout.parts.rounds.http.metrics:ParallelismMetrics"}},
 )

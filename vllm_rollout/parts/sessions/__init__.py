@@ -6,5 +6,8 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
-    faces={"metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics"},
+    faces={
+        "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
+        "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
+    },
 )

@@ -27,6 +27,7 @@ from vllm_rollout.parts.rounds.http.session_answers import SessionRoundAnswer, S
 RUN_ERRORS = ERRORS | errors_of(409, 507)
 
 router = APIRouter(route_class=RolloutRoute, tags=["runs"])
+ROUTES = {40: router}
 
 
 def _runs(request: Request) -> RunService:
