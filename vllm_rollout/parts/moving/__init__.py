@@ -7,6 +7,7 @@ PART = Part(
     "Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank.",
     needs=("shaping",),
     faces={
+        "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
     },

@@ -20,12 +20,12 @@ from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.moving.http.body import EngineAnswer
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.page.recording.rows import end_of
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.sessions.http.seen import SeenSessions
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -258,11 +258,11 @@ class Viewers:
     async def _tick(self) -> None:
         while True:
             with survived("the page"):
-                loads: Sequence[EngineLoad] = ()
+                states: Sequence[RankState] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
-                        loads = await self._engine.moves.engine_loads()
-                self._look(loads)
+                        states = await self._engine.moves.rank_states()
+                self._look(states)
                 self._tell_viewers()
             await asyncio.sleep(TICK_S)
 
@@ -277,11 +277,11 @@ class Viewers:
         for viewer in self._viewers:
             viewer.tell(tick)
 
-    def _look(self, loads: Sequence[EngineLoad]) -> None:
+    def _look(self, states: Sequence[RankState]) -> None:
         """Record the load of each rank, and the progress of the groups on it."""
         ranks = []
-        for rank, load in enumerate(loads):
-            told = EngineAnswer.of(rank, load)
+        for rank, its in enumerate(states):
+            told, load = EngineAnswer.of(rank, its), its.load
             ranks.append({
                 "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
                 "kv": load.kv_cache_usage, "weights": load.weight_version,

@@ -19,7 +19,12 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.call_table import Refusal
+from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,
     LEARN_LABELS,
@@ -38,16 +43,11 @@ from vllm_rollout.kernel.call_table import (
     LearningWindow,
     PostedRewards,
     PromptsToRead,
-    Refusal,
     RewardsProgress,
     StateToPut,
 )
-from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
-from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, rules_report
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
+from vllm_rollout.kernel.rules.rewards import GradeStatus
 from vllm_rollout.kernel.rules.types import RankCounts
-from vllm_rollout.parts.rewards.grading.values import RewardStatus
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 
 GRADING_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
@@ -31,7 +31,7 @@ class GradingMetrics(PartMetrics):
             "trajectories_to_grade", "Trajectories that running rollouts want graded, by reward.", "reward", each=True
         )
 
-    def graded(self, reward: str, status: RewardStatus, seconds: float) -> None:
+    def graded(self, reward: str, status: GradeStatus, seconds: float) -> None:
         self._grades.labels(reward, status).inc()
         self._seconds.labels(reward).observe(seconds)
 

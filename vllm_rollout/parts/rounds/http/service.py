@@ -20,7 +20,6 @@ from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
 from vllm_rollout.parts.pruning.http.service import not_empty
-from vllm_rollout.parts.rounds.http import session_rounds
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.parts.rounds.http.course import RoundCourse
@@ -36,6 +35,7 @@ from vllm_rollout.parts.rounds.http.live import (
     summary,
 )
 from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
+from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
 from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
@@ -58,7 +58,6 @@ from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, wit
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.parts.sessions.http.service import SessionService
 from vllm_rollout.parts.shaping.http.service import history_key
 
 T = TypeVar("T")
@@ -79,9 +78,9 @@ class RunService:
         store: RunStore,
         metrics: Metrics,
         parallelism: Parallelism | None = None,
-        sessions: SessionService | None = None,
+        sessions: Any = None,
     ) -> None:
-        """`sessions`: None if this server has no sessions."""
+        """`sessions`: the service of sessions. None if this server has none."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._engine = engine
@@ -116,15 +115,18 @@ class RunService:
         """Check a run's fields by preparing a rollout of one prompt, as a short round has it. Raises: RequestError."""
         size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
         if request.sessions is not None:
-            if self._sessions is None:
-                raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
-            session_rounds.check(self._sessions, request)
+            self._check_has_sessions()
+            of_sessions.check(self._sessions, request)
             size, num_candidates, fields = 1, 1, {}
         check = {**fields, "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(rollout_request(check, size, num_candidates))
         if request.resume:
             check_resumable(checked)
         return checked
+
+    def _check_has_sessions(self) -> None:
+        if self._sessions is None:
+            raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
 
     async def read(self, id: str) -> RunAnswer:
         """A run as it is now. Raises: RequestError (404)."""
@@ -268,9 +270,9 @@ class RunService:
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
         if defaults.sessions is not None:
-            assert self._sessions is not None  # else there is no such run
+            self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds = of_sessions.prepared(self._sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
                 self._keep_groups_of(rounds, await self._engine.current_weight_version())
             return rounds
