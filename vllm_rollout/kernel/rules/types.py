@@ -174,7 +174,7 @@ class HeldGroups(NamedTuple):
 
 
 class RankCounts(NamedTuple):
-    """What one rank has counted since its start, and the groups that it holds."""
+    """Counts of one rank since its start, and the groups that it holds."""
 
     groups: HeldGroups
     num_unmet: int = 0

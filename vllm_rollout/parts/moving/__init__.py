@@ -9,5 +9,6 @@ PART = Part(
     faces={
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
     },
 )

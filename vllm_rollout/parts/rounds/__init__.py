@@ -8,6 +8,7 @@ PART = Part(
     faces={
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },

@@ -27,6 +27,7 @@ from vllm_rollout.parts.moving.http.body import (
 )
 
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
+ROUTES = {50: router}
 
 MAX_RANK = 1 << 16
 Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Number of the rank, from 0.")]
