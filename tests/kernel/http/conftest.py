@@ -25,10 +25,11 @@ from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.rewards.http.service import Graders, GradingService, RewardsPart
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RunStore
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
 from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.with_page.http.seen import observers
 
 DEADLINE_S = 60.0
 
@@ -96,11 +97,11 @@ def make_app(
         app.state.rollout_service.learning,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
-        recorder=recorder,
+        observers=observers(app.state.rollout_service.viewers, recorder),
     )
-    app.state.rollout_service.viewers.sessions = app.state.session_service.seen
     app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
     app.state.run_service.sessions = app.state.session_service
+    app.state.run_service.length_history = lambda *asked: engine.shaping.length_history(*asked)
     if make_parallelism is not None:
         app.state.run_service.resize_by(make_parallelism(metrics))
     app.state.healthy = True

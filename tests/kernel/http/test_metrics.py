@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel.http import engine_totals, gauges
+from vllm_rollout.kernel.http import engine_totals, gauges, metrics
 from vllm_rollout.kernel.http.answers import RolloutAnswer, Usage
 from vllm_rollout.kernel.http.engine_totals import FOLDER_VARIABLE, EngineTotals, Reading
 from vllm_rollout.kernel.http.gauges import FreshGauges
@@ -142,6 +142,15 @@ def test_a_name_says_type_and_unit(family: Metric) -> None:
         assert family.type in ("gauge", "histogram")
         assert name.endswith(UNITS) != (name in NUMBERS), "name its unit, or add it to NUMBERS"
         assert "since" not in family.documentation, "a counter"
+
+
+def test_without_parts_there_are_the_metrics_of_the_kernel(monkeypatch) -> None:
+    monkeypatch.setattr(metrics, "faces", lambda face: iter(()))
+    names = {each.name.removeprefix(PREFIX) for each in families()}
+    assert names == {
+        *("groups", "candidates", "clients_left", "tokens", "group_latency_seconds", "group_wasted_ratio"),
+        *("groups_held", "joined_groups_unmet", "internal_errors", "weight_changes", "background_task_errors"),
+    }
 
 
 # -- Numbers that every API process reads from the engine

@@ -25,6 +25,7 @@ from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.seen import SeenGroup, SeenRollout
 from vllm_rollout.parts.page.http.viewers import MAX_BEHIND, Viewer
 from vllm_rollout.parts.page.recording.rows import RolloutRow
+from vllm_rollout.parts.sessions.with_page.http.seen import SeenSessions
 
 Event = tuple[str, Any]
 
@@ -140,16 +141,16 @@ async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monke
 
 
 async def test_viewers_are_told_on_after_a_tick_that_failed(engine, monkeypatch):
-    sessions, num_failed = viewers._sessions, 0
+    changes, num_failed = SeenSessions.changes, 0
 
-    def fails_at_first(seen: Any) -> list[bytes]:
+    def fails_at_first(self: SeenSessions) -> list[bytes]:
         nonlocal num_failed
         num_failed += 1
         if num_failed < 3:
             raise ZeroDivisionError
-        return sessions(seen)
+        return changes(self)
 
-    monkeypatch.setattr(viewers, "_sessions", fails_at_first)
+    monkeypatch.setattr(SeenSessions, "changes", fails_at_first)
     with serving(make_app(engine)) as url:
         async with watching(url) as viewer:
             await viewer.until(lambda name, _: name == "ranks" and num_failed > 3)

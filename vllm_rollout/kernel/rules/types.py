@@ -19,6 +19,23 @@ EndReason = Literal["stop", "length", "failed"]
 GroupStatus = Literal["complete", "incomplete", "deferred"]
 """`deferred`: the group is not wanted now, whether it was complete or not."""
 
+SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
+"""The first two states are open. `void`: the session does not count, and another one may replace it. `pruned`:
+stopped by its score. `surplus`: it lost the race. `deferred`: the group was cancelled."""
+
+EndedBy = Literal["finish", "last_turn", "length", "max_turns", "max_tokens", "idle", "score", "race", "cancel"]
+"""Cause of a session's end.
+
+finish                 its harness finished it
+last_turn              its harness marked a turn as the last one
+length                 a turn was cut at its own max_tokens
+max_turns, max_tokens  it reached a limit of the group
+idle                   it was silent for too long
+score                  its score stopped it
+race                   its siblings decided the group without it
+cancel                 the group was cancelled
+"""
+
 
 class CandidateId(NamedTuple):
     group_id: str
@@ -155,7 +172,7 @@ class HeldGroups(NamedTuple):
 
 
 class RankCounts(NamedTuple):
-    """What one rank has counted since its start, and the groups that it holds."""
+    """Counts of one rank since its start, and the groups that it holds."""
 
     groups: HeldGroups
     num_unmet: int = 0

@@ -10,5 +10,6 @@ PART = Part(
         "api": "vllm_rollout.parts.moving.api.part:MovingApi",
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
     },
 )

@@ -9,19 +9,20 @@ PART = Part(
         "api": "vllm_rollout.parts.rounds.api:RoundsApi",
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },
     also={
-        "moving": {
-            "api": "vllm_rollout.parts.moving.api.parallelism:ParallelismApi",
-            "metrics": "vllm_rollout.parts.rounds.http.metrics:ParallelismMetrics",
-        },
         "sessions": {
             "api": "vllm_rollout.parts.rounds.with_sessions.api:SessionRoundsApi",
             "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
             "session_rounds": "vllm_rollout.parts.rounds.with_sessions.http.session_rounds",
             "sessions_field": "vllm_rollout.parts.rounds.with_sessions.http.field",
+        },
+        "shaping": {
+            "api": "vllm_rollout.parts.rounds.with_shaping.api.part:ShapedRoundsApi",
+            "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
         },
     },
 )

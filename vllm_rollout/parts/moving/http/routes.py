@@ -29,6 +29,7 @@ from vllm_rollout.parts.moving.http.engine import MovesPart
 from vllm_rollout.parts.moving.rules.scaling import Progress
 
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
+ROUTES = {50: router}
 
 MAX_RANK = 1 << 16
 Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Number of the rank, from 0.")]

@@ -88,7 +88,7 @@ class EngineLearning(LearningPart):
 
     def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
         self._calls = calls
-        self._budget_s = options.train_budget_s
+        self._options = options
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""
@@ -274,7 +274,7 @@ class EngineLearning(LearningPart):
         rewards start the training again.
         """
         try:
-            while await self._calls.call_first(TRAIN, self._budget_s):
+            while await self._calls.call_first(TRAIN, self._options.train_budget_s):
                 pass
             if self._calls.num_ranks > 1:
                 await self._share_heads()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -19,6 +19,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
+from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.parts.pruning.http.engine import LearningPart
 from vllm_rollout.parts.pruning.http.service import not_empty
 from vllm_rollout.parts.rounds.calls import FORGET_RACE
@@ -38,7 +39,6 @@ from vllm_rollout.parts.rounds.http.live import (
 )
 from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
 from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
     bodies_of,
@@ -60,8 +60,6 @@ from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, wit
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.parts.shaping.http.engine import ShapingPart
-from vllm_rollout.parts.shaping.http.service import history_key
 
 T = TypeVar("T")
 
@@ -92,11 +90,14 @@ class RunService:
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
         self.rewards = RunRewards(self._live, rollouts.learning)
-        self._parallelism: Parallelism | None = None
+        self.length_history: Callable[..., Awaitable[Any]] | None = None
+        """Lengths of prompts, by their keys and adapter (`ShapingPart.length_history`). None: no lengths are known."""
+        self._parallelism: Any = None
+        """Of rounds with shaping, if the engine's size may change."""
         self._unkept: dict[str, LiveRound] = {}
         """Last round of a run, by run, if it is over but not written yet."""
 
-    def resize_by(self, parallelism: Parallelism) -> None:
+    def resize_by(self, parallelism: Any) -> None:
         """Change the engine's size between rounds from now on."""
         self._parallelism = parallelism
         parallelism.has_live_round = lambda: bool(self._live)
@@ -203,8 +204,9 @@ class RunService:
         """Choose the engine's size before the very first round, if a profile allows it."""
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
-        seen = (await self._engine.part(ShapingPart).length_history([])).dataset
-        await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
+        assert self.length_history is not None, "it comes with parallelism"
+        seen = (await self.length_history([])).dataset
+        await self._parallelism.begin(stored.request, seen, self._engine.max_model_len, stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run a round to its end. Returns its answer as JSON."""
@@ -262,11 +264,11 @@ class RunService:
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean lengths of waiting prompts by id, as far as they are known."""
         run = stored.run
-        if run.terms.queue_order == "first_in" or not run.queue:
+        if run.terms.queue_order == "first_in" or not run.queue or self.length_history is None:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
         adapter = self._engine.adapter_name(stored.model)
-        history = await self._engine.part(ShapingPart).length_history([history_key(id, ()) for id in ids], adapter)
+        history = await self.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: PlannedRound, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:

@@ -11,6 +11,7 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.first import Listener
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.sessions.http.service import SessionService
 
 
@@ -24,14 +25,14 @@ class SessionsApi(ApiPart):
         client, rollouts = self._engine.client, app.state.rollout_service
         if client.client_index:
             return
+        made = [make for _, make in faces("session_observers")]
         client.sessions = app.state.session_service = SessionService(
             self._engine.give_up,
             rollouts.grading,
             rollouts.learning,
             client.rollout_metrics,
             partial(whole_text, client.model_config),
-            recorder=rollouts.recorder,
+            observers=[each for make in made for each in make(rollouts.viewers, rollouts.recorder)],
             audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
             begin=None if client.num_api_processes == 1 else Listener().has_sessions,
         )
-        rollouts.viewers.sessions = client.sessions.seen

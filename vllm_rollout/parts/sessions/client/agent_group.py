@@ -22,7 +22,7 @@ from vllm_rollout.background import begin
 from vllm_rollout.kernel.client.calls import Call, typed
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
 from vllm_rollout.kernel.client.sender import Sender
-from vllm_rollout.kernel.rules.types import GroupStatus
+from vllm_rollout.kernel.rules.types import GroupStatus, SessionState
 from vllm_rollout.parts.sessions.client.agent_session import (
     UNWANTED,
     AgentSession,
@@ -41,7 +41,7 @@ from vllm_rollout.parts.sessions.http.body import (
     TrajectoryAnswer,
     TurnAnswer,
 )
-from vllm_rollout.parts.sessions.rules import SessionLimits, SessionState
+from vllm_rollout.parts.sessions.rules import SessionLimits
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PreparedPromp
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.fields import EarlyStop, LaunchRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.http.metrics import ShapingMetrics
@@ -194,10 +193,3 @@ class ShapingService:
 
 def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
     return [known or history.dataset for known in history.prompts]
-
-
-def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
-    """A prompt's name across rollouts: made from the client's id, else from its tokens."""
-    if prompt_id is not None:
-        return key_of_id(prompt_id)
-    return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

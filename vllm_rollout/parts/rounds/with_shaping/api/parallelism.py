@@ -9,17 +9,15 @@ import argparse
 import os
 from dataclasses import replace
 
-from fastapi import FastAPI
 from vllm.logger import init_logger
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.moving.api.rebuilding import Resizer
-from vllm_rollout.parts.moving.rules.forecast import EngineSize
-from vllm_rollout.parts.moving.rules.planner import ParallelismPlanner, sizes_of
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism
+from vllm_rollout.parts.rounds.rules.planner import ParallelismPlanner, sizes_of
+from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import Resizer
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
+from vllm_rollout.parts.rounds.with_shaping.rules.forecast import EngineSize
 from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
@@ -95,21 +93,6 @@ def switch_on(args: argparse.Namespace) -> None:
     if args.rollout_parallelism == "auto":
         # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-
-
-class ParallelismApi(ApiPart):
-    """Changes of the engine's size, in the API process. Overrides: start, serve."""
-
-    def __init__(self, engine: VLLMEngine) -> None:
-        self._engine = engine
-        self._parallelism: Parallelism | None = None
-
-    async def start(self, settings: argparse.Namespace) -> None:
-        self._parallelism = parallelism_of(settings, self._engine.client, self._engine)
-
-    def serve(self, app: FastAPI) -> None:
-        if self._parallelism is not None:
-            app.state.run_service.resize_by(self._parallelism)
 
 
 def parallelism_of(args: argparse.Namespace, client: RolloutAsyncLLM, engine: VLLMEngine) -> Parallelism | None:

@@ -28,7 +28,7 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.parts.rounds.http.parallelism import Resized
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 logger = init_logger("vllm.vllm_rollout")
@@ -96,7 +96,7 @@ def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> A
 
 
 class Resizer:
-    """Rebuilds the service's engine at another tensor-parallel size, for `server.runs.parallelism`."""
+    """Rebuilds the service's engine at another tensor-parallel size, for `Parallelism`."""
 
     def __init__(self, client: RolloutAsyncLLM, engine: VLLMEngine, args: Namespace) -> None:
         self._client = client
