@@ -23,10 +23,11 @@ from tests.parts.pruning.reports import report_of
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
-from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, LearningReport, RewardsReceipt
+from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts, prompt_rows
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
 from vllm_rollout.parts.pruning.rules.report import HeadInfo

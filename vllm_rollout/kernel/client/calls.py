@@ -31,10 +31,10 @@ from vllm_rollout.parts.moving.http.body import (
     EnginesAnswer,
 )
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
-from vllm_rollout.parts.pruning.http.engine import LearningReport
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer
 from vllm_rollout.parts.pruning.http.votes import VoteAnswer
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport
 from vllm_rollout.parts.pruning.rules.voting import VotingMethod
 

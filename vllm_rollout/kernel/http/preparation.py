@@ -129,7 +129,7 @@ class Preparation:
                 request.max_candidates,
             )
         if request.scale_down == "auto":
-            rollout.watch = scaling.ScaleDownWatch(self._engine, rollout.id, rollout.num_responses, self._clock)
+            rollout.watch = scaling.watch(self._engine, rollout.id, rollout.num_responses, self._clock)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 

@@ -32,11 +32,15 @@ def check(engine: Engine, request: RolloutRequest) -> None:
             raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
 
+def watch(engine: Engine, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> ScaleDownWatch:
+    return ScaleDownWatch(engine.part(MovesPart), rollout_id, num_responses, clock)
+
+
 class ScaleDownWatch:
     """Watches the candidates of one rollout end, and frees half of the ranks once that is advised."""
 
-    def __init__(self, engine: Engine, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
-        self._moves = engine.part(MovesPart)
+    def __init__(self, moves: MovesPart, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> None:
+        self._moves = moves
         self._owner = rollout_id
         self._clock = clock
         self._progress = Progress(num_responses, 0)

@@ -46,9 +46,10 @@ from vllm_rollout.parts.pruning.calls import (
     RewardsProgress,
     StateToPut,
 )
-from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, LearningReport, RewardsReceipt
+from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, rules_report
 

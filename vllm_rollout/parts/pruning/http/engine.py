@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey, Signal
-from vllm_rollout.parts.pruning.rules.advice import Advice
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
-from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
-from vllm_rollout.parts.pruning.rules.report import HeadInfo, ShadowReport, SignalReport
+from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +24,6 @@ class RewardsReceipt:
     """Labels that the quality head trains on now. Fewer than were accepted if features were evicted."""
     head_versions: Mapping[HeadKey, int]
     """Versions, before that training, of the known heads that learn from these rewards."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearningReport:
-    """The quality of one detection length's calibration and head."""
-
-    detection_length: int
-    head: HeadInfo | None
-    """None while no head is trained."""
-    signals: Mapping[Signal, SignalReport]
-    num_awaiting: int
-    """Scored candidates whose reward has not come."""
-    num_evicted: int
-    """Features dropped before their reward came. A larger ring keeps more."""
-    losses: Sequence[float]
-    """Mean training loss of each version of the head, oldest first, in nats."""
-    active: ShadowReport
-    shadow: ShadowReport
-    audit: AuditReport
-    advice: Advice
-    adapter: str = BASE_MODEL
-    """Name of the LoRA adapter. Empty for the base model."""
 
 
 KeepState = Callable[[str], Awaitable[None]]
