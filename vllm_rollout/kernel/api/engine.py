@@ -27,6 +27,7 @@ from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
 from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS, RECOMPUTE
@@ -49,7 +50,6 @@ from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import Ending, RankCounts
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.pruning.rules.step import SCORES
 from vllm_rollout.parts.rounds.rules.step import LOST
 

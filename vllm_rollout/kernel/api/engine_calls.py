@@ -16,9 +16,9 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.background import begin, heard
+from vllm_rollout.kernel.api.rank_died import RankDied, answers_of_the_living
 from vllm_rollout.kernel.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
-from vllm_rollout.parts.moving.api.rank_client import RankDied, answers_of_the_living
 
 Value = TypeVar("Value")
 
