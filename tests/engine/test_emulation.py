@@ -22,8 +22,8 @@ from vllm_rollout.parts.emulation.fate import Fate, Fates
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.emulation.step_log import LoggedSteps, read_steps
 from vllm_rollout.parts.emulation.tokens import succeeded
+from vllm_rollout.parts.pruning.api.state_file import LEARNED
 from vllm_rollout.parts.rounds.http.saved import parse_saved
-from vllm_rollout.parts.rounds.http.store import LEARNED
 
 SEED = 1000
 AUC = 0.85

@@ -40,7 +40,9 @@ class Part:
     exports: Mapping[str, str] = field(default_factory=dict)
     """Names that the package `vllm_rollout` offers -> "module:attribute"."""
     also: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute"."""
+    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
+
+    Their files stand in the folder `with_NAME` of the part."""
 
 
 @cache
@@ -86,13 +88,19 @@ def has(name: str) -> bool:
 
 
 def faces(face: str) -> Iterator[tuple[str, Any]]:
-    """Name of each part with this face, and the face, in the order of the parts."""
+    """Name of each part with this face, and the face, in the order of the parts.
+
+    A face that needs two parts comes after those of both.
+    """
+    there: dict[str, Part] = {}
     for part in parts():
+        there[part.name] = part
         if (place := part.faces.get(face)) is not None:
             yield part.name, load(place)
-        for other, its in part.also.items():
-            if face in its and has(other):
-                yield part.name, load(its[face])
+        for one in there.values():
+            for other, its in one.also.items():
+                if face in its and other in there and part.name in (one.name, other):
+                    yield one.name, load(its[face])
 
 
 def face(name: str, face: str) -> Any | None:

@@ -23,31 +23,27 @@ from tests.support.steps import group_steps, group_terms, judge_of
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import (
-    LENGTH_HISTORY,
-    OBSERVE_LENGTHS,
-    OPERATIONS,
-    POST_REWARDS,
-    LengthsToLookUp,
-    ObservedGroup,
-    Operation,
-)
-from vllm_rollout.kernel.core.calls import rollout_call
+from vllm_rollout.kernel.call_table import Operation
+from vllm_rollout.kernel.core import readings
+from vllm_rollout.kernel.core.calls import answered, rollout_call
+from vllm_rollout.kernel.core.readings import MAX_READINGS, Readings
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
-from vllm_rollout.parts.pruning.core import learning_calls, readings
+from vllm_rollout.parts.pruning.calls import POST_REWARDS
+from vllm_rollout.parts.pruning.core import learning_calls
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
-from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
-from vllm_rollout.parts.pruning.rules.ledger import Reward, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
+from vllm_rollout.parts.shaping.calls import LENGTH_HISTORY, OBSERVE_LENGTHS, LengthsToLookUp, ObservedGroup
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 
 pytestmark = pytest.mark.anyio
@@ -77,7 +73,7 @@ class Rank:
         self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=model))
         self.worker_calls: list[str] = []
-        self.arguments: dict[str, list[Any]] = {name: [] for name in OPERATIONS}
+        self.arguments: dict[str, list[Any]] = {name: [] for name in answered()}
 
     @property
     def judge(self) -> Judge:

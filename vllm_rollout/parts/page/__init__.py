@@ -6,4 +6,8 @@ PART = Part(
     "page",
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
+    faces={
+        "api": "vllm_rollout.parts.page.http.part:PagePart",
+        "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
+    },
 )

@@ -5,4 +5,8 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rewards",
     "Grades answers while rollouts run.",
+    faces={
+        "api": "vllm_rollout.parts.rewards.api.part:RewardsApi",
+        "metrics": "vllm_rollout.parts.rewards.http.metrics:GradingMetrics",
+    },
 )

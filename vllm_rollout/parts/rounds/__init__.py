@@ -6,7 +6,23 @@ PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
+        "api": "vllm_rollout.parts.rounds.api:RoundsApi",
+        "core": "vllm_rollout.parts.rounds.core:RoundsCore",
+        "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
+    },
+    also={
+        "sessions": {
+            "api": "vllm_rollout.parts.rounds.with_sessions.api:SessionRoundsApi",
+            "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
+            "session_rounds": "vllm_rollout.parts.rounds.with_sessions.http.session_rounds",
+            "sessions_field": "vllm_rollout.parts.rounds.with_sessions.http.field",
+        },
+        "shaping": {
+            "api": "vllm_rollout.parts.rounds.with_shaping.api.part:ShapedRoundsApi",
+            "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
+        },
     },
 )

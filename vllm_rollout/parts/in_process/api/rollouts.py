@@ -81,7 +81,8 @@ class Rollouts:
 
     async def settled(self) -> None:
         """Wait until no background work of the service runs, such as the training of a head."""
-        await self._engine.learning.settled()
+        for part in self._engine.parts:
+            await part.settled()
 
     async def ask(self, call: Call[T]) -> T:
         """Send a call as the async client does. Raises: RolloutError."""

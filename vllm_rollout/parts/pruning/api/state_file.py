@@ -30,14 +30,16 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import PUT_HEAD, HeadToPut
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.pruning.api.learning import EngineLearning, Unkept
+from vllm_rollout.parts.pruning.calls import PUT_HEAD, HeadToPut
 from vllm_rollout.private_file import open_private, private_folder
 from vllm_rollout.whole_file import write_whole
 
 logger = init_logger("vllm.vllm_rollout")
 
+LEARNED = "learned.state"
+"""File in the folder of --rollout-state with calibration, quality heads and lengths, in the engine's format."""
 SAVE_INTERVAL_S = 30.0
 SAVE_TIMEOUT_S = 10.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -19,8 +19,10 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
+from vllm_rollout.kernel.rules.prompt_key import history_key
+from vllm_rollout.parts.pruning.http.engine import LearningPart
 from vllm_rollout.parts.pruning.http.service import not_empty
-from vllm_rollout.parts.rounds.http import session_rounds
+from vllm_rollout.parts.rounds.calls import FORGET_RACE
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.parts.rounds.http.course import RoundCourse
@@ -35,7 +37,8 @@ from vllm_rollout.parts.rounds.http.live import (
     made_answer,
     summary,
 )
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
+from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
+from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
     bodies_of,
@@ -57,8 +60,6 @@ from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, wit
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.parts.sessions.http.service import SessionService
-from vllm_rollout.parts.shaping.http import history_key
 
 T = TypeVar("T")
 
@@ -77,25 +78,29 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        parallelism: Parallelism | None = None,
-        sessions: SessionService | None = None,
     ) -> None:
-        """`sessions`: None if this server has no sessions."""
         self._rollouts = rollouts
-        self._sessions = sessions
+        self.sessions: Any = None
+        """The service of sessions. None if this server has none."""
         self._engine = engine
         self._store = store
-        self._metrics = metrics
+        self._metrics = metrics.of(RoundMetrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
         self.rewards = RunRewards(self._live, rollouts.learning)
-        self._parallelism = parallelism
-        if parallelism is not None:
-            parallelism.has_live_round = lambda: bool(self._live)
+        self.length_history: Callable[..., Awaitable[Any]] | None = None
+        """Lengths of prompts, by their keys and adapter (`ShapingPart.length_history`). None: no lengths are known."""
+        self._parallelism: Any = None
+        """Of rounds with shaping, if the engine's size may change."""
         self._unkept: dict[str, LiveRound] = {}
         """Last round of a run, by run, if it is over but not written yet."""
+
+    def resize_by(self, parallelism: Any) -> None:
+        """Change the engine's size between rounds from now on."""
+        self._parallelism = parallelism
+        parallelism.has_live_round = lambda: bool(self._live)
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """Create a run. Returns it, and True if it is new. Raises: RequestError, 409 if a run of that id has other
@@ -115,15 +120,18 @@ class RunService:
         """Check a run's fields by preparing a rollout of one prompt, as a short round has it. Raises: RequestError."""
         size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
         if request.sessions is not None:
-            if self._sessions is None:
-                raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
-            session_rounds.check(self._sessions, request)
+            self._check_has_sessions()
+            of_sessions.check(self.sessions, request)
             size, num_candidates, fields = 1, 1, {}
         check = {**fields, "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(rollout_request(check, size, num_candidates))
         if request.resume:
             check_resumable(checked)
         return checked
+
+    def _check_has_sessions(self) -> None:
+        if self.sessions is None:
+            raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
 
     async def read(self, id: str) -> RunAnswer:
         """A run as it is now. Raises: RequestError (404)."""
@@ -196,8 +204,9 @@ class RunService:
         """Choose the engine's size before the very first round, if a profile allows it."""
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
-        seen = (await self._engine.shaping.length_history([])).dataset
-        await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
+        assert self.length_history is not None, "it comes with parallelism"
+        seen = (await self.length_history([])).dataset
+        await self._parallelism.begin(stored.request, seen, self._engine.max_model_len, stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run a round to its end. Returns its answer as JSON."""
@@ -208,7 +217,7 @@ class RunService:
 
     async def state(self) -> bytes:
         """Everything learned, and all runs of this client, as bytes."""
-        learned = await self._engine.learning.learning_state()
+        learned = await self._engine.part(LearningPart).learning_state()
         runs = await self._stored(self._store.dump, client_namespace())
         return await asyncio.to_thread(with_runs, runs, learned)
 
@@ -225,7 +234,7 @@ class RunService:
             raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
         await self._stored(self._store.check_all_idle, client_namespace())
         keep = partial(self._stored, self._store.replace, saved.runs, namespace=client_namespace())
-        await self._engine.learning.set_learning_state(saved.learned, keep)
+        await self._engine.part(LearningPart).set_learning_state(saved.learned, keep)
 
     async def _take_again(self, name: str, request: RoundRequest, key: str) -> LiveRound:
         """Take up a round that was interrupted."""
@@ -255,11 +264,11 @@ class RunService:
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean lengths of waiting prompts by id, as far as they are known."""
         run = stored.run
-        if run.terms.queue_order == "first_in" or not run.queue:
+        if run.terms.queue_order == "first_in" or not run.queue or self.length_history is None:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
         adapter = self._engine.adapter_name(stored.model)
-        history = await self._engine.shaping.length_history([history_key(id, ()) for id in ids], adapter)
+        history = await self.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: PlannedRound, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
@@ -267,9 +276,9 @@ class RunService:
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
         if defaults.sessions is not None:
-            assert self._sessions is not None  # else there is no such run
+            self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds = of_sessions.prepared(self.sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
                 self._keep_groups_of(rounds, await self._engine.current_weight_version())
             return rounds
@@ -385,7 +394,7 @@ class RunService:
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, spent.latency_s)
         if self._parallelism is not None and isinstance(live, RolloutRound):
-            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
+            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.num_ranks)
         told = summary(live, run)
         self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
         return live.done(told)
@@ -393,7 +402,7 @@ class RunService:
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
             with suppress(EngineStopped):  # reported elsewhere
-                await self._engine.forget_race(race_id)
+                await self._engine.calls.tell_groups(FORGET_RACE, race_id)
 
         spawn(forget(), "forgetting a race")
 

@@ -6,19 +6,19 @@ Invariant: every finished group is observed once, whatever set its redundancy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from vllm_rollout.background import spawn
-from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.kernel.http.answers import Allocation, RedundancyBudget
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PreparedPrompt
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.fields import EarlyStop, LaunchRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.shaping.http.engine import ShapingPart
+from vllm_rollout.parts.shaping.http.metrics import ShapingMetrics
 from vllm_rollout.parts.shaping.rules.allocation import (
     BatchAllocation,
     BatchPrompt,
@@ -67,20 +67,19 @@ class ShapedRollout(NamedTuple):
 class ShapingService:
     """Reads an engine's history of lengths for rollouts, and adds to it."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
-        self._metrics = metrics
-        self._clock = clock
-        self._drift_seen_s: float | None = None
+        self._shaping = engine.part(ShapingPart)
+        self._metrics = metrics.of(ShapingMetrics)
 
     async def same(
         self, plan: GroupPlan, keys: Sequence[str], prompts: Sequence[PreparedPrompt], order: LaunchRule, adapter: str
     ) -> ShapedRollout:
         """Give every prompt the same plan. If all candidates run at once on one rank, lengths are not needed."""
         waits = order == "auto" and plan.num_candidates * len(prompts) > self._num_places
-        if self._engine.moves.num_ranks == 1 and not waits:
+        if self._engine.num_ranks == 1 and not waits:
             return ShapedRollout([PromptPlan(plan, key) for key in keys], range(len(keys)))
-        history = await self._engine.shaping.length_history(keys, adapter)
+        history = await self._shaping.length_history(keys, adapter)
         plans = [PromptPlan(plan, *each) for each in zip(keys, _expected(history), strict=True)]
         return ShapedRollout(plans, await self._positions(history, plans, prompts, order))
 
@@ -98,7 +97,7 @@ class ShapingService:
 
         Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for prompts with an extreme tail.
         """
-        history = await self._engine.shaping.length_history(keys, adapter)
+        history = await self._shaping.length_history(keys, adapter)
 
         def share() -> tuple[BatchAllocation, list[PromptPlan]]:
             batch = allocate_batch(
@@ -107,10 +106,10 @@ class ShapingService:
                     for lengths, prompt in zip(history.prompts, prompts, strict=True)
                 ],
                 history.dataset,
-                self._engine.shaping.cost_model,
+                self._shaping.cost_model,
                 group_size=plan.group_size,
                 max_candidates=self._engine.max_num_seqs,
-                num_ranks=self._engine.moves.num_ranks,
+                num_ranks=self._engine.num_ranks,
                 tradeoff=tradeoff,
                 race=plan,
                 num_places=self._num_places,
@@ -134,7 +133,7 @@ class ShapingService:
 
     @property
     def _num_places(self) -> int:
-        return self._engine.max_num_seqs * self._engine.moves.num_ranks
+        return self._engine.max_num_seqs * self._engine.num_ranks
 
     async def _positions(
         self,
@@ -162,7 +161,7 @@ class ShapingService:
         if budget.source != "default":
             return None
         took = f"redundancy auto took {budget.total} candidates, half as many again as wanted"
-        if self._engine.shaping.cost_model is None:
+        if self._shaping.cost_model is None:
             return (
                 f"{took}: without a profile their cost is not known. Make one with `vllm-rollout profile` and start "
                 "the server with --rollout-profile."
@@ -180,40 +179,17 @@ class ShapingService:
         return spawn(self._tell(key, lengths, adapter), "telling lengths")
 
     async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
-        """Wait until these reports have reached the engine, then refresh the gauges."""
+        """Wait until these reports have reached the engine."""
         if tellings:
             await asyncio.wait(tellings)  # unlike gather, it does not cancel them with its caller
-        await self.refresh()
-
-    async def refresh(self) -> None:
-        """Set the gauges, at most once in `REPORT_INTERVAL_S` seconds."""
-        now = self._clock()
-        if self._drift_seen_s is not None and now - self._drift_seen_s < REPORT_INTERVAL_S:
-            return
-        self._drift_seen_s = now
-        try:
-            for adapter in self._metrics.adapters:
-                self._metrics.lengths_reported(await self._engine.shaping.length_history([], adapter), adapter)
-            self._metrics.steps_drifted(await self._engine.shaping.step_drift())
-            self._metrics.groups_held(await self._engine.held_groups())
-            self._metrics.ranks_moved(await self._engine.moves.engine_loads())
-        except EngineStopped:  # reported elsewhere
-            return
 
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
-        self._metrics.know(adapter)
+        self._metrics.adapters.know(adapter)
         try:
-            await self._engine.shaping.observe_lengths(key, lengths, adapter)
+            await self._shaping.observe_lengths(key, lengths, adapter)
         except EngineStopped:  # reported elsewhere
             return
 
 
 def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
     return [known or history.dataset for known in history.prompts]
-
-
-def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
-    """A prompt's name across rollouts: made from the client's id, else from its tokens."""
-    if prompt_id is not None:
-        return key_of_id(prompt_id)
-    return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

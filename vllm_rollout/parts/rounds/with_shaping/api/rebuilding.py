@@ -28,8 +28,8 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.parts.pruning.api.learning import EngineLearning
-from vllm_rollout.parts.rounds.http.parallelism import Resized
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
+from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -96,13 +96,12 @@ def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> A
 
 
 class Resizer:
-    """Rebuilds the service's engine at another tensor-parallel size, for `server.runs.parallelism`."""
+    """Rebuilds the service's engine at another tensor-parallel size, for `Parallelism`."""
 
     def __init__(self, client: RolloutAsyncLLM, engine: VLLMEngine, args: Namespace) -> None:
         self._client = client
         self._engine = engine
         self._args = args
-        self._options = ServeOptions.of(client.vllm_config)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -122,7 +121,7 @@ class Resizer:
                 return Resized("busy", before, 0.0)
             logger.info("vllm_rollout: rebuilding the engine with tensor-parallel size %d; requests wait", size)
             await self._swap(size)
-            await self._engine.shaping.use_costs(self._args)
+            await self._engine.part(EngineShaping).use_costs(self._args)
         except TimeoutError:
             return Resized("busy", before, 0.0)
         except EngineDeadError as error:
@@ -153,7 +152,7 @@ class Resizer:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
             calls = EngineCalls(CalledCores(core, config))
-            learned = await EngineLearning(calls, self._options).learning_state()
+            taken = [(part, await part.take(calls)) for part in self._engine.parts]
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 client.lost_weights.version = version
@@ -165,7 +164,9 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await EngineLearning(EngineCalls(CalledCores(core, config)), self._options).set_learning_state(learned)
+            calls = EngineCalls(CalledCores(core, config))
+            for part, its in taken:
+                await part.put(calls, its)
         except BaseException:
             client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()
