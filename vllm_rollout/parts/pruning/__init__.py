@@ -8,5 +8,7 @@ PART = Part(
     faces={
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
+        "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
+        "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
     },
 )

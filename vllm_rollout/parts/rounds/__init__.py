@@ -8,6 +8,8 @@ PART = Part(
     faces={
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
         "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
+        "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
+        "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },
     also={"moving": {"metrics": "vllm_rollout.parts.rounds.http.metrics:ParallelismMetrics"}},
 )

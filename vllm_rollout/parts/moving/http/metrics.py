@@ -8,7 +8,7 @@ from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.types import RankCounts
-from vllm_rollout.parts.moving.rules.detached import MoveOutcome
+from vllm_rollout.parts.moving.rules.migration import MoveOutcome
 
 MOVE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
