@@ -9,12 +9,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_rollout.kernel.options import ServeOptions, observing_refusal
+from vllm_rollout.kernel.options import observing_refusal
 from vllm_rollout.kernel.tracker.ops import active_implementation
 from vllm_rollout.kernel.weights import Changes, listen
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.kernel.worker.verification import mend_expansion
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.moving.worker.kv_calls import KVCalls
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
@@ -45,7 +46,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
-            ring = FeatureRing(hidden_size, dtype, ServeOptions.of(self.vllm_config).feature_ring_bytes)
+            ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
@@ -60,7 +61,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         )
         if current_platform.is_cpu() and self.vllm_config.speculative_config is not None:
             mend_expansion()
-        self.drafts_file = self._kept_drafts(ServeOptions.of(self.vllm_config).drafts_file)
+        self.drafts_file = self._kept_drafts(DraftsOptions.of(self.vllm_config).file)
         say_what_serves("V2" if self.use_v2_model_runner else "V1", self.device.type)
         if refusal is not None:
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)

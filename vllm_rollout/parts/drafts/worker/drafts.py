@@ -19,9 +19,10 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import ServeOptions, each_worker_schedules
+from vllm_rollout.kernel.options import each_worker_schedules
 from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory
 from vllm_rollout.parts.moving.wire import MovedCandidate
@@ -51,7 +52,7 @@ class Drafts:
                 "drafts are chosen by what steps take, and with distributed_executor_backend 'external_launcher' each "
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
-        self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
+        self.memory = DraftMemory(DraftsOptions.of(vllm_config).memory_bytes)
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
