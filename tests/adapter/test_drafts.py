@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker import verification
@@ -51,7 +50,7 @@ class Runner:
             parallel_config=SimpleNamespace(
                 distributed_executor_backend=launched_by, world_size=2, data_parallel_size=1
             ),
-            additional_config=ServeOptions().into({}),
+            additional_config={},
             speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
         )

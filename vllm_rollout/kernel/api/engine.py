@@ -73,7 +73,7 @@ class VLLMEngine:
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
         self._client = client
         self.calls = calls = EngineCalls(client)
-        self.learning = EngineLearning(calls, client.vllm_config)
+        self.learning = EngineLearning(calls)
         self.shaping = EngineShaping(client, calls)
         self.moves = EngineMoves(client, calls, self.shaping)
         self._migration = MigrationWatch(client, self.moves, self.shaping)

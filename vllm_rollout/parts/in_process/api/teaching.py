@@ -36,7 +36,7 @@ async def teach(
     """
     config = engine.vllm_config
     cores = CalledCores(engine.engine_core, config, config.parallel_config.data_parallel_size)
-    learning = EngineLearning(EngineCalls(cores), config)
+    learning = EngineLearning(EngineCalls(cores))
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     answer = await service.post_named_rewards(request, client="")

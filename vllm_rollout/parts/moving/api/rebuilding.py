@@ -153,7 +153,7 @@ class Resizer:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
             calls = EngineCalls(CalledCores(core, config))
-            learned = await EngineLearning(calls, config).learning_state()
+            learned = await EngineLearning(calls).learning_state()
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 client.lost_weights.version = version
@@ -165,7 +165,7 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await EngineLearning(EngineCalls(CalledCores(core, config)), config).set_learning_state(learned)
+            await EngineLearning(EngineCalls(CalledCores(core, config))).set_learning_state(learned)
         except BaseException:
             client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()

@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_rollout.background import spawn
@@ -83,9 +82,9 @@ class Unkept:
 class EngineLearning:
     """Implements `server.engine.LearningPart`. Rank 0 trains, and the other ranks get its heads."""
 
-    def __init__(self, calls: EngineCalls, config: VllmConfig) -> None:
+    def __init__(self, calls: EngineCalls, options: PruningOptions | None = None) -> None:
         self._calls = calls
-        self._budget_s = PruningOptions.of(config).train_budget_s
+        self._budget_s = (options or PruningOptions.of(calls.vllm_config)).train_budget_s
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""
