@@ -10,5 +10,5 @@ PART = Part(
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
     },
-    also={"rounds": {"flags": "vllm_rollout.parts.moving.with_rounds.flags:FLAGS"}},
+    also={"rounds": {"flags": "vllm_rollout.parts.moving.with_rounds.api:FLAGS"}},
 )
