@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from copy import copy
-from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -23,9 +22,9 @@ from vllm_rollout.kernel.options import ServeOptions, observing_refusal
 from vllm_rollout.kernel.rules.plan import GroupJoin, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import digest_of, joined_id
+from vllm_rollout.kernel.rules.rewards import EVERYBODY, AnswerName, request_name
 from vllm_rollout.kernel.rules.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.pruning.rules.ledger import EVERYBODY, AnswerName, request_name
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -74,7 +73,7 @@ class Joining:
         try:
             join = plan_from_xargs(fields, 1, max_candidates=self._max_candidates)
             assert isinstance(join, GroupJoin), "rollout_group_size joins"
-            join = replace(join, audit_ratio=audit_ratio_from_xargs(fields, self._audit_ratio))
+            join = join.with_audits(audit_ratio_from_xargs(fields, self._audit_ratio))
         except PlanError as error:
             raise JoinRefused(str(error)) from error
         if (reason := too_long(request.request_id)) is not None:
