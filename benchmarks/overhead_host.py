@@ -28,8 +28,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
-from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from tests.support.steps import group_terms, said
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.tracker import tracker as tracking

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from vllm_rollout.parts.moving.options import MovingOptions
 from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.fake_cuda import FUNCTIONS, Runtime, cudaError_t, new_processes
 from tests.parts.moving.moving_runs import Ranks, assert_each_once, ids_and_lengths
+from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, Parcel
 from vllm_rollout.parts.moving.worker import device_kv, kv_calls
 from vllm_rollout.parts.moving.worker.device_kv import GRANULE_BYTES, LENT_S, SPARE_BYTES, DeviceKV, DeviceMemory

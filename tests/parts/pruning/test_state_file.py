@@ -23,8 +23,8 @@ from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.api import state_file
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.api.state_file import MAX_HEADS, StateFile
-from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.calls import PUT_HEAD
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.rounds.http.store import LEARNED, RUNS, RunStore
 from vllm_rollout.parts.rounds.rules.rounds import Run, RunTerms
 from vllm_rollout.parts.rounds.rules.rounds_state import run_to_state

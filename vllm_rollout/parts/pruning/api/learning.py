@@ -21,7 +21,6 @@ from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
 from vllm_rollout.kernel.call_table import Refusal
 from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.parts.pruning.calls import (
