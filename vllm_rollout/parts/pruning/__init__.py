@@ -5,4 +5,8 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
+    faces={
+        "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
+        "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
+    },
 )
