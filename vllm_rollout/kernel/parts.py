@@ -32,7 +32,7 @@ class Part:
 
     name: str
     purpose: str
-    """What it does for a user, in one sentence."""
+    """Its use for a user, in one sentence."""
     needs: tuple[str, ...] = ()
     """Names of the parts that it imports."""
     faces: Mapping[str, str] = field(default_factory=dict)
