@@ -25,8 +25,9 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Stamps are files in .venv: what they stand for is done as long as they are newer than what they depend on.
 DEPENDENCIES := $(VENV)/.installed-$(DEVICE)
 PACKAGE := $(VENV)/.built-$(DEVICE)
-NATIVE := $(wildcard setup.py CMakeLists.txt) $(shell find csrc cmake -type f 2>/dev/null)
-CXX_FILES = $(shell find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+CSRC := csrc $(wildcard vllm_rollout/parts/*/csrc)
+NATIVE := $(wildcard setup.py CMakeLists.txt) $(shell find $(CSRC) cmake -type f 2>/dev/null)
+CXX_FILES = $(shell find $(CSRC) -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Models are local directories, and nothing here reports to anyone.
