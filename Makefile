@@ -47,6 +47,7 @@ help:
 	@echo "  make test-all    every test: make test, then make test-rest"
 	@echo "  make test-fast   the tests that start no engine and are not slow"
 	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
+	@echo "  make without PART=drafts  lint and tests on a copy without that part, its folder and its tests; four minutes"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make test-wheel  the wheel beside vLLM for CPUs, in fresh environments without a compiler (Python 3.11, 3.12)"
@@ -144,6 +145,12 @@ CHECKS := lint
 .PHONY: dev
 dev: $(CHECKS) $(PACKAGE)
 	@$(LANES) CHOICE="not engine and not slow and not thorough"
+
+PART ?=
+
+.PHONY: without
+without: install
+	$(PY) -m tests.without $(PART) $(ARGS)
 
 VERSIONS ?=
 
