@@ -44,6 +44,8 @@ ABOUT_THE_WHOLE = (
 """Tests that name the files of every part."""
 KIND = "not engine and not slow and not thorough"
 NUM_LANES = 2
+MOST_SECONDS = 1800
+"""Upper bound of one command."""
 LIST_OF_PARTS = "vllm_rollout.kernel.parts"
 
 
@@ -112,7 +114,7 @@ def copy(target: Path, gone: Iterable[str], tests: Iterable[Path]) -> None:
     """Copy the files that git knows, or would add, and what was built: the extension, and what mypy knows."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=MOST_SECONDS,
     ).stdout.split("\0")  # fmt: skip
     dropped = [*(ROOT / PACKAGE / "parts" / name for name in gone), *tests]
     for name in filter(None, listed):
@@ -223,7 +225,7 @@ def begin(folder: Path, command: list[str]) -> tuple[subprocess.Popen[str], floa
 
 
 def end(name: str, process: subprocess.Popen[str], start: float) -> Check:
-    output, _ = process.communicate()
+    output, _ = process.communicate(timeout=MOST_SECONDS)
     succeeded = process.returncode == 0
     if not succeeded:
         print(f"-- {name}:", output, sep="\n", flush=True)
