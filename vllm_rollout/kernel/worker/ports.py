@@ -1,4 +1,4 @@
-"""How a part takes part in a worker: the hooks of a part, and the parts of one worker.
+"""Hooks by which a part takes part in a worker, and the parts of one worker.
 
 Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM.
 """
