@@ -7,7 +7,7 @@ the test modules that it imports, and the `conftest.py` above it, need. `NEEDS` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -176,24 +176,34 @@ def imported_parts(path: Path) -> frozenset[str]:
     return frozenset(module[2] for module in modules if module[:2] == ["vllm_rollout", "parts"] and len(module) > 2)
 
 
-@cache
-def read_with(path: Path) -> frozenset[Path]:
+def read_with(path: Path) -> set[Path]:
     """A test file, the test modules that it imports, and the `conftest.py` above each of them."""
+    return closure(path, lambda file: [*imported_tests(file), *conftests(file)])
+
+
+def closure(path: Path, following: Callable[[Path], Iterable[Path]]) -> set[Path]:
+    """A file, those that follow it, those that follow these, and so on."""
     found, left = set(), [path]
     while left:
         if (file := left.pop()) not in found:
             found.add(file)
-            left += beside(file)
-    return frozenset(found)
+            left += following(file)
+    return found
 
 
-def beside(path: Path) -> Iterator[Path]:
-    folders = path.relative_to(TESTS).parents
-    yield from filter(Path.exists, (TESTS / folder / "conftest.py" for folder in folders))
-    for name in imported(path):
-        if name.startswith("tests."):
-            files = (TESTS.parent.joinpath(*name.split(".")[:end]).with_suffix(".py") for end in (None, -1))
-            yield from filter(Path.exists, files)
+def imported_tests(path: Path) -> list[Path]:
+    return [file for name in imported(path) if name.startswith("tests.") and (file := file_of(name)) is not None]
+
+
+def conftests(path: Path) -> list[Path]:
+    return list(filter(Path.exists, (TESTS / folder / "conftest.py" for folder in path.relative_to(TESTS).parents)))
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module of this repository, or of the module that has this name."""
+    words = name.split(".")
+    files = (TESTS.parent.joinpath(*words[:end]).with_suffix(".py") for end in (None, -1))
+    return next(filter(Path.exists, files), None)
 
 
 if __name__ == "__main__":

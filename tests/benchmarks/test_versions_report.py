@@ -16,7 +16,7 @@ def test_the_table_has_what_ran_what_failed_and_what_a_version_lacks():
     lacks = ["logging flags (since 0.31; set VLLM_LOGGING_LEVEL)", "spans (since 0.32; empty)"]
     rows = {"0.32": {"lacks": [], "adapter": ADAPTER}, "0.30": {"lacks": lacks, "engine": ENGINE}}
     assert table(rows).splitlines() == [
-        "| vLLM | adapter tests, no engine | engine tests | what it lacks |",
+        "| vLLM | tests without an engine | engine tests | what it lacks |",
         "| --- | --- | --- | --- |",
         "| 0.30 | — | 3 of 4 | logging flags, spans |",
         "| 0.32 | 10 of 10, 2 skipped | — | nothing |",

@@ -1,4 +1,4 @@
-"""The contract with vLLM: the snapshot and the rows against the installed vLLM, and the adapter's code against them."""
+"""The contract with vLLM: the snapshot and the rows against the installed vLLM, and our code against them."""
 
 import ast
 import importlib
