@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerParts
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
 from vllm_rollout.parts.drafts.worker import runner as runner_module
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
@@ -52,7 +52,7 @@ class Runner:
             parallel_config=SimpleNamespace(
                 distributed_executor_backend=launched_by, world_size=2, data_parallel_size=1
             ),
-            additional_config=ServeOptions().into({}),
+            additional_config={},
             speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
         )
@@ -279,7 +279,7 @@ class ModelRunner:
 def worker_with(drafter: Any, tmp_path: Path, *, v2: bool = False) -> SimpleNamespace:
     config = SimpleNamespace(
         speculative_config=object(),
-        additional_config=ServeOptions(drafts_file=str(tmp_path / "drafts")).into({}),
+        additional_config=DraftsOptions(file=str(tmp_path / "drafts")).into({}),
         parallel_config=SimpleNamespace(data_parallel_rank=3),
     )
     return SimpleNamespace(

@@ -51,7 +51,6 @@ from vllm_rollout.kernel.http.engine import (
 )
 from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
@@ -74,7 +73,7 @@ class VLLMEngine:
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
         self._client = client
         self.calls = calls = EngineCalls(client)
-        self.learning = EngineLearning(calls, ServeOptions.of(client.vllm_config))
+        self.learning = EngineLearning(calls, client.vllm_config)
         self.shaping = EngineShaping(client, calls)
         self.moves = EngineMoves(client, calls, self.shaping)
         self._migration = MigrationWatch(client, self.moves, self.shaping)

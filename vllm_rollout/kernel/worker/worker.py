@@ -8,7 +8,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_rollout.kernel.options import ServeOptions, observing_refusal
+from vllm_rollout.kernel.options import observing_refusal
 from vllm_rollout.kernel.tracker.ops import active_implementation
 from vllm_rollout.kernel.weights import Changes, listen
 from vllm_rollout.kernel.worker.ports import WorkerParts
@@ -44,7 +44,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
-            ring = FeatureRing(hidden_size, dtype, ServeOptions.of(self.vllm_config).feature_ring_bytes)
+            ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size

@@ -6,4 +6,8 @@ PART = Part(
     "page",
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
+    faces={
+        "flags": "vllm_rollout.parts.page.api:FLAGS",
+        "commands": "vllm_rollout.parts.page.watching.command",
+    },
 )

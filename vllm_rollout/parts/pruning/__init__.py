@@ -5,4 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
+    faces={
+        "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
+    },
 )

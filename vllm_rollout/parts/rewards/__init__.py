@@ -5,4 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rewards",
     "Grades answers while rollouts run.",
+    faces={
+        "flags": "vllm_rollout.parts.rewards.api.flags:FLAGS",
+    },
 )

@@ -5,4 +5,7 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "shaping",
     "Knows the lengths of answers and their cost, and chooses the number and order of candidates by them (DARTS).",
+    faces={
+        "flags": "vllm_rollout.parts.shaping.api.flags:FLAGS",
+    },
 )

@@ -6,4 +6,7 @@ PART = Part(
     "trainers",
     "Serves the endpoints of trainers' own servers.",
     needs=("sessions",),
+    faces={
+        "flags": "vllm_rollout.parts.trainers.api.trainers:FLAGS",
+    },
 )

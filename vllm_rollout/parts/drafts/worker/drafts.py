@@ -19,10 +19,11 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import ServeOptions, each_worker_schedules
+from vllm_rollout.kernel.options import each_worker_schedules
 from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerPart
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory
@@ -52,7 +53,7 @@ class Drafts(WorkerPart):
                 "drafts are chosen by what steps take, and with distributed_executor_backend 'external_launcher' each "
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
-        self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
+        self.memory = DraftMemory(DraftsOptions.of(vllm_config).memory_bytes)
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 
@@ -21,7 +21,7 @@ def drafts_of(worker: Any) -> Drafts | None:
     if not isinstance(drafts, Drafts):
         return None
     draft_in(runner)
-    if (path := ServeOptions.of(config).drafts_file) is not None and not get_tp_group().rank_in_group:
+    if (path := DraftsOptions.of(config).file) is not None and not get_tp_group().rank_in_group:
         rank = config.parallel_config.data_parallel_rank
         drafts.keep_in(DraftsFile(Path(f"{path}-{rank}"), drafts.memory, worker.model_config))
     return drafts

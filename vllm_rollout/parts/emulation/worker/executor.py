@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.emulation.options import EmulationOptions
 
 
 class EmulatedExecutor(UniProcExecutor):
     """Executor with the original setting of asynchronous scheduling. Overrides: _init_executor."""
 
     def _init_executor(self) -> None:
-        emulation = ServeOptions.of(self.vllm_config).emulation
-        assert emulation is not None, "an emulated device has its settings"
-        self.scheduler_config.async_scheduling = emulation.async_scheduling
+        is_wanted = EmulationOptions.of(self.vllm_config).async_scheduling
+        # With drafts vLLM schedules synchronously.
+        self.scheduler_config.async_scheduling = is_wanted and self.vllm_config.speculative_config is None
         super()._init_executor()

@@ -27,7 +27,7 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.rounds.http.parallelism import Resized
 
@@ -79,7 +79,8 @@ def config_of(args: Namespace, size: int) -> VllmConfig:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.tensor_parallel_size = size
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    config.additional_config = ServeOptions.of(config).of_next_engine.into(config.additional_config)
+    for _, take_over in faces("next_engine"):
+        take_over(config)
     return config
 
 
@@ -102,7 +103,6 @@ class Resizer:
         self._client = client
         self._engine = engine
         self._args = args
-        self._options = ServeOptions.of(client.vllm_config)
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -153,7 +153,7 @@ class Resizer:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
             calls = EngineCalls(CalledCores(core, config))
-            learned = await EngineLearning(calls, self._options).learning_state()
+            learned = await EngineLearning(calls, config).learning_state()
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 client.lost_weights.version = version
@@ -165,7 +165,7 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await EngineLearning(EngineCalls(CalledCores(core, config)), self._options).set_learning_state(learned)
+            await EngineLearning(EngineCalls(CalledCores(core, config)), config).set_learning_state(learned)
         except BaseException:
             client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()

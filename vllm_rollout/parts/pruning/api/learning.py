@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_rollout.background import spawn
@@ -43,8 +44,8 @@ from vllm_rollout.kernel.call_table import (
     StateToPut,
 )
 from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
@@ -82,9 +83,9 @@ class Unkept:
 class EngineLearning:
     """Implements `server.engine.LearningPart`. Rank 0 trains, and the other ranks get its heads."""
 
-    def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
+    def __init__(self, calls: EngineCalls, config: VllmConfig) -> None:
         self._calls = calls
-        self._budget_s = options.train_budget_s
+        self._budget_s = PruningOptions.of(config).train_budget_s
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""

@@ -1,0 +1,1 @@
+"""Moving where there are rounds: the size of the engine between rounds."""
