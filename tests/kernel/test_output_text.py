@@ -72,7 +72,7 @@ def test_a_text_that_is_made_later_begins_with_the_answer(config, tokenizer, cut
     assert text_of(config, cut_prompt, params, tokenizer.encode(ANSWER), stopped=False) == ANSWER
 
 
-TAG = CandidateTag("g", 0, GroupTerms(1, 1, early_stop=True), 1, None).to_extra_args()
+TAG = CandidateTag("g", 0, GroupTerms(1, 1, early_stop=True), 1).to_extra_args()
 GRADED = without_reward(SamplingParams(extra_args={REWARD: "math"})).extra_args
 
 

@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.support.steps import group_terms, said
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation
 from vllm_rollout.kernel.wire import (
@@ -24,7 +25,9 @@ from vllm_rollout.kernel.wire import (
 )
 from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORES, Scores
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import LOST
 
 PLAN = PruningPlan(12, "paper", 0.25, 0.4, 0.75, 0.1, 0.9, "shadow", "confidence", True, 33)
 ASSESSMENT = Assessment("head", -0.25, 0.375, 0.5, False, 4, Confidence(3.0, 1.5, 2.25))
@@ -41,7 +44,7 @@ COLD = Assessment("confidence", 2.25, None, 1.0, True, 0, Confidence(3.0, 1.5, 2
 )
 @pytest.mark.parametrize("index", [None, 0, 7])
 def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
-    tag = CandidateTag("g", index, GroupTerms(4, 8, False), 64, scoring)
+    tag = CandidateTag("g", index, GroupTerms(4, 8, False), 64, said(scoring))
     params = SamplingParams(extra_args={"other": 1, **tag.to_extra_args()})
     request = EngineCoreRequest(
         request_id="g-c0", prompt_token_ids=[1, 2], mm_features=None, sampling_params=params, pooling_params=None,
@@ -55,15 +58,17 @@ def test_a_tag_reaches_the_scheduler_as_it_was(scoring, index):
 @pytest.mark.parametrize("place", [None, RacePlace("round", 3, 7)])
 @pytest.mark.parametrize("plan", [None, PLAN])
 def test_a_tag_of_a_round_reaches_the_scheduler_as_it_was(plan, place):
-    terms = GroupTerms(4, 8, True, 1.5, plan, num_replaceable=8, audit_ratio=0.05)
-    tag = CandidateTag("g", 1, terms, 64, plan and Scoring("r", "p", 1), observed=False, place=place, num_resumed=300)
+    terms = group_terms(4, 8, True, 1.5, num_replaceable=8, pruning=plan, audit_ratio=0.05)
+    tag = CandidateTag(
+        "g", 1, terms, 64, said(plan and Scoring("r", "p", 1), place=place), observed=False, num_resumed=300
+    )
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(tag.to_extra_args()))
     assert CandidateTag.of(received) == tag
 
 
-@pytest.mark.parametrize(("is_replaced", "group_lost"), [(True, False), (False, True)])
-def test_a_note_of_a_round_reaches_the_api_process_as_it_was(is_replaced, group_lost):
-    note = EndingNote("failed", 3, None, [], ASSESSMENT, is_replaced=is_replaced, group_lost=group_lost)
+@pytest.mark.parametrize("parts", [SCORES.value(Scores(ASSESSMENT, None)), LOST.value(True)])
+def test_a_note_of_a_round_reaches_the_api_process_as_it_was(parts):
+    note = EndingNote("failed", 3, None, [], parts, is_replaced=True)
     params = msgspec.msgpack.decode(msgspec.msgpack.encode(note.to_params(None)))
     assert EndingNote.take(params) == (note, None)
 
@@ -78,7 +83,8 @@ def test_a_request_without_a_tag_has_none(extra_args):
 @pytest.mark.parametrize("assessment", [None, ASSESSMENT, COLD])
 def test_a_note_reaches_the_api_process_as_it_was(assessment):
     weights = [(0, "a"), (9, "b")]
-    note = EndingNote("pruned", 17, (1.25, 0.5), weights, assessment, refusal="another size", ended_by_itself=True)
+    parts = SCORES.value(Scores(assessment, None))
+    note = EndingNote("pruned", 17, (1.25, 0.5), weights, parts, refusal="another size", ended_by_itself=True)
     output = EngineCoreOutput(
         "g-c0", [1, 2], finish_reason=FinishReason.ABORT, stop_reason="pruned",
         kv_transfer_params=note.to_params({"remote": [1]}),
@@ -87,15 +93,17 @@ def test_a_note_reaches_the_api_process_as_it_was(assessment):
     (received,) = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs)).outputs
     assert EndingNote.take(received.kv_transfer_params) == (note, {"remote": [1]})
     assert EndingNote.take(note.to_params(None)) == (note, None)
-    assert isinstance(EndingNote.take(received.kv_transfer_params)[0].assessment, type(assessment))
+    scores = SCORES.of(EndingNote.take(received.kv_transfer_params)[0].parts)
+    assert isinstance(scores.assessment, type(assessment))
 
 
 def test_a_confidence_that_nobody_could_see_travels_as_it_is():
     unseen = replace(COLD, confidence=Confidence(math.nan, math.inf, 1.0))
-    params = msgspec.msgpack.decode(msgspec.msgpack.encode(EndingNote("finished", 1, None, [], unseen).to_params(None)))
-    note, _ = EndingNote.take(params)
-    assert math.isnan(note.assessment.confidence.mean)
-    assert note.assessment.confidence.lowest_window == math.inf
+    sent = EndingNote("finished", 1, None, [], SCORES.value(Scores(unseen, None)))
+    note, _ = EndingNote.take(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_params(None))))
+    confidence = SCORES.of(note.parts).assessment.confidence
+    assert math.isnan(confidence.mean)
+    assert confidence.lowest_window == math.inf
 
 
 @pytest.mark.parametrize("params", [None, {}, {"remote": 1}])
@@ -146,5 +154,5 @@ def test_in_a_step_with_drafts_the_last_token_is_found_by_how_many_there_are():
 @given(trial_lengths=st.lists(st.integers(2, 4096), max_size=6, unique=True).map(sorted), final=st.booleans())
 def test_a_plan_with_several_lengths_comes_through_a_codec_that_knows_no_tuples(trial_lengths, final):
     plan = PruningPlan(1, mode="shadow", trial_lengths=tuple(trial_lengths), final_score=final)
-    tag = CandidateTag("g", 0, GroupTerms(1, 2, pruning=plan), 64, Scoring("r", "p", 1))
+    tag = CandidateTag("g", 0, group_terms(1, 2, pruning=plan), 64, said(Scoring("r", "p", 1)))
     assert CandidateTag.of(tag.to_extra_args()) == tag

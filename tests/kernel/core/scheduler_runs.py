@@ -12,15 +12,16 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
+from tests.support.steps import group_terms, judge_of, said
 from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import Assessment, Observation
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 REQUEST_STRIDE = 10_000
@@ -158,13 +159,13 @@ def add_group(
     """
     request_ids = []
     scoring = pruning and Scoring("rollout", group_id, seed)
-    terms = GroupTerms(
+    terms = group_terms(
         group_size, num_candidates or len(lengths), early_stop, patience, pruning, num_replaceable=num_replaceable
     )
     for index, logit in enumerate(logits or ()):
         run.logits[f"{group_id}-{index}"] = logit
     for index, length in enumerate(lengths):
-        tag = CandidateTag(group_id, None if joined else index, terms, interval, scoring, place=place)
+        tag = CandidateTag(group_id, None if joined else index, terms, interval, said(scoring, place=place))
         request_ids.append(f"{group_id}-{index}")
         run.add(request_ids[-1], length, extra_args=tag.to_extra_args(), **sampling)
     return request_ids
@@ -191,7 +192,7 @@ class SignLearning(Learning):
 def prune_by_sign(run: TracedRun, *detection_lengths: int) -> None:
     """From now on a candidate with a negative logit is pruned where the floor allows it."""
     for length in detection_lengths:
-        run.scheduler.judge.memory.learnings[length] = SignLearning(length)
+        judge_of(run.scheduler).memory.learnings[length] = SignLearning(length)
 
 
 def assert_nothing_left(run: TracedRun) -> None:
@@ -214,5 +215,5 @@ def assert_nothing_open(steps: GroupSteps) -> None:
     """No group is left, and nothing waits for the next step."""
     assert len(steps) == 0
     assert not steps.has_events
-    assert steps._scored == {}
+    assert steps.part(PruningStep)._scored == {}
     assert steps._capped == {}

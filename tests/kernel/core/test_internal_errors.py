@@ -8,11 +8,13 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
+from tests.support.steps import judge_of, races_of
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.kernel.worker.observing import NOT_FINITE
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 
 LENGTHS = [30, 40, 50, 60]
 PRUNING = PruningPlan(detection_length=8, keep_ratio=0.5)
@@ -37,11 +39,11 @@ def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
     steps = run.scheduler.group_steps
     group = run.scheduler._by_id[("g", 0)].group
     return {
-        "settle": (Group, lambda self: self is group),
+        "settle": (Group, lambda self, *_: self is group),
         "end": (Group, lambda self, *_: self is group),
-        "judge": (steps.judge, lambda group, scoring, due: scoring.prompt_id == "g"),
+        "judge": (judge_of(steps), lambda group, scoring, due: scoring.prompt_id == "g"),
         "_release": (steps, lambda group_id, *_: group_id == "g"),
-        "_write": (steps, lambda id, *_: id.group_id == "g"),
+        "_write_end": (steps.part(PruningStep), lambda id, *_: id.group_id == "g"),
     }[place]
 
 
@@ -64,7 +66,7 @@ def assert_others_go_on(run: TracedRun) -> None:
     assert run.scheduler.load.num_internal_errors > 0
 
 
-@pytest.mark.parametrize("place", ["settle", "end", "judge", "_release", "_write"])
+@pytest.mark.parametrize("place", ["settle", "end", "judge", "_release", "_write_end"])
 def test_a_group_whose_rules_raise_fails_alone(run, monkeypatch, place):
     run.step()
     owner, wanted = of_group_g(run, place)
@@ -115,7 +117,7 @@ def test_a_request_that_cannot_be_launched_fails(run, monkeypatch, place):
 def test_whatever_else_raises_in_a_step_fails_its_candidates_and_nobody_else(run, monkeypatch, place):
     run.step()
     # Races are settled in a step in which a candidate has ended: it has its own last output, without a note.
-    monkeypatch.setattr(run.scheduler.group_steps.races if place == "settle" else run.scheduler, place, fail)
+    monkeypatch.setattr(races_of(run.scheduler) if place == "settle" else run.scheduler, place, fail)
     while run.scheduler.group_steps and run.step():
         if place == "_forget_ended" and run.scheduler.faults.num:
             break

@@ -22,12 +22,14 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
+from tests.support.steps import judge_of
 from vllm_rollout.config import MAX_IDLE_S, UNMET_S
 from vllm_rollout.kernel.core import scheduler
 from vllm_rollout.kernel.http import clients
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, NamedReward, Reward, request_name
+from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS
 
 pytestmark = pytest.mark.anyio
 
@@ -245,7 +247,7 @@ def reward(
     """The status of a reward of 1 that names a choice by its answer's id, and the request that learns it."""
     name = request_name(client, request_id, namespace)
     named = NamedReward("request", name, Reward("", choice, 1.0, positive=True))
-    judge = llm.run.scheduler.judge
+    judge = judge_of(llm.run.scheduler)
     if (place := judge.ledger.find(named)) is None:
         return "unknown", None
     _, (status,), labels = judge.reward(place.rollout_id, [Reward(place.prompt_id, place.index, 1.0, positive=True)])
@@ -294,7 +296,7 @@ async def test_the_id_of_a_request_may_be_large_and_nothing_in_the_engine_is_lar
 
 def entries(llm: SteppedLLM) -> list[LedgerEntry]:
     """All that the engine remembers of candidates."""
-    return [entry for rollout in llm.run.scheduler.judge.ledger._rollouts.values() for entry in rollout.values()]
+    return [entry for rollout in judge_of(llm.run.scheduler).ledger._rollouts.values() for entry in rollout.values()]
 
 
 async def test_a_reward_names_the_choices_of_an_openai_answer(llm: SteppedLLM) -> None:
@@ -324,7 +326,9 @@ async def test_chance_is_that_of_the_seed_and_the_prompt(llm: SteppedLLM) -> Non
         await race(llm, Sibling(llm, f"r{i}", 9, {**JOIN, **PRUNE}, *token_ids, seed=seed))
         await answer(llm, f"c{i}", prompt(9, *token_ids), {"rollout_redundancy": 1, **PRUNE}, 1, seed)
     for name in ("r", "c"):
-        scorings = [tag.scoring for id, (tag, _) in llm.added.items() if id[0] == name and not id.endswith("-c1")]
+        scorings = [
+            SCORING.of(tag.said) for id, (tag, _) in llm.added.items() if id[0] == name and not id.endswith("-c1")
+        ]
         chances = [(scoring.seed, scoring.prompt_id) for scoring in scorings]
         assert chances[0] == chances[1]
         assert len(set(chances)) == len(chances) - 1
@@ -515,7 +519,7 @@ async def test_an_audited_answer_has_as_many_candidates_as_choices(llm: SteppedL
     xargs = {"rollout_redundancy": 2, **PRUNE, "rollout_audit_ratio": 1}
     audited = await answer(llm, "audited", [40, 9, 5, 5], xargs)
     assert [(each.finish_reason, len(each.token_ids)) for each in audited.outputs] == [("stop", 40), ("stop", 9)]
-    plans = [tag.terms.pruning for tag, _ in llm.added.values()]
+    plans = [TERMS.of(tag.terms.parts).plan for tag, _ in llm.added.values()]
     assert [(plan.mode, plan.audit) for plan in plans] == [("shadow", True)] * 2
     assert registry.get_sample_value("vllm_rollout:audit_groups_total") == 1
     assert_nothing_left(llm.run)
@@ -537,7 +541,7 @@ async def test_completions_are_audited_by_their_number_those_that_race_by_themse
         llm.added.clear()
         xargs = {**PRUNE, "rollout_audit_ratio": 0.5, "rollout_redundancy": number % 2}
         await answer(llm, f"r{number}", [5, 9], xargs, 1, seed=1)
-        audited.append(any(tag.terms.pruning.audit for tag, _ in llm.added.values()))
+        audited.append(any(TERMS.of(tag.terms.parts).plan.audit for tag, _ in llm.added.values()))
     assert audited[::2] == audited[1::2] == [True, False, True, False, True, True]
 
 

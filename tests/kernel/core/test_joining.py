@@ -11,6 +11,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
+from tests.support.steps import judge_of
 from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
 from vllm_rollout.kernel.rules.types import BASE_MODEL
@@ -221,7 +222,7 @@ def test_anybody_may_reward_a_request_whose_client_nobody_knows(new_run: Callabl
     id = "cmpl-mine-3"  # vLLM's Python endpoint would mean the fourth prompt of an answer `cmpl-mine`
     run.add(id, 9, extra_args=PRUNE)
     run.run()
-    ledger, reward = run.scheduler.judge.ledger, Reward("", 0, 1.0, positive=True)
+    ledger, reward = judge_of(run.scheduler).ledger, Reward("", 0, 1.0, positive=True)
     assert ledger.find(NamedReward("request", request_name(client, id), reward)) is not None
     assert ledger.find(NamedReward("request", request_name(client, "another"), reward)) is None
 
@@ -255,7 +256,7 @@ def test_choices_of_a_request_are_named_as_its_client_names_them(new_run: Callab
     for id in ("0_step-12345678", "1_step-12345678", "2_step-12345678", "3_0_a-12345678"):
         run.add(id, 9, extra_args=dict(fields))
     run.run()
-    ledger = run.scheduler.judge.ledger
+    ledger = judge_of(run.scheduler).ledger
 
     def named(id: str, choice: int = 0, namespace: str = "run-7") -> int | None:
         place = ledger.find(

@@ -8,11 +8,13 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
+from tests.support.steps import races_of
 from vllm_rollout.kernel.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.rules.types import HeldGroups
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import LOST
 
 SIZE = 2
 
@@ -36,7 +38,7 @@ def forget(run: TracedRun) -> None:
     assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 1)
     call(run, FORGET_RACE, "round")
     assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 0)
-    assert run.scheduler.group_steps.races._race_of == {}
+    assert races_of(run.scheduler)._race_of == {}
     assert_nothing_left(run)
 
 
@@ -54,7 +56,7 @@ def test_the_others_are_deferred_in_the_step_in_which_enough_groups_are_complete
         assert run.num_tokens(id) == 20
         assert run.num_dropped(id) == loop.depth - 1
         assert (run.last(id).finish_reason, run.last(id).stop_reason) == (FinishReason.ABORT, "deferred")
-        assert not run.note(id).group_lost
+        assert not bool(LOST.of(run.note(id).parts))
     forget(run)
 
 
@@ -62,10 +64,10 @@ def test_a_group_that_completes_with_the_last_winner_has_lost(new_run):
     run = new_run()
     first, second, third = add_race(run, [[10, 10, 90], [11, 20, 90], [20, 12, 90]], 2)
     run.run()
-    assert [run.note(id).group_lost for id in [*first, *second]] == [False] * 6
-    assert [run.note(id).group_lost for id in third if run.state(id) != "finished"] == [True]
-    assert run.note(third[0]).group_lost
-    assert not run.note(third[1]).group_lost  # that was earlier
+    assert [bool(LOST.of(run.note(id).parts)) for id in [*first, *second]] == [False] * 6
+    assert [bool(LOST.of(run.note(id).parts)) for id in third if run.state(id) != "finished"] == [True]
+    assert bool(LOST.of(run.note(third[0]).parts))
+    assert not bool(LOST.of(run.note(third[1]).parts))  # that was earlier
     forget(run)
 
 

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import LOOPS, Loop, TracedRun, assert_nothing_left, prune_by_sign
 from tests.support.dry_run import EOS_TOKEN
-from vllm_rollout.kernel.rules.terms import GroupTerms
+from tests.support.steps import group_terms, said, scores
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -123,9 +123,9 @@ def requests_of(workload: Workload) -> list[tuple[str, Sample, dict]]:
     requests = [(f"plain-{index}", sample, {}) for index, sample in enumerate(workload.plain)]
     for number, group in enumerate(workload.groups):
         for index, sample in enumerate(group.samples):
-            terms = GroupTerms(group.group_size, len(group.samples), group.early_stop, pruning=group.plan)
+            terms = group_terms(group.group_size, len(group.samples), group.early_stop, pruning=group.plan)
             scoring = group.plan and Scoring("rollout", f"g{number}", 7)
-            tag = CandidateTag(f"g{number}", None if group.joined else index, terms, group.interval, scoring)
+            tag = CandidateTag(f"g{number}", None if group.joined else index, terms, group.interval, said(scoring))
             kwargs = {"extra_args": tag.to_extra_args(), "max_tokens": group.max_tokens}
             requests.append((f"g{number}-{index}", sample, kwargs))
     return requests
@@ -167,14 +167,14 @@ def check_candidate(run: TracedRun, group: GroupSpec, sample: Sample, request_id
         assert group.is_pruned
         assert said == (FinishReason.ABORT, "pruned")
         assert sample.logit < 0
-        assert not note.assessment.keep
+        assert not scores(note).assessment.keep
         assert run.num_tokens(request_id) == group.plan.detection_length
     else:
         assert note.state == "finished"
         assert run.num_tokens(request_id) == min(sample.length, group.max_tokens)
         assert said[0] == (FinishReason.LENGTH if sample.length > group.max_tokens else FinishReason.STOP)
     if group.plan is None:
-        assert note.assessment is None
+        assert scores(note).assessment is None
     else:
         check_assessment(run, group, sample, request_id)
 
@@ -182,12 +182,12 @@ def check_candidate(run: TracedRun, group: GroupSpec, sample: Sample, request_id
 def check_assessment(run: TracedRun, group: GroupSpec, sample: Sample, request_id: str) -> None:
     """A candidate is judged at its detection length, if it goes on there."""
     note, num_tokens, length = run.note(request_id), run.num_tokens(request_id), group.plan.detection_length
-    if note.assessment is None:
+    if scores(note).assessment is None:
         assert num_tokens <= length
         return
-    assert note.assessment.score == sample.logit
+    assert scores(note).assessment.score == sample.logit
     assert num_tokens >= length
-    assert note.assessment.keep or note.state == "pruned" or not group.is_pruned
+    assert scores(note).assessment.keep or note.state == "pruned" or not group.is_pruned
 
 
 def check_group(group: GroupSpec, states: list[str]) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from tests.kernel.http.fake_parts import FakeMoves, FakeShaping
 from tests.parts.pruning.fake_learning import MODEL, FakeLearning
+from tests.support.steps import group_steps, is_lost, judged, races_of, said
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -40,6 +41,8 @@ from vllm_rollout.kernel.rules.types import (
     HeldGroups,
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.step import PRUNING
+from vllm_rollout.parts.rounds.rules.step import RoundsStep
 
 VOCAB_SIZE = 1000
 
@@ -130,7 +133,6 @@ class FakeEngine:
     """Candidates of all running groups."""
     stops: dict[str, list[CandidateId]] = field(default_factory=dict)
     """Verdicts on candidates of a group, to be carried out in its next step."""
-    lost_groups: set[str] = field(default_factory=set)
     launched_at_cuts: list[int] = field(default_factory=list)
     """Number of launched candidates at each `cut_race`."""
     recomputed: list[Sequence[str] | None] = field(default_factory=list)
@@ -197,22 +199,24 @@ class FakeEngine:
                 prompt_key=order.prompt_key,
                 adapter=handle.adapter,
             )
-        group_steps = GroupSteps(self.learning.judge)
+        steps = group_steps(self.learning.judge)
         if place is not None:
-            group_steps = self.races.setdefault(place.race_id, group_steps)
+            steps = self.races.setdefault(place.race_id, steps)
         running: dict[CandidateId, Candidate] = {}
         started = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
         next_index = plan.num_candidates if beginnings is None else beginnings.next_index
 
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
-            id, group = group_steps.launch(group_id, plan.terms, index, request_id=name, scoring=scoring, place=place)
+            id, group = steps.launch(
+                group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said(scoring, place)
+            )
             running[id] = self.candidates[id] = self._candidate(index, prompt, order.seed_name, started.get(index, ()))
             self.num_launched += 1
             return group
 
         group, *_ = [launch(index) for index in started]
-        self.groups[group_id] = group_steps
+        self.groups[group_id] = steps
         step = 0
         try:
             while running:
@@ -226,16 +230,16 @@ class FakeEngine:
                 if step == self.losses.get(prompt.id):
                     del self.losses[prompt.id]
                     for id, candidate in running.items():
-                        group_steps.ended(id, group, "failed", candidate.num_tokens)
-                    group_steps.close_step({}, lambda id: self.candidates[id].num_tokens)
+                        steps.ended(id, group, "failed", candidate.num_tokens)
+                    steps.close_step({}, lambda id: self.candidates[id].num_tokens)
                     for candidate in running.values():
                         self.num_ended += 1
-                        yield self._end(candidate, group, handle, lost=False)
+                        yield self._end(candidate, group, handle)
                     running.clear()
                     if place is not None:  # another rank knows nothing of it
                         self.races.pop(place.race_id, None)
                     raise GroupLost("rank 1 of the engine died")
-                ended = self._step(group_steps, group, running, scoring)
+                ended = self._step(steps, group, running, scoring)
                 num_deferred = sum(group.state(candidate.index) == "deferred" for candidate in ended)
                 self.num_aborted += num_deferred
                 self.num_ended += len(ended) - num_deferred
@@ -245,7 +249,7 @@ class FakeEngine:
                     if group.is_replaced(candidate.index):
                         launch(next_index)
                         next_index += 1
-                    yield self._end(candidate, group, handle, group_id in self.lost_groups)
+                    yield self._end(candidate, group, handle)
                 for candidate in tuple(running.values()):
                     if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
                         yield chunk
@@ -288,12 +292,13 @@ class FakeEngine:
         self.learning.check_alive()
         self.launched_at_cuts.append(self.num_launched)
         if race_id in self.races:
-            self.races[race_id].cut(race_id)
+            steps = self.races[race_id]
+            steps.part(RoundsStep).cut(race_id, steps)
 
     async def widen_race(self, race_id: str, num_wanted: int) -> None:
         self.learning.check_alive()
         assert race_id in self.races, "a race that nobody entered"
-        self.races[race_id].races.widen(race_id, num_wanted)
+        races_of(self.races[race_id]).widen(race_id, num_wanted)
 
     async def forget_race(self, race_id: str) -> None:
         self.learning.check_alive()
@@ -328,7 +333,7 @@ class FakeEngine:
         return Candidate(index, tokens[num:], logprobs[num:], end_reason, before=tokens[:num])
 
     def _step(
-        self, group_steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
+        self, steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
     ) -> list[Candidate]:
         """One token for every running candidate; takes out and returns those that ended or were stopped."""
         own = next(iter(running)).group_id
@@ -338,17 +343,16 @@ class FakeEngine:
         for id, candidate in running.items():
             candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
             if candidate.num_tokens == len(candidate.token_ids):
-                last = None
-                if scoring is not None and group.pruning.final_score:
-                    last = self.learning.observe(candidate.token_ids, WHOLE)
-                group_steps.ended(id, group, candidate.end_reason, candidate.num_tokens, last)
+                seen = {}
+                if scoring is not None and judged(group).plan.final_score:
+                    seen[PRUNING] = self.learning.observe(candidate.token_ids, WHOLE)
+                steps.ended(id, group, candidate.end_reason, candidate.num_tokens, seen)
                 ended.append(id)
             elif scoring is not None:
                 reached = len(candidate.before) + candidate.num_tokens
-                if reached in group.pruning.scored_lengths:
+                if reached in judged(group).plan.scored_lengths:
                     due[id] = self.learning.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
-        verdicts = group_steps.close_step(due, lambda id: self.candidates[id].num_tokens)
-        self.lost_groups |= verdicts.lost_groups
+        verdicts = steps.close_step({PRUNING: due} if due else {}, lambda id: self.candidates[id].num_tokens)
         for id in verdicts.stop:
             self.stops.setdefault(id.group_id, []).append(id)
         return [running.pop(id) for id in (*ended, *self.stops.pop(own, ()))]
@@ -363,7 +367,7 @@ class FakeEngine:
             for (start, version), end in zip(starts.items(), ends, strict=True)
         ]
 
-    def _end(self, candidate: Candidate, group: Group, handle: Handle, lost: bool) -> CandidateEnd:
+    def _end(self, candidate: Candidate, group: Group, handle: Handle) -> CandidateEnd:
         state: CandidateState = group.state(candidate.index)
         num_tokens = candidate.num_tokens
         by_itself = state == "finished"
@@ -387,10 +391,10 @@ class FakeEngine:
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
             weight_versions=self._spans(num_tokens),
-            assessment=group.assessments.get(candidate.index),
-            final=group.finals.get(candidate.index),
+            assessment=None if judged(group) is None else judged(group).assessments.get(candidate.index),
+            final=None if judged(group) is None else judged(group).finals.get(candidate.index),
             is_replaced=group.is_replaced(candidate.index),
-            group_lost=lost,
+            group_lost=is_lost(group),
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:

@@ -95,11 +95,10 @@ def test_a_group_of_sessions_takes_work_by_its_sessions(name):
     assert faster_than_linear(lambda num: asyncio.run(play(num)), SMALL, LARGE) == {}
 
 
-@pytest.mark.parametrize("audit", [False, True])
 @pytest.mark.parametrize("reason", ["stop", "length", "failed"])
-def test_steps_in_which_one_candidate_ends_take_no_loop_over_the_others(reason, audit):
+def test_steps_in_which_one_candidate_ends_take_no_loop_over_the_others(reason):
     def play(num: int) -> None:
-        group = Group(GroupTerms(num // 2, num), audit=audit)
+        group = Group(GroupTerms(num // 2, num))
         for _ in range(num):
             group.launch()
         for index in range(num // 2 - 1):

@@ -13,7 +13,7 @@ from vllm_rollout.kernel.rules.lifecycle import NOTHING, Group, Settlement
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import Assessment, Confidence, Ending, EndReason
+from vllm_rollout.kernel.rules.types import Ending, EndReason
 
 F, S, P, X, R = "finished", "surplus", "pruned", "failed", "running"
 few_examples = settings(max_examples=60, deadline=None, database=None)
@@ -89,46 +89,13 @@ def test_candidates_are_numbered_by_arrival_unless_they_name_their_index_which_t
 def test_a_verdict_after_the_end_is_our_mistake(reason):
     group = launched(1, 3, early_stop=False, patience=2)
     end_step(group, (0, reason, 10))
-    group.prune([1])
+    group.rule_out([1], "pruned")
     for index in (0, 1):
         with pytest.raises(AssertionError, match=f"verdict on candidate {index} after its end"):
-            group.prune([index])
+            group.rule_out([index], "pruned")
     if group.length_cap is not None:
         with pytest.raises(AssertionError, match="after its end"):
             group.too_long({0: 20})
-
-
-@pytest.mark.parametrize(
-    ("num_due", "at_least", "num_needed"), [(4, 2, 0), (6, 2, 2), (6, 1, 1), (5, 2, 1), (6, 6, 6), (1, 6, 1), (0, 6, 0)]
-)
-def test_due_candidates_are_needed_as_far_as_the_others_are_too_few(num_due, at_least, num_needed):
-    assert launched(2, 6).num_needed(num_due, at_least) == num_needed
-
-
-def test_finished_and_expected_siblings_are_able_to_finish_while_failed_and_pruned_ones_are_not():
-    group = Group(GroupTerms(2, 6))
-    for _ in range(5):
-        group.launch()
-    assert group.num_needed(5, 2) == 1  # the sixth is expected
-    end_step(group, (0, "stop", 3))
-    assert group.num_needed(4, 2) == 0
-    end_step(group, (1, "failed", 3))
-    assert group.num_needed(3, 2) == 0
-    group.launch()
-    assert group.num_needed(4, 2) == 1
-    group.prune([2, 3])
-    assert [group.num_needed(num_due, 2) for num_due in (2, 1)] == [1, 0]
-
-
-def test_in_shadow_mode_marked_candidates_do_not_count_as_able_to_finish():
-    group = launched(group_size=2, num_candidates=4)
-    marked, kept = (Assessment("head", 0.0, 0.5, 0.5, keep, 1, Confidence(1.0, 1.0, 1.0)) for keep in (False, True))
-    group.assessments.update({0: marked, 1: marked})
-    assert group.num_needed(2, 2) == 2
-    end_step(group, (0, "stop", 20))
-    assert group.num_needed(2, 2) == 2
-    group.assessments[1] = kept
-    assert group.num_needed(2, 2) == 1
 
 
 class Life(NamedTuple):
@@ -181,10 +148,12 @@ def play(group_size: int, lives: list[Life], *, floor: int = 1, early_stop: bool
         due = [i for i in sorted(group.running) if lives[i].detection_step == step]
         if not due or group.closed:
             continue
-        unlucky = [i for i in due if lives[i].unlucky][: len(due) - group.num_needed(len(due), floor)]
+        num_able = sum(state in (R, F) for state in states(group))
+        num_needed = max(0, floor - (num_able - len(due) + group.num_to_come))
+        unlucky = [i for i in due if lives[i].unlucky][: len(due) - min(len(due), num_needed)]
         if not unlucky:
             continue
-        group.prune(unlucky)
+        group.rule_out(unlucky, "pruned")
         for index in unlucky:
             group.end(index, "failed", 0)
         game.pruned.extend(unlucky)

@@ -5,12 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import Run
-from vllm_rollout.kernel.rules.step import NO_VERDICTS, GroupSteps, LaunchRefused
+from tests.support.steps import group_steps, group_terms, said
+from vllm_rollout.kernel.rules.step import NO_VERDICTS, LaunchRefused
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 
 PLAN = PruningPlan(4, keep_ratio=0.5, min_labels=8)
 SCORING = Scoring("rollout", "q", 7)
@@ -32,7 +34,7 @@ def warm_judge() -> Judge:
 
 def test_races_are_settled_before_scores_are_judged():
     run = Run(warm_judge())
-    run.launch("a", [4, 9, 9], GroupTerms(1, 3, pruning=PLAN), SCORING)
+    run.launch("a", [4, 9, 9], group_terms(1, 3, pruning=PLAN), SCORING)
     for _ in range(3):
         run.step()
     verdicts = run.step({CandidateId("a", index): seen(1) for index in range(3)})
@@ -40,11 +42,11 @@ def test_races_are_settled_before_scores_are_judged():
 
 
 def test_who_ended_in_a_step_in_which_nobody_was_pruned_keeps_its_place():
-    steps, terms = GroupSteps(Judge()), GroupTerms(2, 4, pruning=PLAN)
-    launched = [steps.launch("a", terms, index, scoring=SCORING) for index in range(4)]
+    steps, terms = group_steps(Judge()), group_terms(2, 4, pruning=PLAN)
+    launched = [steps.launch("a", terms, index, said=said(SCORING)) for index in range(4)]
     ids, group = [id for id, _ in launched], launched[0][1]
     steps.ended(ids[0], group, "stop", 50)
-    assert steps.close_step({ids[3]: seen(1)}, lambda id: 4).stop == {}
+    assert steps.close_step({PRUNING: {ids[3]: seen(1)}}, lambda id: 4).stop == {}
     steps.ended(ids[1], group, "stop", 30)
     steps.ended(ids[2], group, "stop", 40)
     assert steps.close_step({}, lambda id: 5).lost_ties == {ids[2]}
@@ -56,7 +58,7 @@ def test_pruning_settles_the_race_again():
     plan = PruningPlan(4, keep_ratio=0.05, allow_fewer=True, min_labels=8, min_survival=0.05)
     judge = warm_judge()
     run = Run(judge)
-    run.launch("a", [9, 9, 9, 9], GroupTerms(1, 4, pruning=plan), Scoring("r", "q", 1))
+    run.launch("a", [9, 9, 9, 9], group_terms(1, 4, pruning=plan), Scoring("r", "q", 1))
     for _ in range(3):
         run.step()
     verdicts = run.step({CandidateId("a", index): seen(0) for index in range(4)})
@@ -73,7 +75,7 @@ def test_what_is_too_long_is_given_up_in_the_step_that_reaches_the_cap():
 
 
 def test_a_group_that_waits_costs_no_step_and_gives_up_who_comes_late_and_is_too_long():
-    steps, terms = GroupSteps(Judge()), GroupTerms(1, 3, early_stop=False, patience=2.0)
+    steps, terms = group_steps(Judge()), GroupTerms(1, 3, early_stop=False, patience=2.0)
     first, group = steps.launch("a", terms)
     steps.ended(first, group, "stop", 3)
     steps.close_step({}, {}.__getitem__, now_s=0.0)
@@ -130,7 +132,7 @@ def test_a_group_that_completes_in_the_step_of_its_cancellation_is_complete():
 def test_the_ledger_knows_every_end_and_forgets_nothing_that_may_be_rewarded():
     judge = warm_judge()
     run = Run(judge)
-    run.launch("a", [6, 9, 2], GroupTerms(2, 3, early_stop=False, patience=1.0, pruning=PLAN), SCORING)
+    run.launch("a", [6, 9, 2], group_terms(2, 3, early_stop=False, patience=1.0, pruning=PLAN), SCORING)
     for _ in range(3):
         run.step()
     run.step({CandidateId("a", index): seen(9) for index in range(2)})
@@ -139,7 +141,7 @@ def test_the_ledger_knows_every_end_and_forgets_nothing_that_may_be_rewarded():
     rollout = judge.ledger._rollouts["rollout"]
     for (_, index), entry in rollout.items():
         assert (entry.state, entry.num_tokens) == (run.groups["a"].state(index), run.ends[CandidateId("a", index)][1])
-    assert run.steps._scored == {}
+    assert run.steps.part(PruningStep)._scored == {}
 
 
 def test_a_candidate_that_names_other_terms_or_a_taken_index_is_refused_and_changes_nothing():
@@ -182,7 +184,7 @@ def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
     for number, (lengths, size, early_stop, pruned) in enumerate(groups):
         size = min(size, len(lengths))
         plan = PruningPlan(3, allow_fewer=True, min_labels=8) if pruned else None
-        terms = GroupTerms(size, len(lengths), early_stop, None if early_stop else 1.5, plan)
+        terms = group_terms(size, len(lengths), early_stop, None if early_stop else 1.5, plan)
         run.launch(str(number), lengths, terms, plan and Scoring("r", str(number), number))
     over = []
     for step in range(1, 14):
@@ -195,7 +197,7 @@ def test_every_candidate_has_one_end_whatever_happens(groups, cancels, chance):
     assert sorted(over) == sorted(run.groups)
     assert len(run.steps) == 0
     assert not run.steps.has_events
-    assert run.steps._scored == {}
+    assert run.steps.part(PruningStep)._scored == {}
     for (group_id, index), (end, _) in run.ends.items():
         state = run.groups[group_id].state(index)
         assert state == end if end != "stop" else state in ("finished", "surplus")

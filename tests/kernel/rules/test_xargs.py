@@ -9,6 +9,7 @@ from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.xargs import NAMES, PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 4}
 SPARE = {"rollout_redundancy": 4, "rollout_detection_length": 8}
@@ -127,7 +128,7 @@ def test_a_wrong_xarg_is_named_as_the_user_wrote_it(xargs, n, field, said):
         ({"rollout_group_id": None, "rollout_group_size": 4, "rollout_num_candidates": 6}, GroupJoin(4, 6)),
         (
             PRUNED_JOIN | {"rollout_detection_length": 8, "rollout_keep_ratio": 0.5},
-            GroupJoin(2, 4, name="q", pruning=PruningPlan(8, keep_ratio=0.5)),
+            GroupJoin(2, 4, name="q", parts=TERMS.value(PruningTerms(PruningPlan(8, keep_ratio=0.5)))),
         ),
     ],
 )

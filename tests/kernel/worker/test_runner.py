@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_rollout.kernel.rules.terms import GroupTerms
+from tests.support.steps import group_terms, said
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import ops
 from vllm_rollout.kernel.tracker import warm_up as warm_up_module
@@ -159,7 +159,7 @@ def new_request(
 ) -> Any:
     plan = None if detection_length is None else PruningPlan(detection_length)
     scoring = None if plan is None else Scoring("r", "p", 1)
-    tag = CandidateTag("g", 0, GroupTerms(1, 2, pruning=plan), 64, scoring, observed)
+    tag = CandidateTag("g", 0, group_terms(1, 2, pruning=plan), 64, said(scoring), observed=observed)
     extra_args = tag.to_extra_args() if tagged else None
     return SimpleNamespace(
         req_id=request_id,

@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from tests.kernel.core.scheduler_runs import NO_AUDITS
 from tests.parts.emulation.emulated_run import EmulatedRun
+from tests.support.steps import group_terms, scores
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.kernel.tracker.tracker import PublishedHead
@@ -43,7 +44,7 @@ def launch(run: EmulatedRun, lengths: Sequence[int] = LENGTHS, **fields: Any) ->
     """Launch two groups."""
     pruning = fields.pop("pruning", None)
     for number in range(2):
-        terms = GroupTerms(len(lengths), len(lengths), pruning=pruning)
+        terms = group_terms(len(lengths), len(lengths), pruning=pruning)
         run.launch(f"g{number}", lengths, [100 + number] * 40, terms, **fields)
 
 
@@ -231,7 +232,7 @@ def test_scores_are_those_without_drafts(new_run):
 
 def _scores(note: EndingNote) -> tuple[Any, ...]:
     """At its detection length and at its end, as far as they do not depend on who else is scored in the step."""
-    assessed = [its and (round(its.score, 3), its.head_version) for its in (note.assessment, note.final)]
+    assessed = [its and (round(its.score, 3), its.head_version) for its in scores(note)]
     return *assessed, note.confidence
 
 

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.dry_run import DryRun
+from tests.support.steps import said
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.options import DRAFTS_CONFIG
 from vllm_rollout.kernel.rules.terms import GroupTerms
@@ -60,7 +61,7 @@ class EmulatedRun(DryRun):
     ) -> None:
         """A group whose candidates end by themselves after so many tokens."""
         for index, length in enumerate(lengths):
-            fields = CandidateTag(group_id, index, terms, 1, scoring).to_extra_args()
+            fields = CandidateTag(group_id, index, terms, 1, said(scoring)).to_extra_args()
             self.add(
                 f"{group_id}/{index}",
                 length,

@@ -11,6 +11,7 @@ import pytest
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.moving_runs import assert_both_end
 from tests.parts.moving.ranked_llm import Cluster
+from tests.support.steps import races_of
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.parts.moving.wire import Parcel
 from vllm_rollout.parts.rounds.rules.race import RacePlace
@@ -272,4 +273,4 @@ async def test_a_candidate_that_is_launched_after_its_race_was_cut_does_not_run(
     assert cluster.ends == {candidate: ["deferred"] for candidate in SAID}
     assert all(len(said) <= 2 for said in cluster.said.values())
     await cluster.done(asyncio.create_task(cluster.engine.forget_race("round")))
-    assert all(len(core.scheduler.group_steps.races) == 0 for core in cluster.cores)
+    assert all(len(races_of(core.scheduler)) == 0 for core in cluster.cores)

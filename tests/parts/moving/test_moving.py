@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import add_group, assert_nothing_left, prune_by_sign
 from tests.parts.moving.moving_runs import assert_both_end, assert_each_once, ids_and_lengths
+from tests.support.steps import judge_of, races_of, scores
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -121,12 +122,12 @@ def test_scores_and_verdicts_continue(new_ranks):
     ranks.run()
     run = ranks.runs[0]
     assert [run.state(id) for id in ids] == ["finished", "pruned", "finished", "pruned"]
-    assert run.note("g-0").assessment.score == 1.0
-    ledger = ranks.runs[0].scheduler.judge.ledger
+    assert scores(run.note("g-0")).assessment.score == 1.0
+    ledger = judge_of(ranks.runs[0].scheduler).ledger
     assert [ledger.reward("rollout", "g", index, 1.0)[0] for index in range(4)] == [
         "accepted", "unknown", "accepted", "unknown",
     ]  # fmt: skip
-    ledger = ranks.runs[1].scheduler.judge.ledger
+    ledger = judge_of(ranks.runs[1].scheduler).ledger
     assert [ledger.reward("rollout", "g", index, 1.0)[0] for index in range(4)] == [
         "unknown", "unfinished", "unknown", "unfinished",
     ]  # fmt: skip
@@ -140,7 +141,7 @@ def test_what_a_moved_candidate_teaches_is_its_adapters(new_ranks):
     ranks.until("g-0", 20)
     ranks.move("g")
     ranks.run()
-    first, second = (run.scheduler.judge for run in ranks.runs)
+    first, second = (judge_of(run.scheduler) for run in ranks.runs)
     assert list(second.memories.all()) == ["", "a"]
     assert list(second.memories.known("a").learnings) == [32]
     assert second.memory.learnings == {}
@@ -174,7 +175,7 @@ def test_a_group_takes_its_place_in_a_race_along(new_ranks):
     assert states["g0-0"] == states["g1-0"] == "finished"
     assert states["g2-0"] == "finished"  # alone in its race on rank 0: who counts over ranks is the API process
     for run in ranks.runs:
-        assert run.scheduler.group_steps.races._race_of == {}
+        assert races_of(run.scheduler)._race_of == {}
 
 
 def test_a_group_that_waits_for_candidates_waits_elsewhere(new_ranks):

@@ -1,24 +1,27 @@
 """Audit groups whose candidates come one by one: who has a place in them, who is stopped, what is learned of them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernel.rules.group_steps import Run, play_steps, states
+from tests.kernel.rules.group_steps import ENDS, Run, states
 from tests.kernel.rules.test_step import PLAN, SCORING, seen, warm_judge
 from tests.parts.pruning.reports import report_of
-from vllm_rollout.kernel.rules.lifecycle import NOTHING, Group, Settlement
+from tests.support.steps import group_steps, group_terms, judged, said
+from vllm_rollout.kernel.rules.lifecycle import Group, Settlement
 from vllm_rollout.kernel.rules.step import LaunchRefused
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import CandidateId, HeadKey
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 
 F, S, X, R = "finished", "surplus", "failed", "running"
 FOUR = "launch, launch, launch, launch"
-NOBODY = Settlement()
+NOBODY = NOTHING = Settlement()
 
 
 @pytest.mark.parametrize(
@@ -54,26 +57,52 @@ NOBODY = Settlement()
     ],
 )
 def test_those_that_come_first_run_to_their_ends_and_the_others_not_at_all(group_size, steps, decided, ends):
-    group = Group(GroupTerms(group_size, 4 if group_size == 2 else 2), audit=True)
-    assert play_steps(group, steps) == decided
+    group, play = audited(group_size, 4 if group_size == 2 else 2)
+    assert play(steps) == decided
     assert states(group) == ends
-    assert [group.is_unwanted(index) for index in range(len(ends))] == [group.closed or end == S for end in ends]
     assert group.complete == group.over == (R not in ends)
 
 
 def test_without_early_stop_everybody_has_a_place():
-    group = Group(GroupTerms(2, 4, early_stop=False), audit=True)
-    assert play_steps(group, [FOUR, "0 stop 5, 1 stop 6, 2 stop 7, 3 stop 8"]) == [NOTHING, NOTHING]
+    group, play = audited(2, 4, early_stop=False)
+    assert play([FOUR, "0 stop 5, 1 stop 6, 2 stop 7, 3 stop 8"]) == [Settlement(), Settlement()]
     assert states(group) == [F] * 4
+
+
+def audited(*terms: Any, **others: Any) -> tuple[Group, Callable[[list[str]], list[Settlement]]]:
+    """An audit group without a candidate, and a function that plays steps as `play_steps` does."""
+    steps, group_id = group_steps(warm_judge()), "a"
+    its_terms = group_terms(*terms, **others, pruning=PLAN, audit_ratio=1.0)
+    group = Group(its_terms)
+    steps._table.put(group_id, group)
+
+    def launch() -> None:
+        steps.launch(group_id, its_terms, said=said(SCORING))
+
+    def play(lines: list[str]) -> list[Settlement]:
+        played = []
+        for line in lines:
+            for event in line.split(", "):
+                if event == "launch":
+                    launch()
+                    continue
+                index, end, num_tokens = event.split()
+                steps.ended(CandidateId(group_id, int(index)), group, ENDS[end], int(num_tokens))
+            verdicts = steps.close_step({}, lambda _: 1)
+            ids = (tuple(sorted(id.index for id in ids)) for ids in (verdicts.stop, verdicts.lost_ties))
+            played.append(Settlement(*ids))
+        return played
+
+    return group, play
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 3))
 def test_whatever_the_lengths_the_first_that_come_are_those_that_finish(group_size, lengths, pause):
     """Siblings come one by one, `pause` steps apart."""
     run = Run(Judge())
-    terms = GroupTerms(group_size, len(lengths), pruning=PLAN, audit_ratio=1.0)
+    terms = group_terms(group_size, len(lengths), pruning=PLAN, audit_ratio=1.0)
     for index, length in enumerate(lengths):
-        id, run.groups["a"] = run.steps.launch("a", terms, index, scoring=SCORING)
+        id, run.groups["a"] = run.steps.launch("a", terms, index, said=said(SCORING))
         run.lengths[id], run.running[id] = length, 0
         for _ in range(pause):
             run.step()
@@ -86,28 +115,28 @@ def test_whatever_the_lengths_the_first_that_come_are_those_that_finish(group_si
 
 def test_the_first_candidate_s_seed_draws_and_all_of_the_group_agree():
     run = Run(Judge())
-    terms = GroupTerms(2, 4, pruning=PLAN, audit_ratio=0.3)
+    terms = group_terms(2, 4, pruning=PLAN, audit_ratio=0.3)
     drawn = []
     for number in range(200):
         group_id = f"g{number}"
         for seed in range(4):
             scoring = Scoring(group_id, "q", 10 * number + seed)
-            _, group = run.steps.launch(group_id, terms, scoring=scoring)
-        plans = {run.steps._scored[CandidateId(group_id, index)].entry.plan for index in range(4)}
-        assert plans == {PLAN.audited(races=True) if group.audit else PLAN}
-        drawn.append(group.audit)
+            _, group = run.steps.launch(group_id, terms, said=said(scoring))
+        plans = {run.steps.part(PruningStep)._scored[CandidateId(group_id, index)].entry.plan for index in range(4)}
+        assert plans == {PLAN.audited(races=True) if judged(group).audit else PLAN}
+        drawn.append(judged(group).audit)
     assert 30 < sum(drawn) < 90, "60 are expected; by the seeds, always as many"
     again = Run(Judge())
     for number in range(200):
-        again.steps.launch(f"g{number}", terms, scoring=Scoring(f"g{number}", "q", 10 * number))
-    assert [again.steps._table.find(f"g{number}").audit for number in range(200)] == drawn
+        again.steps.launch(f"g{number}", terms, said=said(Scoring(f"g{number}", "q", 10 * number)))
+    assert [judged(again.steps._table.find(f"g{number}")).audit for number in range(200)] == drawn
 
 
 def test_siblings_say_the_same_share():
     run = Run(Judge())
-    run.steps.launch("a", GroupTerms(2, 4, pruning=PLAN, audit_ratio=0.05), scoring=SCORING)
+    run.steps.launch("a", group_terms(2, 4, pruning=PLAN, audit_ratio=0.05), said=said(SCORING))
     with pytest.raises(LaunchRefused, match=r"audit_ratio of this group is 0.05, as its first candidate said, got 0.5"):
-        run.steps.launch("a", GroupTerms(2, 4, pruning=PLAN, audit_ratio=0.5), scoring=SCORING)
+        run.steps.launch("a", group_terms(2, 4, pruning=PLAN, audit_ratio=0.5), said=said(SCORING))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +147,7 @@ def test_nobody_is_pruned_in_an_audit_group_and_its_labels_say_so(num_spare, rat
     judge = warm_judge()
     run = Run(judge)
     plan = PLAN if num_spare else replace(PLAN, mode="shadow")
-    terms = GroupTerms(4 - num_spare, 4, pruning=plan, early_stop=False, audit_ratio=ratio)
+    terms = group_terms(4 - num_spare, 4, pruning=plan, early_stop=False, audit_ratio=ratio)
     run.launch("a", [9, 9, 9, 9], terms, SCORING)
     for _ in range(PLAN.detection_length - 1):
         run.step()

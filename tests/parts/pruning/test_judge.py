@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernel.rules.group_steps import end_step
+from tests.support.steps import group_terms
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateId, Confidence, Observation
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Reward, Scoring
 from vllm_rollout.parts.pruning.rules.memory import Memory
@@ -61,7 +62,8 @@ class Siblings:
             num_resumed=scoring.get("num_resumed", 0),
             survival_before=scoring.get("survival_before", 1.0),
         )
-        self.group = Group(GroupTerms(group_size, num, pruning=plan))
+        self.judged = JudgedGroup(Group(group_terms(group_size, num, pruning=plan)), plan)
+        self.group = self.judged.group
         self.entries: dict[int, LedgerEntry] = {}
         for index in range(num):
             self.group.launch()
@@ -71,7 +73,8 @@ class Siblings:
         """Judge what is due in one step."""
         self.group.settle()
         seen = {index: (self.entries[index], observation(logit)) for index, logit in logits.items()}
-        pruned = self.judge.judge(self.group, self.scoring, seen)
+        if pruned := self.judge.judge(self.judged, self.scoring, seen):
+            self.group.rule_out(pruned, "pruned")
         self.group.settle()
         return pruned
 
@@ -93,7 +96,7 @@ def test_pruned_candidates_are_those_not_kept_and_the_group_knows():
     for index, assessment in siblings.assessments().items():
         assert assessment.keep == (index not in pruned)
         assert siblings.group.state(index) == ("running" if assessment.keep else "pruned")
-    assert siblings.group.assessments == siblings.assessments()
+    assert siblings.judged.assessments == siblings.assessments()
     assert all(entry.observation == observation(LOGITS[i]) for i, entry in siblings.entries.items())
 
 
@@ -281,9 +284,9 @@ def test_a_trial_scores_at_each_length_stops_nobody_and_teaches_each_its_own():
     siblings = Siblings(judge, TRIAL)
     for length in TRIAL.scored_lengths:
         due = {i: (siblings.entries[i], seen_at(length, logit)) for i, logit in LOGITS.items()}
-        assert judge.judge(siblings.group, siblings.scoring, due) == []
-        assert judge.judge(siblings.group, siblings.scoring, due) == [], "again, after a token was dropped"
-    assert siblings.group.assessments.keys() == LOGITS.keys()
+        assert judge.judge(siblings.judged, siblings.scoring, due) == []
+        assert judge.judge(siblings.judged, siblings.scoring, due) == [], "again, after a token was dropped"
+    assert siblings.judged.assessments.keys() == LOGITS.keys()
     siblings.finish(*range(8))
     assert judge.ledger.num_awaiting() == {LENGTH: 8, 16: 8, 32: 8}
     assert all(judge.ledger.awaits(length) for length in TRIAL.scored_lengths)
@@ -304,7 +307,7 @@ def test_a_trial_scores_at_each_length_stops_nobody_and_teaches_each_its_own():
 def test_what_ended_between_two_lengths_is_in_the_trial_with_what_it_showed():
     judge = taught_judge()
     siblings = Siblings(judge, TRIAL, num=1)
-    judge.judge(siblings.group, siblings.scoring, {0: (siblings.entries[0], seen_at(LENGTH, 0.5))})
+    judge.judge(siblings.judged, siblings.scoring, {0: (siblings.entries[0], seen_at(LENGTH, 0.5))})
     siblings.entries[0].state, siblings.entries[0].num_tokens = "finished", 12
     judge.reward("r", [Reward("p", 0, 1.0, True)])
     (tried,) = judge.memory.tried
@@ -397,13 +400,53 @@ def test_of_more_adapters_than_there_is_room_for_none_is_judged_while_rewards_ar
         Siblings(judge, SHADOW, adapter=f"{number}", rollout_id=f"{number}").due(LOGITS)
     late = Siblings(judge, SHADOW, adapter="late", rollout_id="late")
     assert late.due(LOGITS) == []
-    assert not late.group.assessments
+    assert not late.judged.assessments
     base = Siblings(judge, SHADOW, rollout_id="base")
     base.due(LOGITS)
-    assert base.group.assessments
+    assert base.judged.assessments
     for index in LOGITS:
         judge.ledger.take("3", "p", index)
     late.due(LOGITS)
-    assert late.group.assessments
+    assert late.judged.assessments
     assert judge.memories.known("3") is None
     assert judge.memories.take_forgotten() == [(LENGTH, "3")]
+
+
+def judged_group(group_size: int, num: int, num_launched: int | None = None) -> JudgedGroup:
+    group = Group(group_terms(group_size, num, pruning=PLAN))
+    for _ in range(num if num_launched is None else num_launched):
+        group.launch()
+    return JudgedGroup(group, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("num_due", "at_least", "num_needed"), [(4, 2, 0), (6, 2, 2), (6, 1, 1), (5, 2, 1), (6, 6, 6), (1, 6, 1), (0, 6, 0)]
+)
+def test_due_candidates_are_needed_as_far_as_the_others_are_too_few(num_due, at_least, num_needed):
+    assert judged_group(2, 6).num_needed(num_due, at_least) == num_needed
+
+
+def test_finished_and_expected_siblings_are_able_to_finish_while_failed_and_pruned_ones_are_not():
+    judged = judged_group(2, 6, num_launched=5)
+    group = judged.group
+    assert judged.num_needed(5, 2) == 1  # the sixth is expected
+    end_step(group, (0, "stop", 3))
+    assert judged.num_needed(4, 2) == 0
+    end_step(group, (1, "failed", 3))
+    assert judged.num_needed(3, 2) == 0
+    group.launch()
+    assert judged.num_needed(4, 2) == 1
+    group.rule_out([2, 3], "pruned")
+    assert [judged.num_needed(num_due, 2) for num_due in (2, 1)] == [1, 0]
+
+
+def test_in_shadow_mode_marked_candidates_do_not_count_as_able_to_finish():
+    judged = judged_group(2, 4)
+    group = judged.group
+    marked, kept = (Assessment("head", 0.0, 0.5, 0.5, keep, 1, Confidence(1.0, 1.0, 1.0)) for keep in (False, True))
+    judged.assessments.update({0: marked, 1: marked})
+    assert judged.num_needed(2, 2) == 2
+    end_step(group, (0, "stop", 20))
+    assert judged.num_needed(2, 2) == 2
+    judged.assessments[1] = kept
+    assert judged.num_needed(2, 2) == 1

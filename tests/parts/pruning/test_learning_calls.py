@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.parts.pruning.reports import report_of
+from tests.support.steps import group_steps, group_terms, judge_of
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
@@ -35,7 +36,6 @@ from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.worker.worker import RolloutWorker
@@ -43,7 +43,7 @@ from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLear
 from vllm_rollout.parts.pruning.core import learning_calls, readings
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
 from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Reward, Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
@@ -74,14 +74,14 @@ class Rank:
             CandidateTracker(torch.device("cpu")), self.ring,
             hidden_size=HIDDEN_SIZE, model=model, device=torch.device("cpu"),
         )  # fmt: skip
-        self.scheduler = SimpleNamespace(judge=Judge(), readings=Readings())
+        self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=model))
         self.worker_calls: list[str] = []
         self.arguments: dict[str, list[Any]] = {name: [] for name in OPERATIONS}
 
     @property
     def judge(self) -> Judge:
-        return self.scheduler.judge
+        return judge_of(self.scheduler)
 
     def collective_rpc(self, method: str, args: tuple) -> list[Any]:
         """A tensor-parallel rank whose outputs nobody reads answers first."""
@@ -104,14 +104,15 @@ class Rank:
     ) -> list[Reward]:
         """Score and finish candidates whose first feature says whether they succeed."""
         states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        group = Group(GroupTerms(num, num, pruning=plan))
+        group = Group(group_terms(num, num, pruning=plan))
+        judged = JudgedGroup(group, plan)
         scoring = Scoring(rollout_id, prompt_id, 7, prompt_key=prompt_key, adapter=adapter)
         for index in range(num):
             group.launch()
             entry = self.judge.ledger.open(scoring, CandidateId("", index), f"{rollout_id}-{index}", plan)
             logit = states[index, 0].item()
             seen = Observation(Confidence(1.0, 1.0, 2.0 + logit), logit, 1)
-            self.judge.judge(group, scoring, {index: (entry, seen)})
+            self.judge.judge(judged, scoring, {index: (entry, seen)})
             entry.state, entry.num_tokens = "finished", 30
         self.ring.put([StateKey(f"{rollout_id}-{index}", plan.detection_length) for index in range(num)], states)
         good = [bool(states[index, 0] > 0) for index in range(num)]

@@ -10,8 +10,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left, prune_by_sign
+from tests.support.steps import group_terms, judge_of, said, scores
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.learning import Learning
@@ -42,7 +42,7 @@ def abort(run: TracedRun, *request_ids: str) -> None:
 
 
 def reward(run: TracedRun, prompt_id: str, *indices: int) -> list[str]:
-    return run.scheduler.judge.reward("rollout", [(prompt_id, index, 1.0, True) for index in indices])[1]
+    return judge_of(run.scheduler).reward("rollout", [(prompt_id, index, 1.0, True) for index in indices])[1]
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_a_last_output_says_why_its_candidate_was_kept_or_not(pruning_run):
     run = pruning_run()
     ids = add_group(run, "g", [50, 40, 5], 3, pruning=PLAN, logits=[1.5, -2.5, 1])
     run.run()
-    kept, pruned = (run.note(id).assessment for id in ids[:2])
+    kept, pruned = (scores(run.note(id)).assessment for id in ids[:2])
     assert kept == Assessment("head", 1.5, 0.5, 0.75, True, 1, Confidence(1.5, 1.5, 1.5))
     assert pruned == Assessment("head", -2.5, 0.5, 0.75, False, 1, Confidence(-2.5, -2.5, -2.5))
-    assert run.note(ids[2]).assessment is None
+    assert scores(run.note(ids[2])).assessment is None
     assert reward(run, "g", 2) == ["unscored"]
 
 
@@ -105,7 +105,7 @@ def test_who_is_pruned_and_who_is_judged(pruning_run, name):
     run.run()
     assert endings(run, ids) == wanted
     assert {run.num_tokens(id) for id, end in zip(ids, wanted, strict=True) if end in (PRUNED, CUT)} <= {10}
-    assert sum(run.note(id).assessment is not None for id in ids) == num_judged
+    assert sum(scores(run.note(id)).assessment is not None for id in ids) == num_judged
     assert_nothing_left(run)
 
 
@@ -141,11 +141,11 @@ def test_a_preempted_candidate_is_judged_when_it_gets_there(pruning_run):
 def test_pruning_that_makes_cut_candidates_count_completes_the_group_in_that_step(pruning_run):
     run = pruning_run()
     for index in range(4):
-        tag = CandidateTag("g", index, GroupTerms(1, 4, pruning=PLAN), 64, Scoring("rollout", "g", 7))
+        tag = CandidateTag("g", index, group_terms(1, 4, pruning=PLAN), 64, said(Scoring("rollout", "g", 7)))
         sampling = {"max_tokens": 10} if index < 2 else {}
         run.add(f"g-{index}", 90, extra_args=tag.to_extra_args(), **sampling)
     run.logits.update({"g-2": -1, "g-3": -1})
-    run.scheduler.judge.memory.learnings[10].assess = partial(_prune_all, run)
+    judge_of(run.scheduler).memory.learnings[10].assess = partial(_prune_all, run)
     run.run()
     assert endings(run, ["g-0", "g-1", "g-2", "g-3"]) == [CUT, LOST, PRUNED, PRUNED]
     assert [run.num_tokens(f"g-{i}") for i in range(4)] == [10] * 4
@@ -166,7 +166,7 @@ def test_a_candidate_its_client_aborts_while_it_is_scored_is_failed(pruning_run)
     run.run()
     assert endings(run, ids) == [ABORTED, PRUNED, WON]
     assert [run.num_tokens(id) for id in ids] == [9, 10, 50]
-    assert run.note("g-0").assessment is None
+    assert scores(run.note("g-0")).assessment is None
     assert_nothing_left(run)
 
 
@@ -191,7 +191,7 @@ def test_a_candidate_that_is_scored_twice_is_judged_once(pruning_run):
     run._scored_lengths.update(dict.fromkeys(ids, (11,)))
     run.run()
     assert endings(run, ids) == [WON, WON]
-    assert [run.note(id).assessment.score for id in ids] == [1, 2]
+    assert [scores(run.note(id)).assessment.score for id in ids] == [1, 2]
 
 
 def delivered(run: TracedRun, request_id: str) -> list[tuple]:
@@ -208,7 +208,7 @@ def test_shadow_mode_changes_no_output_but_says_what_it_would_have_done(pruning_
     assert plain.num_steps == shadow.num_steps
     assert {id: delivered(shadow, id) for id in ids} == {id: delivered(plain, id) for id in ids}
     assert [shadow.state(id) for id in ids] == [plain.state(id) for id in ids]
-    assert [shadow.note(id).assessment.keep for id in ids[:4]] == [False, False, True, True]
+    assert [scores(shadow.note(id)).assessment.keep for id in ids[:4]] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("group_size", [4, 2])
@@ -224,7 +224,7 @@ def test_keeping_everybody_gives_what_no_pruning_gives(new_run, group_size):
     for id in ids:
         assert delivered(kept, id) == delivered(plain, id)
         assert ending(kept, id) == ending(plain, id)
-        assert not kept.note(id).assessment.cold
+        assert not scores(kept.note(id)).assessment.cold
 
 
 def test_untagged_requests_beside_pruning_get_what_stock_vllm_gives(pruning_run, new_run, loop):
@@ -248,7 +248,7 @@ def test_a_group_without_pruning_beside_one_with_it_is_not_judged(pruning_run):
     plain = add_group(run, "b", [50, 60], 1, logits=[-1, -1])
     run.run()
     assert endings(run, [*pruned, *plain]) == [PRUNED, WON, WON, LOST]
-    assert run.note("b-0").assessment is None
+    assert scores(run.note("b-0")).assessment is None
 
 
 def test_a_request_that_joins_with_another_plan_is_refused(pruning_run):
@@ -256,15 +256,14 @@ def test_a_request_that_joins_with_another_plan_is_refused(pruning_run):
     prune_by_sign(run, 10)
     for number, plan in enumerate([PLAN, PLAN, replace(PLAN, detection_length=12), SHADOW, None]):
         scoring = plan and Scoring("g", "g", number)
-        tag = CandidateTag("g", None, GroupTerms(1, 2, pruning=plan), 64, scoring)
+        tag = CandidateTag("g", None, group_terms(1, 2, pruning=plan), 64, said(scoring))
         run.add(f"g-{number}", 30, extra_args=tag.to_extra_args())
     run.logits.update({"g-0": -1, "g-1": 1})
     run.run()
     assert endings(run, ["g-0", "g-1"]) == [PRUNED, WON]
     refusals = [run.note(f"g-{number}").refusal for number in (2, 3, 4)]
     assert [run.num_tokens(f"g-{number}") for number in (2, 3, 4)] == [0, 0, 0]
-    said = [refusal.partition(". ")[0] for refusal in refusals]
-    assert said == [
+    assert [refusal.partition(". ")[0] for refusal in refusals] == [
         "pruning.detection_length of this group is 10, as its first candidate said, got 12",
         "pruning.mode of this group is 'active', as its first candidate said, got 'shadow'",
         "pruning.detection_length of this group is 10, as its first candidate said, got None",
@@ -276,7 +275,7 @@ def test_a_group_with_nothing_new_is_not_settled_in_every_step(pruning_run, monk
     run = pruning_run()
     settled = []
     settle = Group.settle
-    monkeypatch.setattr(Group, "settle", lambda group: settled.append(run.num_steps) or settle(group))
+    monkeypatch.setattr(Group, "settle", lambda group, *_: settled.append(run.num_steps) or settle(group))
     add_group(run, "g", [60, 70], 2, pruning=PLAN, logits=[1, 1])
     run.run()
     assert len(settled) == 3  # scores, and two endings
@@ -304,7 +303,7 @@ def teach(run: TracedRun) -> None:
         kept = Assessment("head", seen.logit, None, 1.0, True, 1, seen.confidence, cold=True)
         learning.reward(seen, kept, 20, bool(i % 2), str(i), False)
         learning.calibrators["head"].observe(seen.logit)
-    run.scheduler.judge.memory.learnings[10] = learning
+    judge_of(run.scheduler).memory.learnings[10] = learning
 
 
 def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(new_run):
@@ -319,14 +318,14 @@ def test_the_order_in_which_groups_and_siblings_arrive_does_not_change_verdicts(
         random.Random(order).shuffle(ids)
         for id in ids:
             group, index = id.split("-")
-            terms = GroupTerms(1, 2, pruning=replace(PLAN, min_labels=8))
-            tag = CandidateTag(group, int(index), terms, 64, Scoring("r", group, 7))
+            terms = group_terms(1, 2, pruning=replace(PLAN, min_labels=8))
+            tag = CandidateTag(group, int(index), terms, 64, said(Scoring("r", group, 7)))
             run.add(id, 20, extra_args=tag.to_extra_args())
         for _ in range(11):
             run.step()
         assert {run.state(id) for id in logits if id in run.outputs and run.outputs[id][-1].finished} == {"pruned"}
         run.run()
-        assessments.append({id: run.note(id).assessment for id in logits})
+        assessments.append({id: scores(run.note(id)).assessment for id in logits})
     assert assessments[0] == assessments[1] == assessments[2]
     assert len({assessment.keep for assessment in assessments[0].values()}) == 2
 
@@ -338,14 +337,14 @@ def test_what_a_candidate_teaches_is_its_adapters_whatever_its_tag_says(new_run)
     liar = Scoring("lie", "lie", 7, adapter="b")
     for group_id, lora in (("base", None), ("a", LoRARequest("a", 1, "/a")), ("lie", LoRARequest("a", 1, "/a"))):
         scoring = liar if group_id == "lie" else Scoring(group_id, group_id, 7)
-        tag = CandidateTag(group_id, 0, GroupTerms(1, 1, pruning=PLAN), 64, scoring)
+        tag = CandidateTag(group_id, 0, group_terms(1, 1, pruning=PLAN), 64, said(scoring))
         run.logits[group_id] = -1.0
         run.add(group_id, 30, extra_args=tag.to_extra_args(), lora_request=lora)
     run.run()
-    assert not run.note("base").assessment.cold
-    judge = run.scheduler.judge
+    assert not scores(run.note("base")).assessment.cold
+    judge = judge_of(run.scheduler)
     for group_id in ("a", "lie"):
-        assert run.note(group_id).assessment.cold, "what was learned of the base model does not judge an adapter"
+        assert scores(run.note(group_id)).assessment.cold, "what the base model learned does not judge an adapter"
         _, statuses, (label,) = judge.reward(group_id, [Reward(group_id, 0, 1.0, True)])
         assert (statuses, label.key) == (["accepted"], HeadKey(10, "a"))
     assert list(judge.memories.all()) == ["", "a"]
@@ -360,7 +359,7 @@ def test_requests_that_join_a_group_teach_the_adapter_that_they_have(new_run):
     for number, lora in enumerate((None, LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"))):
         run.add(f"r{number}", 30, extra_args=extra_args, lora_request=lora)
     run.run()
-    judge = run.scheduler.judge
+    judge = judge_of(run.scheduler)
     entries = [entry for rollout in judge.ledger._rollouts.values() for entry in rollout.values()]
     assert [entry.adapter for entry in entries] == ["", "a", "b"]
     assert [list(memory.learnings) for memory in judge.memories.all().values()] == [[10]] * 3
@@ -372,11 +371,11 @@ def test_who_finished_has_a_final_score_with_its_last_token_and_nobody_else(prun
     ids = add_group(run, "g", [50, 40, 6, 90, 90], 3, pruning=plan, logits=[1, -1, 2, 3, 4])
     run.run()
     assert endings(run, ids) == [WON, PRUNED, WON, WON, LOST]
-    finals = [run.note(id).final for id in ids]
+    finals = [scores(run.note(id)).final for id in ids]
     assert [final and final.score for final in finals] == [2, None, 4, 6, None]
-    assert run.note(ids[2]).assessment is None, "it ended before its detection length"
+    assert scores(run.note(ids[2])).assessment is None, "it ended before its detection length"
     assert reward(run, "g", 0, 2, 3) == ["accepted"] * 3
-    assert len(run.scheduler.judge.memories.known("").learnings[WHOLE].outcomes()) == 3
+    assert len(judge_of(run.scheduler).memories.known("").learnings[WHOLE].outcomes()) == 3
     assert_nothing_left(run)
 
 
@@ -387,7 +386,7 @@ def test_an_aborted_candidate_has_no_final_score(new_run):
         run.step()
     abort(run, ids[0])
     run.run()
-    assert [run.note(id).final is None for id in ids] == [True, False]
+    assert [scores(run.note(id)).final is None for id in ids] == [True, False]
 
 
 def test_several_lengths_stop_nobody_and_each_is_learned(new_run):
@@ -397,8 +396,8 @@ def test_several_lengths_stop_nobody_and_each_is_learned(new_run):
     run.run()
     assert endings(run, ids) == [WON] * 3
     assert reward(run, "g", 0, 1, 2) == ["accepted"] * 3
-    learnings = run.scheduler.judge.memories.known("").learnings
+    learnings = judge_of(run.scheduler).memories.known("").learnings
     assert {length: len(learning.outcomes()) for length, learning in learnings.items()} == {10: 3, 15: 3, 30: 2}
-    tried = run.scheduler.judge.memories.known("").tried
+    tried = judge_of(run.scheduler).memories.known("").tried
     assert sorted(candidate.num_tokens for candidate in tried) == [20, 40, 50]
     assert_nothing_left(run)

@@ -5,12 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import Run
+from tests.support.steps import group_steps, is_lost, races_of, said
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import RoundsStep
 
 PAIR_OF_THREE = GroupTerms(2, 3)
 
@@ -36,7 +37,11 @@ class Round(Run):
     def advance(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
             self.num_steps += 1
-            self.lost += sorted(self.step().lost_groups)
+            self.step()
+            self.lost += sorted(id for id, group in self.groups.items() if is_lost(group) and id not in self.lost)
+
+    def cut(self, race_id: str) -> None:
+        self.steps.part(RoundsStep).cut(race_id, self.steps)
 
     def states(self, position: int) -> list[str]:
         return [end for (group_id, _), (end, _) in sorted(self.ends.items()) if group_id == f"g{position}"]
@@ -56,17 +61,17 @@ def test_the_others_stop_in_the_step_in_which_enough_groups_are_complete() -> No
 def test_a_sibling_that_comes_after_its_group_is_complete_neither_counts_it_again_nor_makes_it_lose(
     num_wanted: int,
 ) -> None:
-    steps, first_of_two = GroupSteps(Judge()), GroupTerms(1, 2)
+    steps, first_of_two = group_steps(Judge()), GroupTerms(1, 2)
 
     def launch(group_id: str, index: int, position: int) -> tuple[CandidateId, Group]:
-        return steps.launch(group_id, first_of_two, index, place=RacePlace("r", num_wanted, position))
+        return steps.launch(group_id, first_of_two, index, said=said(place=RacePlace("r", num_wanted, position)))
 
     (first, group), others = launch("a", 0, 0), {launch("b", index, 1)[0] for index in range(2)}
     steps.ended(first, group, "stop", 1)
     assert steps.close_step({}, lambda _: 1).stop == ({} if num_wanted == 2 else dict.fromkeys(others, "deferred"))
     late, _ = launch("a", 1, 0)
-    verdicts = steps.close_step({}, lambda _: 1)
-    assert (verdicts.stop, verdicts.lost_groups) == ({late: "surplus"}, set())
+    assert steps.close_step({}, lambda _: 1).stop == {late: "surplus"}
+    assert not is_lost(group)
 
 
 def test_groups_that_complete_in_one_step_tie_by_their_longest_then_by_position() -> None:
@@ -87,7 +92,7 @@ def test_a_group_that_comes_after_the_cut_is_deferred_at_once_unless_the_race_wa
     round.run()
     round.enter(2, [5, 5, 5])
     round.advance()
-    round.steps.races.widen("round", 2)
+    races_of(round.steps).widen("round", 2)
     round.enter(3, [5, 6, 9])
     round.run()
     assert [round.states(position) for position in (1, 2)] == [["deferred"] * 3] * 2
@@ -97,7 +102,7 @@ def test_a_group_that_comes_after_the_cut_is_deferred_at_once_unless_the_race_wa
 def test_a_race_that_is_cut_from_outside_stops() -> None:
     round = Round([[4, 4, 4], [8, 8, 8]], num_wanted=2)
     round.advance(5)
-    round.steps.cut("round")
+    round.cut("round")
     round.advance()
     assert round.num_steps == 6
     assert round.states(1) == ["deferred"] * 3
@@ -106,12 +111,12 @@ def test_a_race_that_is_cut_from_outside_stops() -> None:
 def test_what_is_said_of_a_race_holds_for_groups_that_are_on_their_way() -> None:
     """They were sent before, and come later."""
     round = Round([], num_wanted=1)
-    round.steps.cut("round")
+    round.cut("round")
     round.enter(0, [8, 8, 8])
     round.advance()
     assert round.states(0) == ["deferred"] * 3
     round.enter(0, [8])  # a sibling that was slower still
-    round.steps.races.widen("round", 2)
+    races_of(round.steps).widen("round", 2)
     round.enter(1, [2, 2, 2])
     round.enter(2, [4, 4, 4])
     round.run()
@@ -138,7 +143,7 @@ def test_a_lost_group_leaves_the_race_uncounted() -> None:
 
 
 def test_a_lost_candidate_is_replaced_as_often_as_its_group_allows() -> None:
-    steps = GroupSteps(Judge())
+    steps = group_steps(Judge())
     terms = GroupTerms(2, 2, num_replaceable=1)
     ids = [steps.launch("g", terms, index)[0] for index in range(2)]
     group = steps.launch("other", terms, 0)[1] and steps._table.find("g")
@@ -156,19 +161,19 @@ def test_a_lost_candidate_is_replaced_as_often_as_its_group_allows() -> None:
 
 def test_a_forgotten_race_lets_its_groups_go_on() -> None:
     round = Round([[2, 2, 2], [8, 8, 8]], num_wanted=1)
-    round.steps.races.forget("round")
+    races_of(round.steps).forget("round")
     round.run()
     assert round.states(1) == ["stop"] * 3
-    assert len(round.steps.races) == 0
+    assert len(races_of(round.steps)) == 0
 
 
 def test_more_races_than_an_engine_remembers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_rollout.parts.rounds.rules.race.MAX_RACES", 2)
-    steps = GroupSteps(Judge())
+    steps = group_steps(Judge())
     for name in "abc":
-        steps.launch(f"g{name}", PAIR_OF_THREE, 0, place=RacePlace(name, 1, 0))
-    assert steps.races._race_of.keys() == {"gb", "gc"}
-    assert len(steps.races) == 2
+        steps.launch(f"g{name}", PAIR_OF_THREE, 0, said=said(place=RacePlace(name, 1, 0)))
+    assert races_of(steps)._race_of.keys() == {"gb", "gc"}
+    assert len(races_of(steps)) == 2
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -191,11 +196,13 @@ def test_exactly_as_many_groups_win_as_are_wanted(lengths: list[list[int]], num_
 
 @pytest.mark.parametrize("num_wanted", [1, 2])
 def test_races_do_not_touch_each_other(num_wanted: int) -> None:
-    steps = GroupSteps(Judge())
+    steps = group_steps(Judge())
     for race in "ab":
         for position in range(3):
             for index in range(3):
-                steps.launch(f"{race}{position}", PAIR_OF_THREE, index, place=RacePlace(race, num_wanted, position))
+                steps.launch(
+                    f"{race}{position}", PAIR_OF_THREE, index, said=said(place=RacePlace(race, num_wanted, position))
+                )
     for position in range(num_wanted):
         group = steps._table.find(f"a{position}")
         for index in range(2):

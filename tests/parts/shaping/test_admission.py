@@ -6,6 +6,7 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import NO_AUDITS
 from tests.parts.emulation.emulated_run import EmulatedRun
+from tests.support.steps import judge_of
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.emulation.settings import Settings
@@ -24,7 +25,7 @@ def run_of(
     run = EmulatedRun(model, settings, drafts=False, options=NO_AUDITS, num_blocks=NUM_BLOCKS, **limits)
     if known:
         lengths = [ObservedLength(length, False) for length in known]
-        run.scheduler.judge.memory_of(BASE_MODEL).lengths.observe("before", lengths)
+        judge_of(run.scheduler).memory_of(BASE_MODEL).lengths.observe("before", lengths)
     chance = Random(1)
     for number in range(num_groups):
         lengths = [max(1, round(200 * chance.lognormvariate(0, 0.5))) for _ in range(GROUP_SIZE)]

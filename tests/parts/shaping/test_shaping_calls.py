@@ -10,6 +10,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.support.steps import judge_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.call_table import (
@@ -92,7 +93,7 @@ def test_an_observed_group_is_known_on_every_rank(engine, cores):
     expected = LengthHistory()
     expected.observe("id:a", LENGTHS)
     for core in cores:
-        assert core.scheduler.judge.memory.lengths.of("id:a") == expected.of("id:a")
+        assert judge_of(core.scheduler).memory.lengths.of("id:a") == expected.of("id:a")
     history = asyncio.run(engine.length_history(["id:a", "id:b"]))
     assert history.prompts == [expected.of("id:a"), None]
     assert history.dataset == expected.dataset()

@@ -7,11 +7,13 @@ would: `GroupSteps`, `Run` and `RoundProgress`.
 from dataclasses import dataclass, field
 from math import inf
 
+from tests.support.steps import group_steps, is_lost, said
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import Confidence, Ending, Observation
 from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import Run
@@ -47,7 +49,7 @@ class Candidate:
 class StepEngine:
     cost: object
     slots: float
-    steps: GroupSteps = field(default_factory=lambda: GroupSteps(Judge()))
+    steps: GroupSteps = field(default_factory=lambda: group_steps(Judge()))
     candidates: list = field(default_factory=list)
     messages: list = field(default_factory=list)
     between_s: float = 0.0
@@ -90,7 +92,7 @@ class StepEngine:
     def launch(self, name, plan, futures, prompt_tokens, place=None, scoring=None):
         detection_length = None if plan.pruning is None else plan.pruning.detection_length
         for index, future in enumerate(futures):
-            id, group = self.steps.launch(name, plan.terms, index, scoring=scoring, place=place)
+            id, group = self.steps.launch(name, plan.terms, index, said=said(scoring, place=place))
             self.candidates.append(Candidate(id, group, future, prompt_tokens, detection_length))
 
     def end(self):
@@ -108,11 +110,11 @@ class StepEngine:
                 elif candidate.num_tokens == candidate.detection_length:
                     due[candidate.id] = Observation(Confidence(*[candidate.future.score] * 3))
         by_id = {c.id: c for c in self.candidates}
-        verdicts = self.steps.close_step(due, lambda id: by_id[id].num_tokens)
+        verdicts = self.steps.close_step({PRUNING: due} if due else {}, lambda id: by_id[id].num_tokens)
         for id in verdicts.stop:
             by_id[id].runs = False
         over = [
-            (name, [c for c in self.candidates if c.id.group_id == name], name in verdicts.lost_groups)
+            (name, its := [c for c in self.candidates if c.id.group_id == name], is_lost(its[0].group))
             for name in verdicts.over
         ]
         left = {}

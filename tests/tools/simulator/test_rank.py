@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.steps import assessments, group_steps
 from tests.tools.simulator.round_by_step import StepEngine
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, warm_judge
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -72,7 +72,7 @@ def test_a_candidate_without_a_score_is_not_judged():
     plan = PruningPlan(5, min_survival=0.001, allow_fewer=True, min_labels=4)
     race = Race("q", GroupPlan(1, 2, pruning=plan), pool(6, 9, 9), scoring=Scoring("rollout", "q", 0))
     run_rank(Machine(FLAT), [race], warm_judge(5))
-    assert (states(race), race.group.assessments) == (["finished", "surplus", "surplus"], {})
+    assert (states(race), assessments(race.group)) == (["finished", "surplus", "surplus"], {})
 
 
 lengths = st.integers(1, 40)
@@ -120,7 +120,7 @@ def groups(draw):
 def test_a_replay_is_every_single_step(drawn, slots, plan):
     cost = CostModel(DETAILED.curves, DETAILED.prefill_s_per_token, DETAILED.step_prefill_s)
     judges = [warm_judge(plan.detection_length) if plan else Judge() for _ in range(2)]
-    slow = StepEngine(cost, slots, GroupSteps(judges[0]))
+    slow = StepEngine(cost, slots, group_steps(judges[0]))
     races = []
     for i, (group, candidates, prompt_tokens) in enumerate(drawn):
         scoring = plan and Scoring("rollout", f"q{i}", 7)
@@ -137,7 +137,7 @@ def test_a_replay_is_every_single_step(drawn, slots, plan):
     for race in races:
         its = [candidate for candidate in slow.candidates if candidate.id.group_id == race.prompt_id]
         assert race.endings == tuple(candidate.ending for candidate in its)
-        assert race.group.assessments == its[0].group.assessments
+        assert assessments(race.group) == assessments(its[0].group)
         assert race.over_s == pytest.approx(over_s[race.prompt_id])
     assert run.seconds == pytest.approx(end_s)
 

@@ -7,5 +7,7 @@ PART = Part(
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
     faces={
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
+        "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
+        "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
     },
 )
