@@ -65,12 +65,12 @@ class Every(DraftingRule):
 
 
 def verify_all(worker: Any) -> None:
-    worker.model_runner.drafts.rule = Every()
+    worker.model_runner.drafter.rule = Every()
 
 
 def verified(worker: Any) -> list[int]:
-    rule = worker.model_runner.drafts.rule
-    worker.model_runner.drafts.rule = Every()
+    rule = worker.model_runner.drafter.rule
+    worker.model_runner.drafter.rule = Every()
     return [rule.num_drafted, rule.num_accepted]
 
 

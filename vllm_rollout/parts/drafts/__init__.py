@@ -7,5 +7,6 @@ PART = Part(
     "Uses tokens of siblings and of earlier answers as drafts, which vLLM verifies.",
     faces={
         "flags": "vllm_rollout.parts.drafts.api:FLAGS",
+        "worker": "vllm_rollout.parts.drafts.worker.runner:drafts_of",
     },
 )
