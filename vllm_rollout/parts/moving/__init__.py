@@ -9,7 +9,9 @@ PART = Part(
     faces={
         "api": "vllm_rollout.parts.moving.api.part:MovingApi",
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
+        "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
     },
 )

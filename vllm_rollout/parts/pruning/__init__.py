@@ -8,6 +8,7 @@ PART = Part(
     faces={
         "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
         "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
+        "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",

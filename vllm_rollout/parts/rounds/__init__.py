@@ -22,6 +22,7 @@ PART = Part(
         },
         "shaping": {
             "api": "vllm_rollout.parts.rounds.with_shaping.api.part:ShapedRoundsApi",
+            "flags": "vllm_rollout.parts.rounds.with_shaping.api.flags:FLAGS",
             "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
         },
     },
