@@ -28,7 +28,7 @@ from benchmarks.pruning.records import Record, Run, records_of
 from benchmarks.pruning.results import summarize
 from benchmarks.pruning.run import forget, load
 from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.rules.types import Confidence
 
 from .server.conftest import make_app, serving

@@ -19,7 +19,7 @@ from benchmarks.shaping.run import begin, forget, summarize
 from benchmarks.shaping.runs import Bench, measure
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, order, prompts
 from benchmarks.shaping.simulation import history_of, simulate
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve

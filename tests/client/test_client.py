@@ -23,7 +23,7 @@ import vllm_rollout
 from tests.server.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import WAIT_S, eventually, wait_until
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
-from vllm_rollout.kernel.client.client import rollout_body
+from vllm_rollout.kernel.client.body import rollout_body
 from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.http.answers import (
     DoneEvent,

@@ -113,8 +113,7 @@ def load(place: str) -> Any:
 
 
 def _installed() -> Mapping[str, Part]:
-    from vllm_rollout import parts as folder
-
+    folder = import_module("vllm_rollout.parts")  # `from vllm_rollout import` would ask this list for names
     names = [module.name for module in iter_modules(folder.__path__) if module.ispkg]
     ours = [import_module(f"{folder.__name__}.{name}").PART for name in names]
     theirs = [point.load() for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]

@@ -5,4 +5,5 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "drafts",
     "Uses tokens of siblings and of earlier answers as drafts, which vLLM verifies.",
+    exports={"Drafts": "vllm_rollout.parts.drafts.worker.drafts:Drafts"},
 )

@@ -6,4 +6,11 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
+    faces={"client": "vllm_rollout.parts.sessions.client.agents:CLIENT"},
+    exports={
+        "AgentGroup": "vllm_rollout.parts.sessions.client.agent_group:AgentGroup",
+        "AgentSession": "vllm_rollout.parts.sessions.client.agent_session:AgentSession",
+        "SessionLost": "vllm_rollout.parts.sessions.client.agent_session:SessionLost",
+        "Void": "vllm_rollout.parts.sessions.client.agent_session:Void",
+    },
 )

@@ -18,6 +18,7 @@ from vllm_rollout.parts.in_process.api.methods import async_streamed, awaited
 from vllm_rollout.parts.in_process.api.rollouts import Rewards, Rollouts
 from vllm_rollout.parts.in_process.api.runs import with_spares
 from vllm_rollout.parts.moving.api.rank_client import RankClient
+from vllm_rollout.parts.pruning import client as learning
 
 
 class AsyncLLM(RolloutAsyncLLM):
@@ -32,14 +33,14 @@ class AsyncLLM(RolloutAsyncLLM):
     stream = async_streamed(calls.stream)
     post_rewards = awaited(calls.post_rewards)
     post_named_rewards = awaited(calls.post_named_rewards)
-    quality_head = awaited(calls.quality_head)
-    set_quality_head = awaited(calls.set_quality_head)
-    report = awaited(calls.report)
-    detection_lengths = awaited(calls.detection_lengths)
-    prompts = awaited(calls.prompts)
-    state = awaited(calls.state)
-    set_state = awaited(calls.set_state)
-    vote = awaited(calls.vote)
+    quality_head = awaited(learning.quality_head)
+    set_quality_head = awaited(learning.set_quality_head)
+    report = awaited(learning.report)
+    detection_lengths = awaited(learning.detection_lengths)
+    prompts = awaited(learning.prompts)
+    state = awaited(learning.state)
+    set_state = awaited(learning.set_state)
+    vote = awaited(learning.vote)
 
     fields_in = "extra_args"
     spares = 0

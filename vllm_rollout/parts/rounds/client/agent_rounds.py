@@ -13,6 +13,7 @@ from typing import Annotated
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
+from vllm_rollout.background import cancel, cancelled
 from vllm_rollout.kernel.client.calls import EventsCall
 from vllm_rollout.kernel.client.connection import INCOMPLETE, RolloutError, event_data, parse, transport_error
 from vllm_rollout.kernel.http.answers import DeferredEvent, ErrorEvent, FilteredEvent
@@ -24,7 +25,6 @@ from vllm_rollout.parts.rounds.http.session_answers import (
     UnstartedEvent,
 )
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, RunningGroup, Shared
-from vllm_rollout.parts.sessions.client.agent_session import cancel, cancelled
 from vllm_rollout.parts.sessions.http.body import SessionEvent
 
 _EVENT: TypeAdapter[SessionRoundEvent] = TypeAdapter(Annotated[SessionRoundEvent, Discriminator("type")])

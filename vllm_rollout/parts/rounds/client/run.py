@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import Unpack
 
-from vllm_rollout.kernel.client.blocking import blocking, blocking_generator, finished
+from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_generator, finished
 from vllm_rollout.kernel.client.body import PromptLike, prompt_body, takes_options
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
@@ -288,7 +288,7 @@ class AsyncRun:
         await self._client.send(run_calls.delete_run(self.id))
 
 
-class Run:
+class Run(Blocked):
     """A run of a `RolloutClient`: rounds of prompts with a queue at the server."""
 
     refresh = blocking(AsyncRun.refresh)
