@@ -13,10 +13,10 @@ from vllm.v1.request import RequestStatus
 
 from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, request_name
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.wire import TAG_KEY
 from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward, request_name
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}

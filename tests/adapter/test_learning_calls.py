@@ -35,6 +35,7 @@ from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
@@ -44,7 +45,7 @@ from vllm_rollout.parts.pruning.core import learning_calls, readings
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
 from vllm_rollout.parts.pruning.core.readings import MAX_READINGS, Readings
 from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.parts.pruning.rules.ledger import Reward, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads

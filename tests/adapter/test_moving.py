@@ -8,8 +8,8 @@ from scheduler_runs import add_group, assert_nothing_left, prune_by_sign
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 

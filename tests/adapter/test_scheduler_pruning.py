@@ -11,11 +11,12 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.learning import Learning
-from vllm_rollout.parts.pruning.rules.ledger import Reward, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(detection_length=10, allow_fewer=True)

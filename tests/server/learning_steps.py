@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from vllm_rollout.kernel.http.answers import RolloutAnswer
-from vllm_rollout.parts.pruning.http.body import RewardsAnswer
+from vllm_rollout.kernel.http.rewards import RewardsAnswer
 
 from .fake_learning import succeeded
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rounds.http.body import RoundRequest
 from vllm_rollout.parts.rounds.http.stored import EndedGroup
 

@@ -11,8 +11,8 @@ from safetensors.numpy import save
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
 from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.http.engine import HeadInfo
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 
 from .conftest import serving
 from .fake_engine import FakeEngine

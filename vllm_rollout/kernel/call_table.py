@@ -16,11 +16,11 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey, HeldGroups
 from vllm_rollout.parts.moving.rules.detached import StayReason
 from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.parts.pruning.rules.judge import Label
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, RewardStatus
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, RewardedCandidate

@@ -40,7 +40,9 @@ class Part:
     exports: Mapping[str, str] = field(default_factory=dict)
     """Names that the package `vllm_rollout` offers -> "module:attribute"."""
     also: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute"."""
+    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
+
+    Their files stand in the folder `with_NAME` of the part."""
 
 
 @cache

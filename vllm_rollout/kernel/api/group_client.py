@@ -57,6 +57,7 @@ from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
+from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
 from vllm_rollout.kernel.rules.xargs import (
@@ -69,7 +70,7 @@ from vllm_rollout.kernel.rules.xargs import (
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
-from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
 from vllm_rollout.parts.rounds.api import resumed_params, resumed_prompt
 from vllm_rollout.parts.rounds.rules.race import RacePlace

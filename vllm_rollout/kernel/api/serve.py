@@ -37,6 +37,7 @@ from vllm_rollout.kernel.api.state_folder import FolderLock, FolderTaken
 from vllm_rollout.kernel.api.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.kernel.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.kernel.options import DRAFTS_CONFIG, ServeOptions
 from vllm_rollout.models import DEFAULT_MODEL, resolve
@@ -44,7 +45,6 @@ from vllm_rollout.parts.emulation import api as emulate
 from vllm_rollout.parts.front_ends import api as front_ends
 from vllm_rollout.parts.moving.api import parallelism
 from vllm_rollout.parts.page.recording.file import TraceFile
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 from vllm_rollout.parts.rewards.api import judge, rewards
 from vllm_rollout.parts.trainers.api import trainers
 from vllm_rollout.private_file import private_folder

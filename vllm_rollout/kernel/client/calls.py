@@ -22,7 +22,7 @@ from vllm_rollout.kernel.client.body import PromptLike, Redundancy, RolloutOptio
 from vllm_rollout.kernel.client.connection import parse
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.parts.pruning.http.body import NamedRewardEntry, NamedRewardsAnswer, RewardEntry, RewardsAnswer
+from vllm_rollout.kernel.http.rewards import NamedRewardEntry, NamedRewardsAnswer, RewardEntry, RewardsAnswer
 
 T = TypeVar("T")
 

@@ -12,6 +12,9 @@ from hashlib import blake2b
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+ADMIN_HEADER = "x-rollout-admin-key"
+"""Header with the admin key, needed if the server has --rollout-admin-key."""
+
 _namespace: ContextVar[str] = ContextVar("namespace", default="")
 _request: ContextVar[str | None] = ContextVar("request", default=None)
 _session: ContextVar[str | None] = ContextVar("session", default=None)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, Ending, HeadKey, HeldGroups, Signal
 from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
@@ -16,7 +17,6 @@ from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
 from vllm_rollout.parts.moving.rules.work import Work
 from vllm_rollout.parts.pruning.rules.advice import Advice
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, ShadowReport, SignalReport

@@ -18,6 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.http.engine_totals import EngineTotals, Reading
+from vllm_rollout.kernel.rules.rewards import GradeStatus, Reward
+from vllm_rollout.kernel.rules.rewards import RewardStatus as PostedStatus
 from vllm_rollout.kernel.rules.types import (
     BASE_MODEL,
     STOP_STATES,
@@ -30,9 +32,6 @@ from vllm_rollout.kernel.rules.types import (
 )
 from vllm_rollout.parts.moving.rules.detached import MoveOutcome
 from vllm_rollout.parts.moving.rules.load import EngineLoad
-from vllm_rollout.parts.pruning.rules.ledger import Reward
-from vllm_rollout.parts.pruning.rules.ledger import RewardStatus as PostedStatus
-from vllm_rollout.parts.rewards.grading.values import RewardStatus as GradeStatus
 from vllm_rollout.parts.rounds.rules.rounds import ROUND_KINDS, Fate, RoundKind
 from vllm_rollout.parts.shaping.rules.allocation import PromptAllocation
 from vllm_rollout.parts.shaping.rules.drift import StepDrift

@@ -25,19 +25,19 @@ from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rewards import RewardEntry
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
 from vllm_rollout.parts.moving.rules.scaling import Progress
 from vllm_rollout.parts.page.http import tracing
 from vllm_rollout.parts.page.http.receipts import write_receipt
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.viewers import Viewers
-from vllm_rollout.parts.pruning.http.body import RewardEntry
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup

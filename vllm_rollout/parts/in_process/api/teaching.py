@@ -11,10 +11,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls
 from vllm_rollout.kernel.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
-from vllm_rollout.parts.pruning.http.body import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.parts.pruning.http.service import LearningService
 
 

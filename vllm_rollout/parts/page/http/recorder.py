@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.recording.file import TraceFile
 from vllm_rollout.parts.page.recording.rows import Row, reward_row
 from vllm_rollout.parts.page.recording.session_rows import SessionReward, SessionRewardRow
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.sessions.http.groups import OpenGroup
 from vllm_rollout.parts.sessions.http.seen import recorded
 from vllm_rollout.parts.sessions.rules import Session

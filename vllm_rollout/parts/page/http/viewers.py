@@ -20,12 +20,12 @@ from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.moving.http.body import EngineAnswer
 from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.page.recording.rows import end_of
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.sessions.http.seen import SeenSessions
 
 logger = logging.getLogger("vllm.vllm_rollout")

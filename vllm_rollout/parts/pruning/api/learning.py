@@ -44,10 +44,10 @@ from vllm_rollout.kernel.call_table import (
 )
 from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
 from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, rules_report
 

@@ -31,11 +31,11 @@ from vllm_rollout.kernel.call_table import (
     RewardsProgress,
     StateToPut,
 )
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.parts.pruning.rules.judge import Judge, Label
 from vllm_rollout.parts.pruning.rules.known_prompts import prompt_rows
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import PROMPTS_PER_ROW, Memories, Memory
 from vllm_rollout.parts.pruning.rules.report import HeadInfo

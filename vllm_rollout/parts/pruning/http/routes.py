@@ -23,18 +23,12 @@ from vllm_rollout.kernel.http.boundary import RolloutRoute, StateRoute
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import LearningReport
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
+from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest, RewardsAnswer, RewardsRequest
 from vllm_rollout.kernel.http.serialised import PartsResponse, filled, to_json
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import SHARE
 from vllm_rollout.kernel.rules.types import WHOLE
-from vllm_rollout.parts.pruning.http.body import (
-    HEAD_HEADER,
-    HeadAnswer,
-    NamedRewardsAnswer,
-    NamedRewardsRequest,
-    RewardsAnswer,
-    RewardsRequest,
-)
+from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder

@@ -18,9 +18,7 @@ from vllm_rollout.kernel.http.engine import (
     RewardsReceipt,
 )
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.slices import each
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
-from vllm_rollout.parts.pruning.http.body import (
+from vllm_rollout.kernel.http.rewards import (
     NamedRewardResult,
     NamedRewardsAnswer,
     NamedRewardsRequest,
@@ -30,9 +28,11 @@ from vllm_rollout.parts.pruning.http.body import (
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 

@@ -15,8 +15,8 @@ from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import MAX_INT, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields, StreamFields
 from vllm_rollout.kernel.http.renamed import with_new_names
+from vllm_rollout.kernel.http.rewards import Filter
 from vllm_rollout.kernel.rules.fields import RunFields
-from vllm_rollout.parts.pruning.http.body import Filter
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind, RunTerms
 from vllm_rollout.parts.sessions.http.body import SessionOptions
 from vllm_rollout.parts.shaping.rules.allocation import upper_bound

@@ -25,9 +25,9 @@ from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSI
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.rewards import RewardEntry
 from vllm_rollout.kernel.rules.xargs import NAMES, TurnSaid
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.pruning.http.body import RewardEntry
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
