@@ -4,26 +4,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from vllm_rollout.kernel.client.client import AsyncClient, Client
-from vllm_rollout.kernel.client.connection import RolloutError as RolloutError
+from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
 from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
-from vllm_rollout.parts.drafts.worker.drafts import Drafts as Drafts
-from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM as AsyncLLM
-from vllm_rollout.parts.in_process.api.llm import LLM as LLM
-from vllm_rollout.parts.in_process.api.teaching import teach as teach
+from vllm_rollout.parts.drafts.worker.drafts import Drafts
+from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
+from vllm_rollout.parts.in_process.api.llm import LLM
+from vllm_rollout.parts.in_process.api.teaching import teach
 from vllm_rollout.parts.moving.client import AsyncRankCalls, RankCalls
-from vllm_rollout.parts.pruning.client import AsyncLearningCalls, LearningCalls
-from vllm_rollout.parts.pruning.client import QualityHead as QualityHead
+from vllm_rollout.parts.pruning.client import AsyncLearningCalls, LearningCalls, QualityHead
 from vllm_rollout.parts.rewards.http.body import RewardOptions
-from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound as AgentRound
+from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound
 from vllm_rollout.parts.rounds.client.methods import AsyncRunCalls, RunCalls
-from vllm_rollout.parts.rounds.client.run import AsyncRun as AsyncRun
-from vllm_rollout.parts.rounds.client.run import Run as Run
-from vllm_rollout.parts.sessions.client.agent_group import AgentGroup as AgentGroup
-from vllm_rollout.parts.sessions.client.agent_session import AgentSession as AgentSession
-from vllm_rollout.parts.sessions.client.agent_session import SessionLost as SessionLost
-from vllm_rollout.parts.sessions.client.agent_session import Void as Void
+from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
+from vllm_rollout.parts.sessions.client.agent_group import AgentGroup
+from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.parts.sessions.client.agents import AsyncAgentCalls
 
 class GroupOptions(TypedDict, total=False):

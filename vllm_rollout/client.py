@@ -37,7 +37,8 @@ class AsyncRolloutClient(*(part.awaited for part in PARTS), AsyncClient):  # typ
 
     def __new__(cls, base_url: str | Sequence[str] = DEFAULT_URL, *args: Any, **settings: Any) -> Self:
         is_one = isinstance(base_url, str) or issubclass(cls, _OfSeveral)
-        return super().__new__(cls if is_one else _OfSeveral)  # type: ignore[return-value]
+        client: Self = super().__new__(cls if is_one else _OfSeveral)
+        return client
 
     __new__.__signature__ = signature(Sender.__init__)  # type: ignore[attr-defined]  # as `help` is to show it
 

@@ -422,7 +422,7 @@ def test_all_servers_go_on_if_one_refuses_a_part_of_an_update(refused):
 
 
 def test_a_run_is_found_where_it_is_and_not_made_anew_while_a_server_is_silent(monkeypatch):
-    monkeypatch.setattr("vllm_rollout.parts.fleet.fleet.AsyncRun", lambda client, _: client)
+    monkeypatch.setattr("vllm_rollout.parts.fleet.with_rounds.client.AsyncRun", lambda client, _: client)
     monkeypatch.setattr("vllm_rollout.parts.rounds.client.run_calls.typed", lambda _: lambda response: response)
     servers = Servers()
 

@@ -298,6 +298,7 @@ class Run(Blocked):
     give_up = blocking(AsyncRun.give_up)
     delete = blocking(AsyncRun.delete)
     __repr__ = AsyncRun.__repr__
+    _awaited: AsyncRun
 
     def __init__(self, run: AsyncRun, finish: Callable[[Any], Any] = finished) -> None:
         """`finish`: runs a coroutine and returns its result."""

@@ -26,7 +26,7 @@ from vllm_rollout.parts.rounds.http.session_answers import SessionRoundAnswer, S
 
 RUN_ERRORS = ERRORS | errors_of(409, 507)
 
-router = APIRouter(route_class=RolloutRoute, tags=["runs"])
+router: APIRouter = APIRouter(route_class=RolloutRoute, tags=["runs"])
 
 
 def _runs(request: Request) -> RunService:
