@@ -9,6 +9,7 @@ from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
 from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
+from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.llm import LLM
 from vllm_rollout.parts.in_process.api.teaching import teach
@@ -96,6 +97,7 @@ __all__ = [
     "Void",
     "Worker",
     "__version__",
+    "emulated_success",
     "teach",
 ]
 __version__: str

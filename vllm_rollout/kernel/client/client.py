@@ -25,7 +25,7 @@ from vllm_rollout.kernel.client.blocking import (
     finished,
 )
 from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, is_healthy, poll_s
-from vllm_rollout.kernel.client.methods import awaited, streamed
+from vllm_rollout.kernel.client.methods import async_streamed, awaited
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.client.weights import give_weights
 
@@ -34,7 +34,7 @@ class AsyncClient(Sender):
     """Async client of a server."""
 
     rollout = awaited(calls.rollout)
-    stream = streamed(calls.stream)
+    stream = async_streamed(calls.stream)
     models = awaited(calls.models)
     post_rewards = awaited(calls.post_rewards)
     post_named_rewards = awaited(calls.post_named_rewards)

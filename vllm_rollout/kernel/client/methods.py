@@ -37,7 +37,7 @@ def awaited(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Sender, P], 
     return method
 
 
-def streamed(describe: Callable[P, EventsCall]) -> Callable[Concatenate[Sender, P], AsyncGenerator[Event, None]]:
+def async_streamed(describe: Callable[P, EventsCall]) -> Callable[Concatenate[Sender, P], AsyncGenerator[Event, None]]:
     """A method of the async client that reads the described call's events."""
 
     @_described_by(describe, AsyncGenerator[Event, None])

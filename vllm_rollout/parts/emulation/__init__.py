@@ -7,4 +7,5 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "emulation",
     "Serves an emulated device: step times, lengths and outcomes of a GPU, without computing.",
+    exports={"emulated_success": "vllm_rollout.parts.emulation.tokens:succeeded"},
 )
