@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 from vllm_rollout.kernel.client.client import AsyncClient, Client
 from vllm_rollout.kernel.client.connection import RolloutError
+from vllm_rollout.kernel.client.weights import GivenWeights
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
 from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
@@ -19,7 +20,7 @@ from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound
 from vllm_rollout.parts.rounds.client.methods import AsyncRunCalls, RunCalls
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
-from vllm_rollout.parts.sessions.client.agent_group import AgentGroup
+from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.parts.sessions.client.agents import AsyncAgentCalls
 
@@ -79,12 +80,14 @@ class RolloutClient(LearningCalls, RunCalls, RankCalls, Client):
 __all__ = [
     "LLM",
     "AgentGroup",
+    "AgentResult",
     "AgentRound",
     "AgentSession",
     "AsyncLLM",
     "AsyncRolloutClient",
     "AsyncRun",
     "Drafts",
+    "GivenWeights",
     "GroupOptions",
     "Pruning",
     "QualityHead",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 import runpy
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ import pytest
 import vllm_rollout
 from tests.server.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import WAIT_S, eventually, wait_until
-from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError, answers
 from vllm_rollout.kernel.client.body import rollout_body
 from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.http.answers import (
@@ -48,6 +49,34 @@ def test_importing_the_package_and_the_client_stays_light():
         "assert not {'vllm', 'torch', 'fastapi'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+
+
+WITHOUT_PARTS = """
+import vllm_rollout
+names = {"drain", "engines", "vote", "rollout"} & set(dir(vllm_rollout.RolloutClient))
+assert names == {"rollout"}, names
+assert names == {"drain", "rollout"} & set(dir(vllm_rollout.AsyncRolloutClient))
+assert not hasattr(vllm_rollout, "QualityHead")
+assert not {"QualityHead", "Pruning"} & {*vllm_rollout.__all__, *dir(vllm_rollout)}
+for client in (vllm_rollout.RolloutClient, vllm_rollout.AsyncRolloutClient):
+    try:
+        client(["http://a", "http://b"])
+    except ValueError as error:
+        assert "base_url must be one URL, got ['http://a', 'http://b']: the part fleet" in str(error), error
+        assert "take fleet out of VLLM_ROLLOUT_WITHOUT" in str(error), error
+    else:
+        raise AssertionError("several servers were not refused")
+"""
+
+
+def test_parts_that_are_left_out_leave_no_method_and_no_name():
+    left_out = {**os.environ, "VLLM_ROLLOUT_WITHOUT": "fleet,moving,pruning"}
+    subprocess.run([sys.executable, "-c", WITHOUT_PARTS], check=True, timeout=WAIT_S, env=left_out)
+
+
+def test_every_event_of_a_stream_is_a_public_answer():
+    assert {event.__name__ for event in get_args(Event)} <= {*answers.__all__}
+    assert all(getattr(answers, name) for name in answers.__all__)
 
 
 def test_unknown_names_of_the_package_are_attribute_errors():

@@ -8,6 +8,7 @@ PART = Part(
     needs=("rewards",),
     faces={"client": "vllm_rollout.parts.sessions.client.agents:CLIENT"},
     exports={
+        "AgentResult": "vllm_rollout.parts.sessions.client.agent_group:AgentResult",
         "AgentGroup": "vllm_rollout.parts.sessions.client.agent_group:AgentGroup",
         "AgentSession": "vllm_rollout.parts.sessions.client.agent_session:AgentSession",
         "SessionLost": "vllm_rollout.parts.sessions.client.agent_session:SessionLost",
