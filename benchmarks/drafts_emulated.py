@@ -41,7 +41,7 @@ from rich.console import Console
 from benchmarks.common import arguments_of, median, median_of_known, publish, record_of_run
 from benchmarks.rollpacker import GPU_SOURCE, MODEL_SOURCE, MODELS, PROMPT_TOKENS
 from benchmarks.tables import columns, number, percent
-from tests.support.emulated_run import EmulatedRun
+from tests.parts.emulation.emulated_run import EmulatedRun
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import draft_key

@@ -29,8 +29,10 @@ MAKERS: Mapping[str, Maker] = {
     "blocking_generator": Maker(events="Generator[Event, None, None]"),
     "streamed": Maker(events="Generator[Event, None, None]"),
 }
-ASSEMBLED = ("AsyncRolloutClient", "RolloutClient")
+CLIENTS = ("AsyncRolloutClient", "RolloutClient")
 """Classes of the package's stub, which only names the classes that have their methods."""
+OTHERS = ("parts.rounds.client.run.AsyncRun", "parts.in_process.api.async_llm.AsyncLLM", "parts.in_process.api.llm.LLM")
+"""Classes some of whose methods need another part. These stand in the first of their bases."""
 CONNECTION = "kernel.client.connection.Connection"
 """The class whose words the `__init__` of the clients takes over."""
 
@@ -56,12 +58,18 @@ class DescribedCalls(Extension):
         for cls in _classes(pkg):
             for member in list(cls.members.values()):
                 _made(member, pkg)
-        for name in ASSEMBLED:
+        for name in CLIENTS:
             pkg[name]["__init__"].docstring = pkg[CONNECTION]["__init__"].docstring
-            methods = [method for base in reversed(pkg[name].resolved_bases) for method in base.members.values()]
-            for method in methods:
-                if isinstance(method, Function) and not method.name.startswith("_"):
-                    pkg[name].set_member(method.name, copy(method))
+            _take_over(pkg[name], pkg[name].resolved_bases)
+        for name in OTHERS:
+            _take_over(pkg[name], pkg[name].resolved_bases[0].resolved_bases)
+
+
+def _take_over(cls: Class, bases: list[Class]) -> None:
+    """Show the methods of these classes as those of the class."""
+    for method in (member for base in reversed(bases) for member in base.members.values()):
+        if isinstance(method, Function) and not method.name.startswith("_"):
+            cls.set_member(method.name, copy(method))
 
 
 def _classes(module: Module) -> Iterator[Class]:

@@ -11,6 +11,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -20,9 +21,16 @@ from pydantic import BaseModel
 import vllm_rollout
 from vllm_rollout.kernel.client.connection import Connection
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.parts import faces
 
 PLACE = Path(vllm_rollout.__file__).with_suffix(".pyi")
 CLIENTS = ("AsyncRolloutClient", "RolloutClient")
+ASSEMBLED = {
+    "RunMethods": ("run_methods", "Methods of runs that need another part."),
+    "LLMMethods": ("llm", "Methods of `LLM` that need another part."),
+    "AsyncLLMMethods": ("async_llm", "Methods of `AsyncLLM` that need another part."),
+}
+"""Classes that other classes are made of: the face of parts with their methods, and their words."""
 GROUP, ROLLOUT = (list(each.__annotations__) for each in (vllm_rollout.GroupOptions, vllm_rollout.RolloutOptions))
 
 
@@ -35,12 +43,13 @@ def stub() -> str:
     ]
     clients = [getattr(vllm_rollout, name) for name in CLIENTS]
     bases = [base for client in clients for base in client.__bases__]
+    more = {name: [methods for _, methods in faces(face)] for name, (face, _) in ASSEMBLED.items()}
     text = f'''\
 """Types of the package's names. Written by `python -m docs_tools.stub --write`, which reads the list of parts."""
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 {_lines(line for line in offered if not line.endswith((*CLIENTS, "pOptions", "tOptions")))}
-{_lines(f"from {each.__module__} import {each.__qualname__}" for each in [*bases, *_models()])}
+{_lines(f"from {each.__module__} import {each.__qualname__}" for each in [*bases, *chain(*more.values()), *_models()])}
 
 class GroupOptions(TypedDict, total=False):
     """Options for the groups of a rollout or a round. None leaves an option out."""
@@ -50,6 +59,7 @@ class RolloutOptions(GroupOptions, total=False):
     """Options of `rollout` and `stream` of both clients. `help` shows their meaning, in the server's words."""
 {_fields(name for name in ROLLOUT if name not in GROUP)}
 
+{_lines(_class(name, its, ASSEMBLED[name][1]) for name, its in more.items())}
 {_lines(map(_client, clients))}
 __all__ = {vllm_rollout.__all__}
 __version__: str
@@ -64,16 +74,21 @@ def _lines(lines: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+def _class(name: str, bases: Iterable[type], words: str | None) -> str:
+    return f'''
+class {name}({", ".join(base.__qualname__ for base in bases)}):
+    """{words}"""
+'''
+
+
 def _client(client: type) -> str:
     """An assembled client: the classes that have its methods, and what it is made from."""
     _, url, *settings = inspect.signature(Connection.__init__).parameters.values()
     url = url.replace(annotation="str | Sequence[str]")
     said = ", ".join(f"{each.name}: {each.annotation} = {each.default!r}" for each in settings)
-    return f'''
-class {client.__name__}({", ".join(base.__qualname__ for base in client.__bases__)}):
-    """{client.__doc__}"""
+    return f"""{_class(client.__name__, client.__bases__, client.__doc__)}
     def __init__(self, {url.name}: {url.annotation} = {url.default!r}, *, {said}) -> None: ...
-'''
+"""
 
 
 def _fields(names: Iterable[str]) -> str:

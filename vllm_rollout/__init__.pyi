@@ -13,13 +13,14 @@ from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.llm import LLM
-from vllm_rollout.parts.in_process.api.teaching import teach
+from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearning, Learning
+from vllm_rollout.parts.in_process.with_pruning.api.teaching import teach
 from vllm_rollout.parts.moving.client import AsyncRankCalls, RankCalls
 from vllm_rollout.parts.pruning.client import AsyncLearningCalls, LearningCalls, QualityHead
 from vllm_rollout.parts.rewards.http.body import RewardOptions
-from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound
 from vllm_rollout.parts.rounds.client.methods import AsyncRunCalls, RunCalls
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
+from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRound, AgentRounds
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.parts.sessions.client.agents import AsyncAgentCalls
@@ -47,8 +48,18 @@ class RolloutOptions(GroupOptions, total=False):
     audit_unit: str | None
     model: str | None
 
+class RunMethods(AgentRounds):
+    """Methods of runs that need another part."""
+
+class LLMMethods(Learning):
+    """Methods of `LLM` that need another part."""
+
+class AsyncLLMMethods(AsyncLearning):
+    """Methods of `AsyncLLM` that need another part."""
+
 class AsyncRolloutClient(AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient):
     """Async client of a server, or of several. Use as an async context manager, or await `close`."""
+
     def __init__(
         self,
         base_url: str | Sequence[str] = "http://127.0.0.1:8000",
@@ -64,6 +75,7 @@ class AsyncRolloutClient(AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, Asyn
 
 class RolloutClient(LearningCalls, RunCalls, RankCalls, Client):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
+
     def __init__(
         self,
         base_url: str | Sequence[str] = "http://127.0.0.1:8000",

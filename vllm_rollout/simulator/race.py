@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -21,7 +21,9 @@ from vllm_rollout.kernel.rules.types import CandidateId, Ending, GroupResult
 from vllm_rollout.parts.moving.rules.work import Work
 from vllm_rollout.parts.page.recording.rows import Trace, TracedPrompt
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.step import SCORING
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import PLACE
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths, length_beyond
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments
@@ -137,6 +139,12 @@ class Race:
     """Number of earlier answers to the prompt."""
     num_holding: int = 0
     """Number of running candidates that share the prompt's KV cache."""
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Values of the group's candidates for parts."""
+        said = {} if self.scoring is None else SCORING.value(self.scoring)
+        return said if self.place is None else said | PLACE.value(self.place)
 
     @property
     def work(self) -> Work:

@@ -20,12 +20,14 @@ from itertools import count
 from math import inf
 from typing import Literal, NamedTuple
 
+from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import CandidateId, Confidence, Observation
 from vllm_rollout.parts.emulation.drafts import share_factor
-from vllm_rollout.parts.moving.rules.detached import DetachedGroup
 from vllm_rollout.parts.moving.rules.load import GroupLoad
 from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
+from vllm_rollout.parts.rounds.rules.step import LOST, RoundsStep
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
 from vllm_rollout.simulator.drafts import drafted
@@ -88,7 +90,8 @@ class Rank:
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
         self._transfer = machine.transfer
-        self._group_steps = GroupSteps(judge)
+        self._rounds = RoundsStep()
+        self._group_steps = GroupSteps([PruningStep(judge), self._rounds])
         self._step = 0
         self._between_s = 0.0
         """Time at which the last step ended."""
@@ -117,7 +120,7 @@ class Rank:
 
     def cut(self, race_id: str, at_s: float) -> None:
         """Cut a race at `at_s`, because enough of its groups are complete elsewhere."""
-        self._send(at_s, lambda: self._group_steps.cut(race_id))
+        self._send(at_s, lambda: self._rounds.cut(race_id, self._group_steps))
 
     def send_away(self, group_id: str, at_s: float, deliver: Callable[[float, Departed], None]) -> None:
         """Order a group away at `at_s`. It leaves between two steps and goes to `deliver`, unless it is over or
@@ -192,9 +195,7 @@ class Rank:
         group_id = f"{self._name}{len(self._races)}"
         self._races[group_id] = race
         for index, future in enumerate(race.pool):
-            id, race.group = self._group_steps.launch(
-                group_id, race.plan.terms, index, scoring=race.scoring, place=race.place
-            )
+            id, race.group = self._group_steps.launch(group_id, race.plan.terms, index, said=race.said)
             runner = Runner(id, race, future)
             race.candidates.append(runner)
             self._waiting.append(runner)
@@ -405,7 +406,7 @@ class Rank:
                 self._group_steps.ended(runner.id, race.group, runner.future.end, num_tokens)
             elif num_tokens == runner.detection_length:
                 due[runner.id] = _observation(runner.future)
-        verdicts = self._group_steps.close_step(due, self._num_tokens)
+        verdicts = self._group_steps.close_step({PRUNING: due} if due else {}, self._num_tokens)
         for group_id, index in verdicts.stop:
             runner = self._races[group_id].candidates[index]
             runner.ended_s = self._run.seconds
@@ -416,10 +417,9 @@ class Rank:
                 for index in race.group.running:
                     if race.candidates[index].start is not None:
                         self._wake(race.candidates[index], race.group.length_cap)
-        for group_id in verdicts.lost_groups:
-            self._races[group_id].lost = True
         over = [self._races[group_id] for group_id in verdicts.over]
         for race in over:
+            race.lost = bool(LOST.of(race.group.parts))
             race.close(self._run.seconds)
         changed = dict.fromkeys([*touched, *(self._races[group_id] for group_id, _ in verdicts.stop)])
         left = [Left(race, race.ages_left) for race in changed if race.group.num_running]

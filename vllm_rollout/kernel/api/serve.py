@@ -43,9 +43,9 @@ from vllm_rollout.kernel.options import DRAFTS_CONFIG, ServeOptions
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.parts.emulation import api as emulate
 from vllm_rollout.parts.front_ends import api as front_ends
-from vllm_rollout.parts.moving.api import parallelism
 from vllm_rollout.parts.page.recording.file import TraceFile
 from vllm_rollout.parts.rewards.api import judge, rewards
+from vllm_rollout.parts.rounds.with_shaping.api import parallelism
 from vllm_rollout.parts.trainers.api import trainers
 from vllm_rollout.private_file import private_folder
 from vllm_rollout.profiling.profile_file import Profile

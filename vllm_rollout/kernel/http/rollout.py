@@ -25,7 +25,7 @@ from vllm_rollout.parts.page.rules.receipt import Receipt
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.rewards.http.service import Grading
 from vllm_rollout.parts.rounds.http.resumed import Resumption
-from vllm_rollout.parts.shaping.http import PromptPlan
+from vllm_rollout.parts.shaping.http.service import PromptPlan
 
 
 @dataclass(slots=True)

@@ -9,6 +9,10 @@ from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, Sel
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
+
+MAX_BUDGET_RATIO = 2
+"""Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,9 @@ class GroupPlan:
     @property
     def terms(self) -> GroupTerms:
         """Terms that every candidate of the group is launched with."""
+        parts = {} if self.pruning is None else TERMS.value(PruningTerms(self.pruning))
         return GroupTerms(
-            self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
+            self.group_size, self.num_candidates, self.early_stop, self.patience, self.num_replaceable, parts
         )
 
     @property
@@ -82,6 +87,15 @@ class GroupJoin(GroupTerms):
     (`kernel/rules/prompt_groups.py`)."""
     namespace: str = ""
     """Name of the client's run. Two runs may use the same group names."""
+
+    @property
+    def pruning(self) -> PruningPlan | None:
+        terms = TERMS.of(self.parts)
+        return None if terms is None else terms.plan
+
+    def with_audits(self, ratio: float) -> GroupJoin:
+        """These terms, of which this share of groups is audited if they prune."""
+        return self if self.pruning is None else replace(self, parts=TERMS.value(PruningTerms(self.pruning, ratio)))
 
 
 def make_plan(
@@ -170,6 +184,11 @@ def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] 
     allow_fewer = named.get("allow_fewer", "allow_fewer")
     _check_can_prune(join.pruning, join.group_size, join.num_candidates, number, allow_fewer)
     return join
+
+
+def upper_bound(group_size: int, max_candidates: int) -> int:
+    """Most candidates of one prompt: M_up of DARTS Eq. 5, but at most `max_candidates`."""
+    return min(MAX_BUDGET_RATIO * group_size, max_candidates)
 
 
 def default_num_longest(group_size: int) -> int:

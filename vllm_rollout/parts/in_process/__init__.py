@@ -8,6 +8,12 @@ PART = Part(
     exports={
         "LLM": "vllm_rollout.parts.in_process.api.llm:LLM",
         "AsyncLLM": "vllm_rollout.parts.in_process.api.async_llm:AsyncLLM",
-        "teach": "vllm_rollout.parts.in_process.api.teaching:teach",
+    },
+    also_exports={"pruning": {"teach": "vllm_rollout.parts.in_process.with_pruning.api.teaching:teach"}},
+    also={
+        "pruning": {
+            "async_llm": "vllm_rollout.parts.in_process.with_pruning.api.learning:AsyncLearning",
+            "llm": "vllm_rollout.parts.in_process.with_pruning.api.learning:Learning",
+        }
     },
 )

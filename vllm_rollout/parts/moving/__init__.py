@@ -6,5 +6,10 @@ PART = Part(
     "moving",
     "Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank.",
     needs=("shaping",),
-    faces={"client": "vllm_rollout.parts.moving.client:CLIENT"},
+    faces={
+        "client": "vllm_rollout.parts.moving.client:CLIENT",
+        "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
+        "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
+    },
 )

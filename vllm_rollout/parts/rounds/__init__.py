@@ -5,10 +5,27 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
-    faces={"client": "vllm_rollout.parts.rounds.client.methods:CLIENT"},
+    faces={
+        "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
+        "core": "vllm_rollout.parts.rounds.core:RoundsCore",
+        "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
+        "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
+        "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
+    },
+    also={
+        "sessions": {
+            "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
+            "session_rounds": "vllm_rollout.parts.rounds.with_sessions.http.session_rounds",
+            "sessions_field": "vllm_rollout.parts.rounds.with_sessions.http.field",
+        },
+        "shaping": {"metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics"},
+    },
     exports={
-        "AgentRound": "vllm_rollout.parts.rounds.client.agent_rounds:AgentRound",
         "AsyncRun": "vllm_rollout.parts.rounds.client.run:AsyncRun",
         "Run": "vllm_rollout.parts.rounds.client.run:Run",
+    },
+    also_exports={
+        "sessions": {"AgentRound": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRound"},
     },
 )

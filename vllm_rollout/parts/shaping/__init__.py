@@ -5,4 +5,8 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "shaping",
     "Knows the lengths of answers and their cost, and chooses the number and order of candidates by them (DARTS).",
+    faces={
+        "core": "vllm_rollout.parts.shaping.core:ShapingCore",
+        "metrics": "vllm_rollout.parts.shaping.http.metrics:ShapingMetrics",
+    },
 )

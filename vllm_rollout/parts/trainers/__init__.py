@@ -6,4 +6,5 @@ PART = Part(
     "trainers",
     "Serves the endpoints of trainers' own servers.",
     needs=("sessions",),
+    faces={"app": "vllm_rollout.parts.trainers.api.trainers:attach_compat"},
 )

@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.parts.emulation.tokens import PERIOD, Vocabulary
+from vllm_rollout.parts.pruning.rules.step import TERMS
 
 HIDDEN_SIZE = 16
 """Size of a made-up hidden state: the score, and noise."""
@@ -72,7 +73,8 @@ class EmulatedRequest:
         if self.fate.asks:
             self.length = max(self.length, 1 + len(marker))
         self.tail_at = self.length - len(self.tail)
-        plan = None if tag is None else tag.terms.pruning
+        terms = None if tag is None else TERMS.of(tag.terms.parts)
+        plan = None if terms is None else terms.plan
         self.observed = tag is not None and (tag.observed or plan is not None)
         self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
         self.scored_at = () if plan is None else plan.scored_lengths

@@ -69,7 +69,7 @@ class RoundCourse(Course):
                 async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 loses a cancellation that comes with it
                     await self._changed.wait()
             except TimeoutError:
-                await self._engine.held_groups()
+                await self._engine.rank_counts()
 
     def stopped(self) -> Awaitable[object]:
         return self._cut.wait()

@@ -1,0 +1,293 @@
+"""Drafts by candidate, and learning from drafts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.steps import said
+from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.kernel.worker import verification
+from vllm_rollout.kernel.worker.verification import expand, mend_expansion
+from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
+from vllm_rollout.parts.drafts.worker.drafts import Drafts
+from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
+
+PROMPT = (1, 2, 3)
+ANSWER = tuple(range(10, 40))
+MAX_MODEL_LEN = 60
+
+
+class Every(DraftingRule):
+    """Takes every draft, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fates: list[tuple[int, int]] = []
+        self.steps: list[tuple[int, int, float]] = []
+
+    def longest(self, num_rows: int) -> int:
+        return MAX_DRAFT_TOKENS
+
+    def choose(self, num_rows: int, num_drafts: list[int]) -> Choice:
+        return Choice(0, sum(num_drafts))
+
+    def verified(self, num_drafts: list[int], num_accepted: list[int]) -> None:
+        self.fates.append((sum(num_drafts), sum(num_accepted)))
+
+    def took(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        self.steps.append((num_rows, num_drafts, seconds))
+
+
+class Runner:
+    """Steps as a model runner makes them: what was sampled goes in, drafts come out."""
+
+    def __init__(self, launched_by: str | None = None) -> None:
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                distributed_executor_backend=launched_by, world_size=2, data_parallel_size=1
+            ),
+            additional_config=ServeOptions().into({}),
+            speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+        )
+        self.now = 0.0
+        self.drafts = Drafts(config, clock=lambda: self.now)
+        self.drafts.rule = self.rule = Every()
+        self.faults = Faults()
+        self.drafts.attend(lambda: SimpleNamespace(req_ids=list(self.tokens)), self.faults)
+        self.tokens: dict[str, list[int]] = {}
+        self.proposed: dict[str, list[int]] = {}
+
+    def step(self, sampled: dict[str, tuple[int, ...]], new: tuple = (), finished: tuple[str, ...] = ()) -> dict:
+        """Drafts of each request, by request id."""
+        for id in finished:
+            del self.tokens[id]
+        for request in new:
+            self.tokens[request.req_id] = list(request.prompt_token_ids)
+        drafted = {id: drafts for id, drafts in self.proposed.items() if drafts and id in sampled}
+        self.drafts.see_step(
+            SimpleNamespace(
+                finished_req_ids=set(finished),
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=SimpleNamespace(num_reqs=len(sampled) - len(new)),
+                scheduled_spec_decode_tokens=drafted,
+                num_scheduled_tokens=sampled,
+                total_num_scheduled_tokens=len(sampled) + sum(map(len, drafted.values())) + 5 * len(new),
+            )
+        )
+        for id, tokens in sampled.items():
+            self.tokens[id] += tokens
+        known = [*self.tokens.values()]
+        proposed = self.drafts.propose(
+            [list(sampled.get(id, ())) for id in self.tokens], np.array(list(map(len, known))), np.zeros((1, 1)), x=1
+        )
+        self.proposed = dict(zip(self.tokens, proposed, strict=True))
+        return self.proposed
+
+
+def request(
+    id: str,
+    prompt: tuple[int, ...] = PROMPT,
+    *,
+    tagged: bool = True,
+    adapter: str | None = None,
+    max_tokens: int = 99,
+    **tag: Any,
+) -> SimpleNamespace:
+    extra_args = CandidateTag("group", 0, GroupTerms(1, 2), 1, said(**tag)).to_extra_args() if tagged else None
+    return SimpleNamespace(
+        req_id=id,
+        request_id=id,
+        prompt_token_ids=list(prompt),
+        lora_request=None if adapter is None else SimpleNamespace(lora_name=adapter),
+        sampling_params=SimpleNamespace(extra_args=extra_args, max_tokens=max_tokens),
+    )
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner()
+
+
+def test_a_candidate_is_drafted_what_its_sibling_has_said(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    assert runner.step({"a": ANSWER[8:9], "b": ANSWER[:2]}, (request("b"),))["b"] == list(ANSWER[2:9])
+
+
+def test_what_has_ended_is_still_a_source(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    runner.step({}, finished=("a",))
+    assert runner.step({"b": ANSWER[:1]}, (request("b"),))["b"] == list(ANSWER[1:8])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request("b", namespace="another key"),
+        request("b", adapter="sql"),
+        request("b", (1, 2, 4)),
+        request("b", tagged=False),
+    ],
+    ids=["namespace", "adapter", "prompt", "no candidate"],
+)
+def test_what_is_not_its_prompts_or_not_its_clients_is_no_draft(runner, other):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    assert runner.step({"b": ANSWER[:2]}, (other,))["b"] == []
+
+
+def test_a_resumed_candidate_has_the_prompt_it_began_with(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    resumed = request("b", (*PROMPT, *ANSWER[:3]), num_resumed=3)
+    assert runner.step({"b": ANSWER[3:4]}, (resumed,))["b"] == list(ANSWER[4:8])
+
+
+def test_a_candidate_that_moved_here_goes_on_where_it_was(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    moved = SimpleNamespace(request=request("b"), output_token_ids=list(ANSWER[:3]))
+    runner.drafts.arrived(moved)
+    runner.tokens["b"] = [*PROMPT, *ANSWER[:3]]
+    assert runner.step({"b": ANSWER[3:4]})["b"] == list(ANSWER[4:8])
+    known = runner.drafts._running["b"]
+    runner.drafts.arrived(moved)
+    assert runner.drafts._running["b"] is known, "there is one of it"
+
+
+@pytest.mark.parametrize(("max_tokens", "num_drafted"), [(99, 6), (4, 1), (3, 0), (2, 0)])
+def test_nothing_is_drafted_beyond_the_end(runner, max_tokens, num_drafted):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    drafts = runner.step({"b": ANSWER[:2]}, (request("b", max_tokens=max_tokens),))["b"]
+    assert len(drafts) == num_drafted
+
+
+def test_nothing_is_drafted_beyond_the_longest_context(runner):
+    long = tuple(range(100, 100 + MAX_MODEL_LEN - 10))
+    runner.step({"a": ANSWER[:8]}, (request("a", long),))
+    assert len(runner.step({"b": ANSWER[:2]}, (request("b", long),))["b"]) == 6
+    assert len(runner.step({"b": ANSWER[2:5]})["b"]) == 3
+    assert len(runner.step({"b": ANSWER[5:8]})["b"]) == 0
+
+
+def test_an_unfinished_prompt_has_no_drafts(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    assert runner.step({"b": ()}, (request("b"),))["b"] == []
+
+
+def test_the_rule_learns_what_became_of_the_drafts(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    runner.step({"b": ANSWER[:2]}, (request("b"),))
+    assert runner.rule.fates == []
+    runner.step({"b": (*ANSWER[2:5], 99)})
+    assert runner.rule.fates == [(6, 3)]
+    drafts = runner.step({"b": ANSWER[:1]})["b"]
+    runner.proposed["b"] = drafts[:2]  # vLLM had room for two
+    runner.step({"b": ANSWER[1:4]})
+    assert runner.rule.fates == [(6, 3), (2, 2)]
+    runner.step({"b": ()}, finished=("a",))
+    assert sum(map(sum, runner.rule.fates[2:])) == 0, "a step that sampled nothing says nothing"
+
+
+def test_the_rule_learns_what_steps_cost_that_only_decode(runner):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    runner.now = 1.0
+    runner.step({"a": ANSWER[8:9]})
+    assert runner.rule.steps == [], "the first one computed the prompt"
+    runner.now = 1.5
+    runner.step({"a": ANSWER[:1]})
+    assert runner.rule.steps == [(1, 0, 0.5)]
+    runner.now = 1.75
+    num_drafted = len(runner.proposed["a"])
+    runner.step({"a": ANSWER[1:2]})
+    runner.now = 2.75
+    runner.step({"a": ANSWER[2:3]})
+    assert runner.rule.steps[1:] == [(1, 0, 0.25), (1, num_drafted, 1.0)]
+    assert num_drafted
+    runner.now = 100.0
+    runner.step({"b": ()}, (request("b"),), finished=("a",))
+    assert len(runner.rule.steps) == 3, "nobody had been there"
+
+
+def test_estimates_that_the_rule_does_not_want_are_not_drafted(runner):
+    runner.rule.choose = lambda num_rows, num_drafts: Choice(NUM_BINS - 1, 99)
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    assert runner.step({"b": ANSWER[:2]}, (request("b"),))["b"] == []
+    runner.rule.choose = lambda num_rows, num_drafts: Choice(0, 3)
+    assert runner.step({"b": ()})["b"] == []
+    drafts = runner.step({"b": ANSWER[2:3], "a": ANSWER[4:5]})
+    assert sum(map(len, drafts.values())) == 3
+
+
+def test_a_value_is_that_of_each_of_its_requests_tokens():
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert expand(torch.tensor([0.7, 0.1, 0.0]), ends, 5, 0, 1).tolist() == pytest.approx([0.7, 0.7, 1, 1, 1])
+    assert expand(torch.tensor([5, 6, 0]), ends, 5).tolist() == [5, 5, 0, 0, 0]
+
+
+def test_only_a_wrong_expansion_is_replaced(monkeypatch):
+    monkeypatch.setattr(verification.rejection_sampler, "expand_batch_to_tokens", expand)
+    mend_expansion()
+    assert verification.rejection_sampler.expand_batch_to_tokens is expand
+    wrong = lambda x, cu_num_tokens, num_tokens: x.new_zeros(num_tokens)  # noqa: E731
+    monkeypatch.setattr(verification.rejection_sampler, "expand_batch_to_tokens", wrong)
+    mend_expansion()
+    assert verification.rejection_sampler.expand_batch_to_tokens is expand
+
+
+def of_model(name: str, vocab_size: int = 50) -> SimpleNamespace:
+    return SimpleNamespace(tokenizer=name, get_vocab_size=lambda: vocab_size)
+
+
+def test_drafts_survive_in_a_file_of_their_model(runner, tmp_path):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    path = tmp_path / "drafts-0"
+    DraftsFile(path, runner.drafts.memory, of_model("/models/one")).save()
+    for model in (of_model("two"), of_model("one", 51)):
+        other = Runner()
+        DraftsFile(path, other.drafts.memory, model).load()
+        assert other.drafts.memory.num_prompts == 0
+    same = Runner()
+    DraftsFile(path, same.drafts.memory, of_model("/elsewhere/one")).load()
+    assert same.step({"b": ANSWER[:1]}, (request("b"),))["b"] == list(ANSWER[1:8])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{torn", None])
+def test_a_file_that_cannot_be_read_keeps_nobody_from_starting(runner, tmp_path, content):
+    path = tmp_path / "drafts-0"
+    if content is None:
+        path.mkdir()
+    else:
+        DraftsFile(path, runner.drafts.memory, of_model("one")).save()
+        path.write_bytes(content or path.read_bytes()[:-3])
+    file = DraftsFile(path, runner.drafts.memory, of_model("one"))
+    file.load()
+    if content is None:
+        file.save()
+    assert runner.drafts.memory.num_prompts == 0
+
+
+def test_workers_that_each_have_a_scheduler_are_refused():
+    """They would verify different drafts, and wait for each other for ever."""
+    with pytest.raises(ValueError, match="external_launcher"):
+        Runner("external_launcher")
+
+
+@pytest.mark.parametrize("place", ["begin", "step", "end"])
+def test_where_the_memory_raises_candidates_go_on_without_drafts_and_later_ones_have_them(monkeypatch, place):
+    runner = Runner()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(runner.drafts.memory, place, fail)
+    runner.step({"a": ANSWER[:5]}, new=(request("a"),))
+    assert not any(runner.step({"b": ANSWER[:3]}, new=(request("b"),), finished=("a",)).values())
+    assert runner.faults.num
+    monkeypatch.undo()
+    assert not any(runner.step({"b": ANSWER[3:5]}).values())
+    runner.step({"c": ANSWER[:9]}, new=(request("c"),), finished=("b",))
+    assert runner.step({"d": ANSWER[:3]}, new=(request("d"),))["d"]

@@ -1,0 +1,1 @@
+"""What a trainer learns with in its own process, with the part pruning."""
