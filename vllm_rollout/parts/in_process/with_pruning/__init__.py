@@ -1,1 +1,1 @@
-"""What a trainer learns with in its own process, with the part pruning."""
+"""Learning in a trainer's own process, with the part pruning."""
