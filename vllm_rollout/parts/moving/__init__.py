@@ -8,6 +8,7 @@ PART = Part(
     needs=("shaping",),
     faces={
         "api": "vllm_rollout.parts.moving.api.part:MovingApi",
+        "client": "vllm_rollout.parts.moving.client:CLIENT",
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
