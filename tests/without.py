@@ -136,7 +136,7 @@ def checks_of(folder: Path, gone: list[str]) -> Iterator[Check]:
     if imports:
         return  # nearly every test would say the same
     yield run("ruff", folder, ["ruff", "check", "--quiet", "."])
-    yield run("mypy", folder, ["mypy", *(f"--package={name}" for name in typed_packages(folder))])
+    yield run("mypy", folder, ["mypy", *typed_files(folder)])
     yield from run_tests(folder)
 
 
@@ -161,10 +161,10 @@ def imports_of_what_is_gone(folder: Path, gone: Iterable[str]) -> list[str]:
     ]
 
 
-def typed_packages(folder: Path) -> list[str]:
-    """The packages that pyproject.toml has for mypy and that are there."""
-    packages = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]["packages"]
-    return [name for name in packages if folder.joinpath(*name.split(".")).exists()]
+def typed_files(folder: Path) -> list[str]:
+    """The files and folders that pyproject.toml has for mypy and that are there."""
+    patterns = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    return [path.relative_to(folder).as_posix() for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
 def run_tests(folder: Path) -> Iterator[Check]:
