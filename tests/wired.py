@@ -4,6 +4,9 @@
     rounds -> moving 10                a part names another part, though its `needs` do not: 0 is the aim
     page -> simulator 6                a part names a tool: 0 is the aim
 
+Files that need another part beside the needs of their own stand in a folder `with_OTHER`, and are reached by `also` of
+their part. They may name the other part. The rest of their part may not name them.
+
 `tests/wired.txt` has the counts. A test fails if a count differs: a larger one is new wiring, a smaller one is written
 down, so that it stays small. Run from the repository root: python -m tests.wired --write
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_rollout.kernel.parts import parts
@@ -36,11 +39,17 @@ def wiring(package: Path) -> dict[str, int]:
             _, *rest = module.split(".")
             if rest[:1] == ["parts"] and len(rest) > 1 and ring == "kernel":
                 found[f"{where} {rest[1]}"] += 1
-            elif rest[:1] == ["parts"] and len(rest) > 1 and rest[1] != owner and rest[1] not in needs.get(owner, ()):
-                found[f"{owner} -> {rest[1]}"] += 1
+            elif rest[:1] == ["parts"] and len(rest) > 1:
+                named = {rest[1], *others(rest)} - {owner, *needs.get(owner, ()), *others(where.parts)}
+                found.update(f"{owner} -> {other}" for other in named)
             elif rest and rest[0] in TOOLS:
                 found[f"{where if ring == 'kernel' else owner} -> {rest[0]}"] += 1
     return dict(sorted(found.items()))
+
+
+def others(names: Sequence[str]) -> set[str]:
+    """The parts that a module needs because of its folder."""
+    return {name.removeprefix("with_") for name in names[2:3] if name.startswith("with_")}
 
 
 def imports(source: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ class Part:
 
     name: str
     purpose: str
-    """What it does for a user, in one sentence."""
+    """Its use for a user, in one sentence."""
     needs: tuple[str, ...] = ()
     """Names of the parts that it imports."""
     faces: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +40,9 @@ class Part:
     exports: Mapping[str, str] = field(default_factory=dict)
     """Names that the package `vllm_rollout` offers -> "module:attribute"."""
     also: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute"."""
+    """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
+
+    Their files stand in the folder `with_NAME` of the part."""
 
 
 @cache

@@ -21,11 +21,10 @@ from vllm_rollout.kernel.rules.fields import (
     PruningFields,
     SelectionRule,
 )
-from vllm_rollout.kernel.rules.plan import GroupPlan, default_num_longest, make_plan
+from vllm_rollout.kernel.rules.plan import GroupPlan, default_num_longest, make_plan, upper_bound
 from vllm_rollout.kernel.rules.rows import Either, Flag, Names, PlanError, Row, Text, rows
 from vllm_rollout.parts.pruning.rules.audit import AuditUnit
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.parts.shaping.rules.allocation import upper_bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,19 @@ from vllm_rollout.kernel import plugin
 from vllm_rollout.kernel.api import on_cpu, serve
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
-from vllm_rollout.kernel.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
+from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS
+from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.platform import choose_platform
 from vllm_rollout.on_cpu import GIB, Cpu
+from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG, DraftsOptions
+from vllm_rollout.parts.emulation import options as emulation
+from vllm_rollout.parts.emulation.options import EmulationOptions
+from vllm_rollout.parts.emulation.worker.executor import is_asynchronous
 from vllm_rollout.parts.front_ends import api as front_ends
+from vllm_rollout.parts.moving.api import flags as moving_flags
 from vllm_rollout.parts.moving.api.moving import EngineMoves
+from vllm_rollout.parts.moving.options import MovingOptions
+from vllm_rollout.parts.pruning.options import PruningOptions
 
 AUTO = ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "4")
 BACKENDS = ["--data-parallel-backend", "--distributed-executor-backend"]
@@ -44,14 +51,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def parsed(tiny_model: str) -> Callable[..., Any]:
-    """The arguments of a server with these flags; `options` beside them: what its engine cores are told."""
-
-    def parse(*flags: str) -> Any:
-        args = serve.parse([tiny_model, *flags], "vllm-rollout serve", "")
-        args.options = ServeOptions.of(SimpleNamespace(additional_config=args.additional_config))
-        return args
-
-    return parse
+    """The arguments of a server with these flags."""
+    return lambda *flags: serve.parse([tiny_model, *flags], "vllm-rollout serve", "")
 
 
 @pytest.fixture
@@ -101,10 +102,9 @@ def test_without_our_flags_nothing_changes(parsed):
     assert (args.rollout_parallelism, args.rollout_compat) == ("fixed", [])
     assert (args.rollout_port, args.rust_front_end) == (None, None)
     assert (args.enable_rollout_page, args.enable_rollout_drafts, args.speculative_config) == (True, False, None)
-    assert (args.options.moves_kv, args.options.moves_kv_by_nixl) == (True, False)
     assert args.api_server_count is None
-    assert args.worker_cls != EMULATED_WORKER_CLS
-    assert (args.options.emulation, args.options.beside_rust) == (None, False)
+    assert args.worker_cls == serve.WORKER_CLS
+    assert args.additional_config == ServeOptions(forks=True).into({})
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_names_of_our_flags_say_whose_they_are_what_they_take_and_in_which_unit(
     for action in ours:
         is_switch = isinstance(action, argparse.BooleanOptionalAction)
         # vLLM 0.33 shows --disable-x, and takes --no-enable-x too
-        prefix = "--((no-)?enable|disable)-rollout-" if is_switch else "--rollout-"
+        prefix = "--((no-)?enable|disable)-rollout-" if is_switch else "--(rollout-|without$)"
         assert all(re.match(prefix, name) for name in action.option_strings), action.option_strings
         assert is_switch or action.nargs != 0, "say --enable-rollout-…"
         assert not {"on", "off"} & set(action.choices or ()), "say --enable-rollout-…"
@@ -131,8 +131,9 @@ def test_names_of_our_flags_say_whose_they_are_what_they_take_and_in_which_unit(
 
 
 def test_sizes_are_whole_powers_of_two(parsed):
-    options = parsed("--rollout-feature-ring-mib", "3", "--rollout-draft-memory-mib", "0.5").options
-    assert (options.feature_ring_bytes, options.draft_memory_bytes) == (3 * 2**20, 2**19)
+    args = parsed("--rollout-feature-ring-mib", "3", "--rollout-draft-memory-mib", "0.5")
+    assert PruningOptions.of(args).feature_ring_bytes == 3 * 2**20
+    assert DraftsOptions.of(args).memory_bytes == 2**19
 
 
 @pytest.mark.parametrize("old", old_names.SERVE)
@@ -222,15 +223,18 @@ def test_settings_of_a_device_reach_the_engine_cores(parsed, device, tmp_path):
     log = str(tmp_path / "log")
     flags = ("--rollout-emulate-speed", "0.5", "--rollout-emulate-log", log, "--data-parallel-size", "4")
     args = parsed("--rollout-emulate", device, *flags)
-    assert (args.worker_cls, args.distributed_executor_backend) == (EMULATED_WORKER_CLS, EMULATED_EXECUTOR_CLS)
-    assert args.options.emulation == EmulationOptions(device, 0.5, log, async_scheduling=True, num_ranks=4)
-    assert not parsed("--rollout-emulate", device, "--no-async-scheduling").options.emulation.async_scheduling
+    assert (args.worker_cls, args.distributed_executor_backend) == (emulation.WORKER_CLS, emulation.EXECUTOR_CLS)
+    assert EmulationOptions.of(args) == EmulationOptions(device, 0.5, log, async_scheduling=True, num_ranks=4)
+    assert not EmulationOptions.of(parsed("--rollout-emulate", device, "--no-async-scheduling")).async_scheduling
 
 
 def test_an_emulated_device_drafts_in_the_synchronous_loop(parsed, device):
     args = parsed("--rollout-emulate", device, "--enable-rollout-drafts")
-    assert args.speculative_config == DRAFTS_CONFIG
-    assert not args.options.emulation.async_scheduling
+    assert args.speculative_config == SPECULATIVE_CONFIG
+    config = SimpleNamespace(additional_config=args.additional_config, speculative_config=object())
+    assert not is_asynchronous(config)
+    config.speculative_config = None
+    assert is_asynchronous(config)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,10 @@ def test_an_emulated_device_needs_no_platform_of_its_own(arguments, platform):
 def test_one_worker_on_a_cpu_runs_inside_an_engine_core_that_is_a_copy_of_the_server(parsed, monkeypatch):
     for flags, in_core in (((), True), (("--tensor-parallel-size", "2"), False), (AUTO, False)):
         args = parsed(*flags)
-        assert (args.distributed_executor_backend == CPU_EXECUTOR_CLS, args.options.forks) == (in_core, in_core)
+        assert (args.distributed_executor_backend == CPU_EXECUTOR_CLS, ServeOptions.of(args).forks) == (
+            in_core,
+            in_core,
+        )
     assert parsed("--distributed-executor-backend", "mp").distributed_executor_backend == "mp"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")  # vLLM binds the threads of a process of its own only
     assert parsed().distributed_executor_backend is None
@@ -296,7 +303,7 @@ def test_engines_are_not_started_as_copies_of_a_server_with_threads(parsed, monk
 
 def test_an_emulated_engine_that_may_be_rebuilt_is_no_copy_either(parsed, device):
     for flags, forks in ((("--tensor-parallel-size", "2"), True), (AUTO, False)):
-        assert parsed("--rollout-emulate", device, *flags).options.forks is forks
+        assert ServeOptions.of(parsed("--rollout-emulate", device, *flags)).forks is forks
 
 
 def test_trainers_are_named_one_by_one(parsed, monkeypatch):
@@ -315,13 +322,13 @@ def test_trainers_are_named_one_by_one(parsed, monkeypatch):
     ],
 )
 def test_what_moves_along_with_a_group_is_chosen(parsed, monkeypatch, flag, moves, by_nixl):
-    monkeypatch.setattr(serve, "is_nixl_available", lambda: True)
-    options = parsed(flag).options
+    monkeypatch.setattr(moving_flags, "is_nixl_available", lambda: True)
+    options = MovingOptions.of(parsed(flag))
     assert (options.moves_kv, options.moves_kv_by_nixl) == (moves, by_nixl)
 
 
 def test_a_missing_nixl_is_said_with_the_command_that_helps(refusal, monkeypatch):
-    monkeypatch.setattr(serve, "is_nixl_available", lambda: False)
+    monkeypatch.setattr(moving_flags, "is_nixl_available", lambda: False)
     assert install_command("nixl") in refusal("--enable-rollout-nixl")
 
 
@@ -360,7 +367,7 @@ def test_vllm_starts_two_api_processes_of_which_one_is_made_in_rust(parsed, rust
     assert (args.api_server_count, args.port, args.rollout_port) == (2, 7000, 7001)
     assert args.rust_front_end == str(rust)
     assert args.mm_device_do_normalize is False
-    assert args.options.beside_rust
+    assert ServeOptions.of(args).beside_rust
     assert not {front_ends.VARIABLE, front_ends.PATH_VARIABLE} & os.environ.keys(), "vLLM would start nothing else"
     theirs = vllm_serve.APIServerProcessManager
     with front_ends.both(args):
@@ -371,7 +378,7 @@ def test_vllm_starts_two_api_processes_of_which_one_is_made_in_rust(parsed, rust
 def test_a_node_without_front_ends_gets_none(parsed, rust):
     args = parsed("--headless")
     assert args.api_server_count is None
-    assert args.options.beside_rust
+    assert ServeOptions.of(args).beside_rust
     theirs = vllm_serve.APIServerProcessManager
     with front_ends.both(args):
         assert vllm_serve.APIServerProcessManager is theirs

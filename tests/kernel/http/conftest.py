@@ -24,10 +24,11 @@ from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.rewards.http.service import Graders
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RunStore
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
 from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.with_page.http.seen import observers
 
 DEADLINE_S = 60.0
 
@@ -94,9 +95,8 @@ def make_app(
         app.state.rollout_service.learning,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
-        recorder=recorder,
+        observers=observers(app.state.rollout_service.viewers, recorder),
     )
-    app.state.rollout_service.viewers.sessions = app.state.session_service.seen
     store = RunStore(database)
     parallelism = None if make_parallelism is None else make_parallelism(metrics)
     app.state.run_service = RunService(

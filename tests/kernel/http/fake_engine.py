@@ -39,6 +39,7 @@ from vllm_rollout.kernel.rules.types import (
     Ending,
     EndReason,
     HeldGroups,
+    RankCounts,
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.step import PRUNING
@@ -313,8 +314,9 @@ class FakeEngine:
             for each, offset in zip(running, offsets, strict=True)
         ]
 
-    async def held_groups(self) -> HeldGroups:
-        return HeldGroups(len(self.groups), 0, len(self.races))
+    async def rank_counts(self) -> dict[int, RankCounts]:
+        groups = HeldGroups(len(self.groups), 0, len(self.races))
+        return {rank: RankCounts(HeldGroups(0, 0) if rank else groups) for rank in range(self.moves.num_ranks)}
 
     def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.moving.rules.forecast import (
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.rounds.rules.planner import SLOWER
+from vllm_rollout.parts.rounds.with_shaping.rules.forecast import (
     EXPECTED_SHARE,
-    SLOWER,
     EngineSize,
     ExpectedRound,
     Forecast,
@@ -17,7 +18,6 @@ from vllm_rollout.parts.moving.rules.forecast import (
     expected_round,
     forecast,
 )
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, rollout_time
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race

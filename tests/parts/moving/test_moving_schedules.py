@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.call_table import OPERATIONS
+from vllm_rollout.kernel.core.calls import answered
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.moving.rules.placement import TRAINER
 from vllm_rollout.parts.rounds.rules.race import RacePlace
@@ -20,7 +20,7 @@ from vllm_rollout.parts.rounds.rules.race import RacePlace
 NUM_SCHEDULES = 6
 NUM_EVENTS = 60
 MAX_GROUPS = 10
-CALLS_THAT_COME_THROUGH = OPERATIONS.keys() - {"release_group", "adopt_group"}
+CALLS_THAT_COME_THROUGH = answered().keys() - {"release_group", "adopt_group"}
 
 
 class Schedule:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.parts.moving.rules import planner
-from vllm_rollout.parts.moving.rules.planner import (
+from vllm_rollout.parts.rounds.rules import planner
+from vllm_rollout.parts.rounds.rules.planner import (
     MAX_QUIET_ROUNDS,
     MIN_RISE,
     QUIET_ROUNDS,

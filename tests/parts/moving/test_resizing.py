@@ -17,9 +17,9 @@ from vllm_rollout.kernel.api import lost_weights
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.moving.api import rebuilding
-from vllm_rollout.parts.moving.api.rebuilding import ClosedEngine, Resizer
-from vllm_rollout.parts.rounds.http.parallelism import Resized
+from vllm_rollout.parts.rounds.with_shaping.api import rebuilding
+from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import ClosedEngine, Resizer
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 pytestmark = pytest.mark.anyio
@@ -60,8 +60,11 @@ class Calls:
 class Learning:
     """A stand-in for EngineLearning."""
 
-    def __init__(self, calls, options) -> None:
+    def __init__(self, calls) -> None:
         self._part = calls.part
+
+    def of(self, calls) -> Learning:
+        return Learning(calls)
 
     async def learning_state(self) -> bytes:
         assert not self._part.errored
@@ -125,7 +128,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(rebuilding, "start_engine", start)
     monkeypatch.setattr(rebuilding, "config_of", config_of)
     monkeypatch.setattr(rebuilding, "EngineCalls", Calls)
-    monkeypatch.setattr(rebuilding, "EngineLearning", Learning)
     monkeypatch.setattr(rebuilding, "LOOK_S", 0.0)
     return sizes
 
@@ -133,7 +135,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
     shaping = EngineShaping(client, Calls(None))
-    engine = SimpleNamespace(is_busy=False, calls=Calls(None), shaping=shaping)
+    engine = SimpleNamespace(is_busy=False, calls=Calls(None), shaping=shaping, learning=Learning(Calls(None)))
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, rollout_emulate=None))
 
 

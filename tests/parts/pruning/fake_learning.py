@@ -28,11 +28,11 @@ from vllm_rollout.kernel.http.engine import (
     RequestError,
     RewardsReceipt,
 )
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts, prompt_rows
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header

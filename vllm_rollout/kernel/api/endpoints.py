@@ -1,4 +1,7 @@
-"""Endpoint plugin: our routes on vLLM's app. Invariant: vLLM loads it only if VLLM_PLUGINS names us."""
+"""Endpoint plugin: our routes on vLLM's app. A part adds middleware and other routes by its face `app`: a function.
+
+Invariant: vLLM loads it only if VLLM_PLUGINS names us.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class RolloutEndpoints:
         from vllm_rollout.kernel.http.misplaced import MisplacedFields
         from vllm_rollout.kernel.http.origins import OwnPages
         from vllm_rollout.kernel.http.routes import router
-        from vllm_rollout.parts.trainers.api.trainers import attach_compat
+        from vllm_rollout.kernel.parts import faces
 
         refuse_our_fields_in_beam_search()
         refuse_full_turns()
@@ -33,7 +36,8 @@ class RolloutEndpoints:
         app.add_middleware(MisplacedFields)
         app.add_middleware(OpenPaths)
         app.add_middleware(FreshGauges)
-        attach_compat(app)
+        for _, attach in faces("app"):
+            attach(app)
         app.add_middleware(ClientNamespaces)
         app.add_middleware(OwnPages)
         self._app = app

@@ -28,17 +28,7 @@ from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
-from vllm_rollout.kernel.call_table import (
-    CANCEL_GROUPS,
-    CUT_RACE,
-    FORGET_RACE,
-    GIVE_UP,
-    HELD_GROUPS,
-    LAST_TOKENS,
-    RECOMPUTE,
-    WIDEN_RACE,
-    WiderRace,
-)
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS, RECOMPUTE
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -54,7 +44,7 @@ from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, HeldGroups
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
 from vllm_rollout.parts.moving.api.migration import MigrationWatch
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.api.rank_client import RankDied
@@ -62,6 +52,7 @@ from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rounds.api import prompt_text, resume_refusal, text_of
+from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.step import LOST, PLACE
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
@@ -75,7 +66,7 @@ class VLLMEngine:
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
         self._client = client
         self.calls = calls = EngineCalls(client)
-        self.learning = EngineLearning(calls, client.vllm_config)
+        self.learning = EngineLearning(calls)
         self.shaping = EngineShaping(client, calls)
         self.moves = EngineMoves(client, calls, self.shaping)
         self._migration = MigrationWatch(client, self.moves, self.shaping)
@@ -233,8 +224,8 @@ class VLLMEngine:
         each = await self.calls.call_all(LAST_TOKENS, group_id)
         return [CandidateTokens(*told, logprobs=None) for rank in each for told in rank]
 
-    async def held_groups(self) -> HeldGroups:
-        return HeldGroups(*map(sum, zip(*await self.calls.call_all(HELD_GROUPS, None), strict=True)))
+    async def rank_counts(self) -> dict[int, RankCounts]:
+        return await self.calls.call_each(RANK_COUNTS, None)
 
     def adapter_name(self, model: str | None) -> str:
         return learned_name(self._adapter_of(model))

@@ -32,10 +32,10 @@ from vllm_rollout.kernel.api.state_folder import FolderLock, FolderTaken
 from vllm_rollout.kernel.api.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.kernel.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 from vllm_rollout.private_file import private_folder
 
 logger = init_logger("vllm.vllm_rollout")

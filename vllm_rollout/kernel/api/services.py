@@ -22,7 +22,7 @@ from vllm_rollout.kernel.http.clients import namespace_of
 from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.parts.moving.api.parallelism import parallelism_of
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.pruning.api.state_file import StateFile
 from vllm_rollout.parts.rewards.api.graded_answers import AnswerGrader
@@ -32,6 +32,7 @@ from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rounds.api import whole_text
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import LEARNED, RUNS, RunStore
+from vllm_rollout.parts.rounds.with_shaping.api.parallelism import parallelism_of
 from vllm_rollout.parts.sessions.http.service import SessionService
 
 LIMITS = "time_limits.json"
@@ -106,12 +107,11 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         service.learning,
         metrics,
         partial(whole_text, client.model_config),
-        recorder=recorder,
+        observers=[each for _, make in faces("session_observers") for each in make(service.viewers, recorder)],
         audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
         begin=None if listener is None else listener.has_sessions,
     )
     client.sessions = state.session_service = sessions
-    service.viewers.sessions = sessions.seen
     parallelism = parallelism_of(settings, client, engine)
     state.run_service = RunService(service, engine, store, metrics, parallelism, sessions)
     if listener is not None:

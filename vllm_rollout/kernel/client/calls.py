@@ -23,6 +23,7 @@ from vllm_rollout.kernel.client.connection import RolloutError, parse
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.engine import LearningReport
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rewards import NamedRewardEntry, NamedRewardsAnswer, RewardEntry, RewardsAnswer
 from vllm_rollout.parts.moving.http.body import (
     DEFAULT_DRAIN_S,
     AdviceAnswer,
@@ -30,14 +31,7 @@ from vllm_rollout.parts.moving.http.body import (
     EngineAnswer,
     EnginesAnswer,
 )
-from vllm_rollout.parts.pruning.http.body import (
-    HEAD_HEADER,
-    HeadAnswer,
-    NamedRewardEntry,
-    NamedRewardsAnswer,
-    RewardEntry,
-    RewardsAnswer,
-)
+from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer
 from vllm_rollout.parts.pruning.http.votes import VoteAnswer
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder

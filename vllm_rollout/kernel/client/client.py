@@ -35,9 +35,9 @@ from vllm_rollout.kernel.http.answers import Event
 from vllm_rollout.kernel.http.protocol import Pruning
 from vllm_rollout.parts.fleet.fleet import Fleet
 from vllm_rollout.parts.rounds.client import run_calls
-from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
 from vllm_rollout.parts.rounds.client.run_calls import RunOptions
+from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRound
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.parts.sessions.client.agents import agents

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, Ending, HeadKey, HeldGroups, Signal
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
+from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, Ending, HeadKey, RankCounts, Signal
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
 from vllm_rollout.parts.moving.rules.work import Work
 from vllm_rollout.parts.pruning.rules.advice import Advice
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, ShadowReport, SignalReport
@@ -320,8 +320,8 @@ class MovesPart(Protocol):
         """Reason why groups cannot move here without a drain, with the remedy. None if they can. `priced`: for moves
         that have to pay."""
 
-    async def engine_loads(self) -> Sequence[EngineLoad]:
-        """Load by rank. Raises: RequestError (503) for a dead engine."""
+    async def rank_states(self) -> Sequence[RankState]:
+        """State by rank. Raises: RequestError (503) for a dead engine."""
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         """Move all groups of a rank elsewhere, and send it nothing more. Waits up to `timeout_s` seconds until it is
@@ -446,5 +446,5 @@ class Engine(Protocol):
         """
         ...
 
-    async def held_groups(self) -> HeldGroups:
-        """Groups in the engine, over all ranks. Raises: RequestError (503) for a dead engine."""
+    async def rank_counts(self) -> Mapping[int, RankCounts]:
+        """Groups and counts of each living rank, by rank. Raises: RequestError (503) for a dead engine."""

@@ -18,8 +18,8 @@ from vllm_rollout.kernel.http.protocol import Auto, DualEnd, DualEndSelection, P
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
-from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan
-from vllm_rollout.kernel.rules.prompt_key import digest_of
+from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan, upper_bound
+from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
@@ -29,8 +29,7 @@ from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
 from vllm_rollout.parts.rewards.http.body import options_of
 from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question
-from vllm_rollout.parts.shaping.http import PromptPlan, ShapingService, history_key
-from vllm_rollout.parts.shaping.rules.allocation import upper_bound
+from vllm_rollout.parts.shaping.http.service import PromptPlan, ShapingService
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"

@@ -21,30 +21,31 @@ from vllm_rollout.kernel.http.attempts import Attempt, attempts
 from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, MovesPart, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
+from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rewards import RewardEntry
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
 from vllm_rollout.parts.moving.rules.scaling import Progress
 from vllm_rollout.parts.page.http import tracing
 from vllm_rollout.parts.page.http.receipts import write_receipt
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.viewers import Viewers
-from vllm_rollout.parts.pruning.http.body import RewardEntry
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
 from vllm_rollout.parts.rewards.http.service import Graders, GradingService
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
-from vllm_rollout.parts.shaping.http import ShapingService
+from vllm_rollout.parts.shaping.http.service import ShapingService
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
@@ -78,10 +79,11 @@ class RolloutService:
         """None: all clients of the server may replace heads and states."""
         self._engine = engine
         self._metrics = metrics
+        self.gauges = EngineGauges(engine, metrics, clock)
         self._clock = clock
         self._recorder = recorder
         self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, self._rewards_posted)
-        self._shaping = ShapingService(engine, metrics, clock)
+        self._shaping = ShapingService(engine, metrics)
         self.grading = GradingService(graders, metrics, kept_limits)
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
         self.viewers = Viewers(engine, records=recorder is not None)
@@ -163,6 +165,7 @@ class RolloutService:
             rollout.outcome.timing.latency_s = self._clock() - started
             rollout.outcome.timing.started_s = rollout.started_s
             await self._shaping.told(rollout.outcome.tellings)
+            await self.gauges.refresh()
             await self._warn(rollout)
             await write_receipt(rollout)
             left = False
@@ -201,11 +204,6 @@ class RolloutService:
             await rollout.watch.end()
         if self._recorder is not None:
             self._recorder.rollout_over(rollout)
-
-    async def refresh_gauges(self) -> None:
-        """Refresh the gauges that are read from the engine, unless they are recent."""
-        self.grading.refresh_gauges()
-        await self._shaping.refresh()
 
     async def _see_out(
         self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
@@ -372,7 +370,7 @@ class RolloutService:
         rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
-        self._metrics.group_over(result, latency_s, audit=plan.group.audit)
+        self._metrics.group_over(result, latency_s, plan.group)
         if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
             endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan.group, ends)
             rollout.warnings += [] if warning is None else [warning]

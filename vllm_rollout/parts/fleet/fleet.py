@@ -33,16 +33,10 @@ from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.client.weights import GivenWeights, give_weights
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RolloutAnswer, RolloutSummary
+from vllm_rollout.kernel.http.rewards import EXPLANATIONS, NamedRewardsAnswer, RewardCounts, RewardResult, RewardsAnswer
 from vllm_rollout.parts.fleet.rollout import GONE, FleetRollout, Part, is_loss
 from vllm_rollout.parts.fleet.rules import NoServerLeft, Servers
 from vllm_rollout.parts.moving.http.body import EngineAnswer, EnginesAnswer
-from vllm_rollout.parts.pruning.http.body import (
-    EXPLANATIONS,
-    NamedRewardsAnswer,
-    RewardCounts,
-    RewardResult,
-    RewardsAnswer,
-)
 from vllm_rollout.parts.rounds.client import run_calls
 from vllm_rollout.parts.rounds.client.run import AsyncRun
 from vllm_rollout.parts.rounds.client.run_calls import RunOptions

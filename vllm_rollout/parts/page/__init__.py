@@ -7,7 +7,8 @@ PART = Part(
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
     faces={
-        "flags": "vllm_rollout.parts.page.api:FLAGS",
         "commands": "vllm_rollout.parts.page.watching.command",
+        "flags": "vllm_rollout.parts.page.api:FLAGS",
+        "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
     },
 )

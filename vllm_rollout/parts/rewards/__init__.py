@@ -7,5 +7,6 @@ PART = Part(
     "Grades answers while rollouts run.",
     faces={
         "flags": "vllm_rollout.parts.rewards.api.flags:FLAGS",
+        "metrics": "vllm_rollout.parts.rewards.http.metrics:GradingMetrics",
     },
 )

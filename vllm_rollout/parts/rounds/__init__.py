@@ -6,7 +6,21 @@ PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
+        "core": "vllm_rollout.parts.rounds.core:RoundsCore",
+        "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
+    },
+    also={
+        "sessions": {
+            "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
+            "session_rounds": "vllm_rollout.parts.rounds.with_sessions.http.session_rounds",
+            "sessions_field": "vllm_rollout.parts.rounds.with_sessions.http.field",
+        },
+        "shaping": {
+            "flags": "vllm_rollout.parts.rounds.with_shaping.api.flags:FLAGS",
+            "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
+        },
     },
 )

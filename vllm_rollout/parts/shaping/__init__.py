@@ -6,6 +6,8 @@ PART = Part(
     "shaping",
     "Knows the lengths of answers and their cost, and chooses the number and order of candidates by them (DARTS).",
     faces={
+        "core": "vllm_rollout.parts.shaping.core:ShapingCore",
         "flags": "vllm_rollout.parts.shaping.api.flags:FLAGS",
+        "metrics": "vllm_rollout.parts.shaping.http.metrics:ShapingMetrics",
     },
 )

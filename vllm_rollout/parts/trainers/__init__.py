@@ -7,6 +7,7 @@ PART = Part(
     "Serves the endpoints of trainers' own servers.",
     needs=("sessions",),
     faces={
+        "app": "vllm_rollout.parts.trainers.api.trainers:attach_compat",
         "flags": "vllm_rollout.parts.trainers.api.trainers:FLAGS",
     },
 )

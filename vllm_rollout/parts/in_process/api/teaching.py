@@ -11,9 +11,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls
 from vllm_rollout.kernel.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
-from vllm_rollout.parts.pruning.http.body import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.parts.pruning.http.service import LearningService
 
 
@@ -36,7 +36,7 @@ async def teach(
     """
     config = engine.vllm_config
     cores = CalledCores(engine.engine_core, config, config.parallel_config.data_parallel_size)
-    learning = EngineLearning(EngineCalls(cores), config)
+    learning = EngineLearning(EngineCalls(cores))
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     answer = await service.post_named_rewards(request, client="")

@@ -27,6 +27,7 @@ from vllm_rollout.parts.moving.http.body import (
 )
 
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
+ROUTES = {50: router}
 
 MAX_RANK = 1 << 16
 Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Number of the rank, from 0.")]
@@ -54,8 +55,8 @@ def _moves(rank: int, request: Request) -> MovesPart:
 @router.get("/v1/engines", summary="All ranks and their load", response_model=EnginesAnswer, responses=ERRORS)
 async def get_engines(request: Request) -> Response:
     """List the data-parallel ranks of the engine: their load, and whether they are kept empty."""
-    loads = await _service(request).moves.engine_loads()
-    return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
+    states = await _service(request).moves.rank_states()
+    return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, its) for rank, its in enumerate(states)]))
 
 
 @router.get(
@@ -117,4 +118,4 @@ async def restore_engine(rank: Rank, request: Request) -> Response:
     """Undo a drain. Safe to repeat, also for a rank that was not drained."""
     moves = _moves(rank, request)
     await moves.restore(rank)
-    return json_response(EngineAnswer.of(rank, (await moves.engine_loads())[rank]))
+    return json_response(EngineAnswer.of(rank, (await moves.rank_states())[rank]))

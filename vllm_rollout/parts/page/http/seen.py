@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from vllm_rollout.kernel.http.engine import CandidateEnd
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.page.recording.rows import End, GroupFate, RolloutPrompt, RolloutState, end_of
-from vllm_rollout.parts.rewards.grading.values import Grade
 
 MAX_MOVES = 16
 """Most moves of a group that are recorded, besides its first rank. Later moves only change its rank."""

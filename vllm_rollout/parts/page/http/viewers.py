@@ -14,19 +14,19 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Protocol
 
 import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.moving.http.body import EngineAnswer
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.page.recording.rows import end_of
-from vllm_rollout.parts.pruning.rules.ledger import Reward
-from vllm_rollout.parts.sessions.http.seen import SeenSessions
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -75,6 +75,16 @@ class Viewer:
             return COMMENT
 
 
+class Feed(Protocol):
+    """Events for viewers that another part has."""
+
+    def everything(self) -> list[bytes]:
+        """Events that describe the whole state."""
+
+    def changes(self) -> list[bytes]:
+        """Events since the last call."""
+
+
 class Viewers:
     """All readers of the feed, and the data that they may read."""
 
@@ -96,8 +106,8 @@ class Viewers:
         """The last event about ranks."""
         self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
         """Texts of running groups, by rollout id and position. Each is kept for one tick."""
-        self.sessions: SeenSessions | None = None
-        """Groups of sessions. None if this server has no sessions."""
+        self.feeds: list[Feed] = []
+        """What other parts show."""
 
     def begun(self, rollout: Rollout) -> None:
         rollout.seen.begin()
@@ -252,17 +262,17 @@ class Viewers:
         server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
         running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
         first = event_of("server", {**server, "live": True})
-        sessions = [] if self.sessions is None else [event_of("sessions", row) for row in self.sessions.rows()]
-        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *sessions, self._ranks])
+        more = [event for feed in self.feeds for event in feed.everything()]
+        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *more, self._ranks])
 
     async def _tick(self) -> None:
         while True:
             with survived("the page"):
-                loads: Sequence[EngineLoad] = ()
+                states: Sequence[RankState] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
-                        loads = await self._engine.moves.engine_loads()
-                self._look(loads)
+                        states = await self._engine.moves.rank_states()
+                self._look(states)
                 self._tell_viewers()
             await asyncio.sleep(TICK_S)
 
@@ -271,17 +281,17 @@ class Viewers:
         for rollout in self._running.values():
             events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
             rollout.seen.changed.clear()
-        if self._viewers and self.sessions is not None:
-            events += _sessions(self.sessions)
+        for feed in self.feeds if self._viewers else ():
+            events += feed.changes()
         tick = b"".join([*events, self._ranks])
         for viewer in self._viewers:
             viewer.tell(tick)
 
-    def _look(self, loads: Sequence[EngineLoad]) -> None:
+    def _look(self, states: Sequence[RankState]) -> None:
         """Record the load of each rank, and the progress of the groups on it."""
         ranks = []
-        for rank, load in enumerate(loads):
-            told = EngineAnswer.of(rank, load)
+        for rank, its in enumerate(states):
+            told, load = EngineAnswer.of(rank, its), its.load
             ranks.append({
                 "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
                 "kv": load.kv_cache_usage, "weights": load.weight_version,
@@ -297,10 +307,3 @@ class Viewers:
 def _group(rollout: Rollout, position: int) -> bytes:
     row = rollout.seen.groups[position].row()
     return event_of("group", {"rollout_id": rollout.id, "position": position, "prompt": row})
-
-
-def _sessions(seen: SeenSessions) -> list[bytes]:
-    """Events of groups of sessions that have changed."""
-    rows, gone = seen.news()
-    told = [event_of("sessions", row) for row in rows]
-    return told + ([event_of("gone", {"rollout_ids": [], "sessions": gone})] if gone else [])

@@ -14,13 +14,16 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.call_table import Refusal
+from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,
     LEARN_LABELS,
@@ -39,16 +42,12 @@ from vllm_rollout.kernel.call_table import (
     LearningWindow,
     PostedRewards,
     PromptsToRead,
-    Refusal,
     RewardsProgress,
     StateToPut,
 )
-from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, rules_report
 
@@ -83,9 +82,9 @@ class Unkept:
 class EngineLearning:
     """Implements `server.engine.LearningPart`. Rank 0 trains, and the other ranks get its heads."""
 
-    def __init__(self, calls: EngineCalls, config: VllmConfig) -> None:
+    def __init__(self, calls: EngineCalls, options: PruningOptions | None = None) -> None:
         self._calls = calls
-        self._budget_s = PruningOptions.of(config).train_budget_s
+        self._options = options or PruningOptions.of(calls.vllm_config)
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""
@@ -96,6 +95,10 @@ class EngineLearning:
     @property
     def pruning_refusal(self) -> str | None:
         return pruning_refusal(self._calls.vllm_config)
+
+    def of(self, calls: EngineCalls) -> EngineLearning:
+        """The same of another engine, which these calls reach."""
+        return EngineLearning(calls, self._options)
 
     @property
     def is_training(self) -> bool:
@@ -264,7 +267,7 @@ class EngineLearning:
         rewards start the training again.
         """
         try:
-            while await self._calls.call_first(TRAIN, self._budget_s):
+            while await self._calls.call_first(TRAIN, self._options.train_budget_s):
                 pass
             if self._calls.num_ranks > 1:
                 await self._share_heads()

@@ -30,9 +30,9 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import PUT_HEAD, HeadToPut
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.pruning.api.learning import EngineLearning, Unkept
+from vllm_rollout.parts.pruning.calls import PUT_HEAD, HeadToPut
 from vllm_rollout.private_file import open_private, private_folder
 from vllm_rollout.whole_file import write_whole
 

@@ -23,20 +23,16 @@ from vllm_rollout.kernel.http.boundary import RolloutRoute, StateRoute
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import LearningReport
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
-from vllm_rollout.kernel.http.serialised import PartsResponse, filled, to_json
+from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest, RewardsAnswer, RewardsRequest
+from vllm_rollout.kernel.http.serialised import PartsResponse, filled, json_response, to_json
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import SHARE
 from vllm_rollout.kernel.rules.types import WHOLE
-from vllm_rollout.parts.pruning.http.body import (
-    HEAD_HEADER,
-    HeadAnswer,
-    NamedRewardsAnswer,
-    NamedRewardsRequest,
-    RewardsAnswer,
-    RewardsRequest,
-)
+from vllm_rollout.parts.pruning.http import votes
+from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.parts.pruning.http.service import LearningService
+from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
 from vllm_rollout.parts.pruning.rules.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
 
@@ -66,6 +62,8 @@ ServedName = Annotated[
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
 state_router = APIRouter(route_class=StateRoute, tags=["learning"])
+vote_router = APIRouter(route_class=RolloutRoute)
+ROUTES = {10: vote_router, 20: router, 30: state_router}
 
 
 def _learning(request: Request) -> LearningService:
@@ -254,3 +252,18 @@ async def get_state(request: Request) -> Response:
 async def put_state(request: Request) -> Response:
     await request.app.state.run_service.set_state(await request.body())
     return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+@vote_router.post(
+    "/v1/votes",
+    summary="Vote over the answers of a group",
+    response_model=VoteAnswer,
+    responses=ERRORS | errors_of(429),
+)
+async def create_vote(body: VoteRequest) -> Response:
+    """Vote on the answer of a group of candidates: by majority, confidence or quality.
+
+    The candidates are given as answers, or as texts in which a pattern finds the answer. With `correct` and `k` the
+    vote also gives maj@k: how often the vote of k of these candidates is right.
+    """
+    return json_response(await votes.counter.count(body))

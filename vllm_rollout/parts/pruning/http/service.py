@@ -18,9 +18,7 @@ from vllm_rollout.kernel.http.engine import (
     RewardsReceipt,
 )
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.slices import each
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
-from vllm_rollout.parts.pruning.http.body import (
+from vllm_rollout.kernel.http.rewards import (
     NamedRewardResult,
     NamedRewardsAnswer,
     NamedRewardsRequest,
@@ -30,9 +28,12 @@ from vllm_rollout.parts.pruning.http.body import (
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.parts.pruning.http.metrics import PruningMetrics
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
@@ -55,7 +56,7 @@ class LearningService:
         self._learning = learning
         self._adapter_name = adapter_name
         self._on_rewards = on_rewards
-        self._metrics = metrics
+        self._metrics = metrics.of(PruningMetrics)
         self._clock = clock
         self._reported: dict[HeadKey, float] = {}
         """Time when the gauges of each head were last set, by the service's clock."""
@@ -155,7 +156,7 @@ class LearningService:
         """The learning report of a detection length. Raises: RequestError, 404 while nothing has been learned, 409
         if the detection length must be named."""
         report = await self._learning.learning_report(detection_length, self._adapter_name(model))
-        self._metrics.learning_reported(report)
+        self._metrics.learning_reported([report])
         return report
 
     async def report_if_any(self, head: HeadKey) -> LearningReport | None:
@@ -178,18 +179,16 @@ class LearningService:
 
     async def _posted(self, receipt: RewardsReceipt, rewards: Sequence[Reward]) -> None:
         self._metrics.rewards_posted(receipt.statuses, rewards)
-        for head in receipt.head_versions:
-            await self._refresh_gauges(head)
+        reports = [await self.report_if_any(head) for head in receipt.head_versions if self._is_due(head)]
+        self._metrics.learning_reported(report for report in reports if report is not None)
 
-    async def _refresh_gauges(self, head: HeadKey) -> None:
-        now = self._clock()
-        last = self._reported.get(head)
-        if not self._metrics.know(head.adapter) or (last is not None and now - last < REPORT_INTERVAL_S):
-            return
+    def _is_due(self, head: HeadKey) -> bool:
+        """True if a head's gauges are not recent. They are set now."""
+        now, last = self._clock(), self._reported.get(head)
+        if not self._metrics.adapters.know(head.adapter) or (last is not None and now - last < REPORT_INTERVAL_S):
+            return False
         self._reported[head] = now
-        report = await self.report_if_any(head)
-        if report is not None:
-            self._metrics.learning_reported(report)
+        return True
 
 
 def _warn_of_unknown(num_unknown: int, whose: str) -> None:

@@ -20,9 +20,9 @@ from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.joining import answer_name
 from vllm_rollout.kernel.output_text import MARK_KEY
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.xargs import NAMES
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.body import RewardOptions

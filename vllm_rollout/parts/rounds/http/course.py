@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import Engine
+from vllm_rollout.kernel.rules.rewards import RewardStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
-from vllm_rollout.parts.pruning.rules.ledger import RewardStatus
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound
@@ -69,7 +69,7 @@ class RoundCourse(Course):
                 async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 loses a cancellation that comes with it
                     await self._changed.wait()
             except TimeoutError:
-                await self._engine.held_groups()
+                await self._engine.rank_counts()
 
     def stopped(self) -> Awaitable[object]:
         return self._cut.wait()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.pruning.http.body import (
+from vllm_rollout.kernel.http.rewards import (
     NamedRewardEntry,
     NamedRewardResult,
     NamedRewardsAnswer,
@@ -20,8 +20,8 @@ from vllm_rollout.parts.pruning.http.body import (
     RewardsAnswer,
     RewardsRequest,
 )
+from vllm_rollout.kernel.rules.rewards import RewardStatus
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.pruning.rules.ledger import RewardStatus
 from vllm_rollout.parts.rounds.http.live import LiveRound
 from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
 

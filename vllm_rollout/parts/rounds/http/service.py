@@ -19,8 +19,8 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
+from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.parts.pruning.http.service import not_empty
-from vllm_rollout.parts.rounds.http import session_rounds
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.parts.rounds.http.course import RoundCourse
@@ -35,7 +35,8 @@ from vllm_rollout.parts.rounds.http.live import (
     made_answer,
     summary,
 )
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
+from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
+from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
     bodies_of,
@@ -57,8 +58,6 @@ from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, wit
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.parts.sessions.http.service import SessionService
-from vllm_rollout.parts.shaping.http import history_key
 
 T = TypeVar("T")
 
@@ -77,15 +76,16 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        parallelism: Parallelism | None = None,
-        sessions: SessionService | None = None,
+        parallelism: Any = None,
+        sessions: Any = None,
     ) -> None:
-        """`sessions`: None if this server has no sessions."""
+        """`parallelism`: of rounds with shaping, if the engine's size may change. `sessions`: the service of sessions.
+        None: this server has none."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._engine = engine
         self._store = store
-        self._metrics = metrics
+        self._metrics = metrics.of(RoundMetrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
@@ -115,15 +115,18 @@ class RunService:
         """Check a run's fields by preparing a rollout of one prompt, as a short round has it. Raises: RequestError."""
         size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
         if request.sessions is not None:
-            if self._sessions is None:
-                raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
-            session_rounds.check(self._sessions, request)
+            self._check_has_sessions()
+            of_sessions.check(self._sessions, request)
             size, num_candidates, fields = 1, 1, {}
         check = {**fields, "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(rollout_request(check, size, num_candidates))
         if request.resume:
             check_resumable(checked)
         return checked
+
+    def _check_has_sessions(self) -> None:
+        if self._sessions is None:
+            raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
 
     async def read(self, id: str) -> RunAnswer:
         """A run as it is now. Raises: RequestError (404)."""
@@ -197,7 +200,7 @@ class RunService:
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
         seen = (await self._engine.shaping.length_history([])).dataset
-        await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
+        await self._parallelism.begin(stored.request, seen, self._engine.max_model_len, stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run a round to its end. Returns its answer as JSON."""
@@ -267,9 +270,9 @@ class RunService:
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
         if defaults.sessions is not None:
-            assert self._sessions is not None  # else there is no such run
+            self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds = of_sessions.prepared(self._sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
                 self._keep_groups_of(rounds, await self._engine.current_weight_version())
             return rounds

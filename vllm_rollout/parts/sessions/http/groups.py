@@ -29,7 +29,7 @@ from vllm_rollout.parts.sessions.http.body import (
     TrajectoryAnswer,
     TurnAnswer,
 )
-from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation
+from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation, Turn
 from vllm_rollout.parts.sessions.rules import Session, SessionLimits, SessionRace
 
 MAX_EVENTS = 1024
@@ -60,6 +60,25 @@ class Watcher(Protocol):
 
     def counted(self) -> None:
         """The last turn of a finished group has ended, so that its tokens can be counted."""
+
+
+class Observer:
+    """Hears of all groups. By default it does nothing."""
+
+    def begun(self, group: OpenGroup) -> None:
+        """A group has begun."""
+
+    def changed(self, group: OpenGroup) -> None:
+        """A turn of this group begins or is left, or sessions have ended."""
+
+    def turn_over(self, group: OpenGroup, session: Session, turn: Turn) -> None:
+        """A turn has ended."""
+
+    def over(self, group: OpenGroup) -> None:
+        """A group is over or was cancelled, and nothing of it runs."""
+
+    def rewarded(self, group: OpenGroup, session: Session) -> None:
+        """A session was finished after the end of its group."""
 
 
 class Terms(NamedTuple):

@@ -13,7 +13,11 @@ from vllm.logger import init_logger
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.emulation.device import cost_of
+from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.parts.shaping.calls import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
     SET_COST_MODEL,
@@ -22,10 +26,6 @@ from vllm_rollout.kernel.call_table import (
     LengthsToLookUp,
     ObservedGroup,
 )
-from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.emulation.device import cost_of
-from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import ObservedLength

@@ -11,10 +11,19 @@ from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.parsed import read_json
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
-from vllm_rollout.parts.rounds.http.session_round import SessionRound, SessionTerms
 from vllm_rollout.parts.rounds.http.stored import PlannedRound
 from vllm_rollout.parts.rounds.rules.round_progress import RoundProgress
+from vllm_rollout.parts.rounds.with_sessions.http.answers import (
+    ReturnedEvent,
+    SessionRoundAnswer,
+    SessionRoundDoneEvent,
+    SessionRoundEvent,
+)
+from vllm_rollout.parts.rounds.with_sessions.http.session_round import SessionRound, SessionTerms
 from vllm_rollout.parts.sessions.http.service import SessionService
+
+__all__ = ["ReturnedEvent", "SessionRoundAnswer", "SessionRoundDoneEvent", "SessionRoundEvent", "check", "prepared"]
+"""The names that `of_sessions` is asked for."""
 
 
 def check(sessions: SessionService, request: RunRequest) -> None:

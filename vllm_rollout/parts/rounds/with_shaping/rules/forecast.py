@@ -18,11 +18,9 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from vllm_rollout.parts.rounds.rules.planner import SLOWER
 from vllm_rollout.parts.shaping.rules.cost import CostModel, log_normal_lengths
 
-SLOWER = 1.05
-"""Times within this ratio count as equal: profiles predict rollouts with a median error of 1.3 %, at most 6.7 %
-(docs/results.md). The smallest of equal sizes is taken."""
 KV_BLOCK_TOKENS = 16
 """Free tokens per candidate that an admission leaves for the next blocks, so that it is not preempted at once."""
 EXPECTED_SHARE = 1 / 8

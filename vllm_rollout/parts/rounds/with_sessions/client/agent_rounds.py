@@ -6,25 +6,30 @@ Invariant: once the round has a result or fails, none of its calls runs on.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
+from vllm_rollout.kernel.client.body import PromptLike
 from vllm_rollout.kernel.client.calls import EventsCall
 from vllm_rollout.kernel.client.connection import INCOMPLETE, RolloutError, event_data, parse, transport_error
 from vllm_rollout.kernel.http.answers import DeferredEvent, ErrorEvent, FilteredEvent
-from vllm_rollout.parts.rounds.http.session_answers import (
+from vllm_rollout.parts.rounds.client import run_calls
+from vllm_rollout.parts.rounds.client.run_calls import PATIENCE_S, new_key
+from vllm_rollout.parts.rounds.with_sessions.http.answers import (
     DeclaredEvent,
     ReturnedEvent,
     SessionRoundDoneEvent,
     SessionRoundEvent,
     UnstartedEvent,
 )
-from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, RunningGroup, Shared
+from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, RunAgent, RunningGroup, Shared
 from vllm_rollout.parts.sessions.client.agent_session import cancel, cancelled
+from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
 from vllm_rollout.parts.sessions.http.body import SessionEvent
 
 _EVENT: TypeAdapter[SessionRoundEvent] = TypeAdapter(Annotated[SessionRoundEvent, Discriminator("type")])
@@ -40,12 +45,30 @@ class AgentRound:
     """The round's kind, its deferred prompts, and what the run needs next."""
 
 
+class RoundGroup(RunningGroup):
+    """Runs the sessions of one prompt of a round, which declares the group and says when it is over."""
+
+    async def run(self, to_begin: Iterable[str]) -> AgentGroup:
+        """Run the group. The round passes events to `hear` and `returned`."""
+        try:
+            self._begin(to_begin)
+            event: ReturnedEvent = await self._is_over
+            await self._see_out([each.id for each in event.trajectories])
+            return self.made(event, event.trajectories)
+        finally:
+            await self._left()
+
+    def returned(self, event: ReturnedEvent) -> None:
+        if not self._is_over.done():
+            self._is_over.set_result(event)
+
+
 class RunningRound:
     """Runs one round."""
 
     def __init__(self, its: Shared, call: EventsCall) -> None:
         self._its, self._call = its, call
-        self._groups: dict[str, RunningGroup] = {}
+        self._groups: dict[str, RoundGroup] = {}
         self._tasks: dict[str, asyncio.Task[AgentGroup]] = {}
         """Running groups by group id."""
         self._group_of: dict[str, str] = {}
@@ -92,18 +115,55 @@ class RunningRound:
             case ErrorEvent():
                 raise RolloutError.from_body(event.error)
             case DeclaredEvent():
-                group = RunningGroup(self._its, self._num_groups, event.prompt, event.group_id)
+                group = RoundGroup(self._its, self._num_groups, event.prompt, event.group_id)
                 self._groups[event.group_id] = group
                 self._group_of[event.prompt_id] = event.group_id
-                self._tasks[event.group_id] = tasks.create_task(group.of_round(event.to_begin))
+                self._tasks[event.group_id] = tasks.create_task(group.run(event.to_begin))
             case SessionEvent():
                 self._groups[event.group_id].hear(event)
             case ReturnedEvent() if event.group_id in self._groups:
                 self._groups[event.group_id].returned(event)
             case ReturnedEvent():
-                known = RunningGroup(self._its, self._num_groups, event.prompt, event.group_id)
+                known = RoundGroup(self._its, self._num_groups, event.prompt, event.group_id)
                 self._ended.append(known.made(event, event.trajectories))
             case DeferredEvent() | UnstartedEvent() if event.group_id in self._tasks:
                 cancel(self._tasks[event.group_id])
             case FilteredEvent() if event.prompt_id in self._group_of:
                 cancel(self._tasks[self._group_of[event.prompt_id]])
+
+
+class AgentRounds:
+    """The methods of a run whose rounds consist of sessions."""
+
+    async def agent_rounds(
+        self: Any,
+        /,
+        prompts: Iterable[PromptLike],
+        *,
+        run: RunAgent,
+        epoch: int | None = None,
+        max_concurrent: int = MAX_CONCURRENT,
+        patience_s: float = PATIENCE_S,
+    ) -> AsyncGenerator[AgentRound, None]:
+        """Like `rounds`, for a run created with `sessions`. `run` is called once per session, as by `client.agents`.
+        Its call is cancelled once the session has lost, or its prompt is deferred.
+
+        `session.prompt` is the prompt with its `id`. A deferred prompt comes in a later round, also after a restart of
+        this process. max_concurrent: calls of `run` at the same time. The others wait.
+
+        Leaving the generator early (`contextlib.aclosing`) cancels all calls. The round is interrupted and comes first
+        the next time.
+
+        Raises: RolloutError, 504 if no call has done anything for `idle_timeout_s` seconds.
+        """
+
+        async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
+            call = run_calls.agent_round(self.id, prompts, key=key or new_key(), **options)
+            return await self._patiently(
+                lambda: RunningRound(Shared(self._client, run, idle, max_concurrent), call).result(), patience_s
+            )
+
+        idle = {"idle_timeout_s": (self.info.sessions or {}).get("idle_timeout_s")}
+        async with aclosing(self._rounds(prompts, epoch, play)) as rounds:
+            async for answer in rounds:
+                yield answer

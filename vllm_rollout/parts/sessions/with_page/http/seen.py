@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, TurnRow
-from vllm_rollout.parts.sessions.http.groups import OpenGroup
+from vllm_rollout.parts.page.http.events import event_of
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.http.viewers import Viewers
+from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, SessionReward, SessionRewardRow, TurnRow
+from vllm_rollout.parts.sessions.http.groups import Observer, OpenGroup
 from vllm_rollout.parts.sessions.http.trajectory import Turn
 from vllm_rollout.parts.sessions.rules import Session
 
@@ -19,6 +22,30 @@ MAX_SEEN_GROUPS, MAX_SEEN_SESSIONS = 64, 2048
 """Most groups that viewers can read, and most sessions that these groups might have in all."""
 MAX_SEEN_TURNS = 32
 """Most turns that are kept of each session: the last ones."""
+
+
+def observers(viewers: Viewers, recorder: TraceRecorder | None) -> list[Observer]:
+    """The observers of all groups: one for viewers, and one for a recording if there is one."""
+    seen = SeenSessions()
+    viewers.feeds.append(seen)
+    return [seen] if recorder is None else [seen, RecordedSessions(recorder)]
+
+
+class RecordedSessions(Observer):
+    """Records each group once it is over. A group without sessions gets no row."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+
+    def over(self, group: OpenGroup) -> None:
+        if group.race.sessions:
+            self._recorder.append_first(group.engine_id, recorded(group))
+
+    def rewarded(self, group: OpenGroup, session: Session) -> None:
+        if session.reward is not None:
+            reward = SessionReward(index=session.index, reward=session.reward)
+            row = SessionRewardRow(name=group.engine_id, rewards=[reward])
+            self._recorder.append_later(group.engine_id, row.model_dump_json())
 
 
 def recorded(group: OpenGroup) -> SessionGroupRow:
@@ -86,7 +113,7 @@ class SeenGroup:
         return _row(self.group, self.turns)
 
 
-class SeenSessions:
+class SeenSessions(Observer):
     """The most recent groups, for viewers."""
 
     def __init__(self) -> None:
@@ -108,7 +135,6 @@ class SeenSessions:
             self._forget(next(over, next(iter(self._seen))))
 
     def changed(self, group: OpenGroup) -> None:
-        """Note a change of a group: a turn begins or is left, or sessions have ended."""
         if group.engine_id in self._seen:
             self._changed.add(group.engine_id)
 
@@ -120,6 +146,14 @@ class SeenSessions:
     def rows(self) -> list[dict[str, Any]]:
         """All known groups, as fields of a SessionGroupRow."""
         return [seen.row() for seen in self._seen.values()]
+
+    def everything(self) -> list[bytes]:
+        return [event_of("sessions", row) for row in self.rows()]
+
+    def changes(self) -> list[bytes]:
+        rows, gone = self.news()
+        told = [event_of("sessions", row) for row in rows]
+        return told + ([event_of("gone", {"rollout_ids": [], "sessions": gone})] if gone else [])
 
     def news(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Rows of groups that have changed since the last call, and names of forgotten groups."""

@@ -6,19 +6,18 @@ Invariant: every finished group is observed once, whatever set its redundancy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from vllm_rollout.background import spawn
-from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.kernel.http.answers import Allocation, RedundancyBudget
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PreparedPrompt
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.fields import EarlyStop, LaunchRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of, key_of_id
 from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.shaping.http.metrics import ShapingMetrics
 from vllm_rollout.parts.shaping.rules.allocation import (
     BatchAllocation,
     BatchPrompt,
@@ -67,11 +66,9 @@ class ShapedRollout(NamedTuple):
 class ShapingService:
     """Reads an engine's history of lengths for rollouts, and adds to it."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
-        self._metrics = metrics
-        self._clock = clock
-        self._drift_seen_s: float | None = None
+        self._metrics = metrics.of(ShapingMetrics)
 
     async def same(
         self, plan: GroupPlan, keys: Sequence[str], prompts: Sequence[PreparedPrompt], order: LaunchRule, adapter: str
@@ -180,28 +177,12 @@ class ShapingService:
         return spawn(self._tell(key, lengths, adapter), "telling lengths")
 
     async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
-        """Wait until these reports have reached the engine, then refresh the gauges."""
+        """Wait until these reports have reached the engine."""
         if tellings:
             await asyncio.wait(tellings)  # unlike gather, it does not cancel them with its caller
-        await self.refresh()
-
-    async def refresh(self) -> None:
-        """Set the gauges, at most once in `REPORT_INTERVAL_S` seconds."""
-        now = self._clock()
-        if self._drift_seen_s is not None and now - self._drift_seen_s < REPORT_INTERVAL_S:
-            return
-        self._drift_seen_s = now
-        try:
-            for adapter in self._metrics.adapters:
-                self._metrics.lengths_reported(await self._engine.shaping.length_history([], adapter), adapter)
-            self._metrics.steps_drifted(await self._engine.shaping.step_drift())
-            self._metrics.groups_held(await self._engine.held_groups())
-            self._metrics.ranks_moved(await self._engine.moves.engine_loads())
-        except EngineStopped:  # reported elsewhere
-            return
 
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
-        self._metrics.know(adapter)
+        self._metrics.adapters.know(adapter)
         try:
             await self._engine.shaping.observe_lengths(key, lengths, adapter)
         except EngineStopped:  # reported elsewhere
@@ -210,10 +191,3 @@ class ShapingService:
 
 def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
     return [known or history.dataset for known in history.prompts]
-
-
-def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
-    """A prompt's name across rollouts: made from the client's id, else from its tokens."""
-    if prompt_id is not None:
-        return key_of_id(prompt_id)
-    return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"

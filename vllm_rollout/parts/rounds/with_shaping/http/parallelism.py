@@ -16,7 +16,12 @@ from vllm_rollout.background import to_its_end
 from vllm_rollout.kernel.http.answers import RebuildAnswer
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.parts.moving.rules.forecast import (
+from vllm_rollout.parts.rounds.http.answers import ForecastAnswer, ParallelismAnswer
+from vllm_rollout.parts.rounds.http.body import RunRequest
+from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
+from vllm_rollout.parts.rounds.rules.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
+from vllm_rollout.parts.rounds.with_shaping.http.metrics import ParallelismMetrics
+from vllm_rollout.parts.rounds.with_shaping.rules.forecast import (
     EngineSize,
     ExpectedRound,
     StartChoice,
@@ -24,10 +29,6 @@ from vllm_rollout.parts.moving.rules.forecast import (
     expected_round,
     forecast,
 )
-from vllm_rollout.parts.moving.rules.planner import ParallelismDecision, ParallelismPlanner, RoundPressure
-from vllm_rollout.parts.rounds.http.answers import ForecastAnswer, ParallelismAnswer
-from vllm_rollout.parts.rounds.http.body import RunRequest
-from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 HISTORY_ROUNDS = 4096
@@ -77,7 +78,7 @@ class Parallelism:
         """`profiled`: profiles by tensor-parallel size. `say`: prints a line for the server's operator."""
         self._engine = engine
         self._planner = planner
-        self._metrics = metrics
+        self._metrics = metrics.of(ParallelismMetrics)
         self._profiled = profiled or {}
         self._say = say
         self._start: StartChoice | None = None
@@ -89,7 +90,7 @@ class Parallelism:
         self._round_over = asyncio.Event()
         self._num_rebuilds = 0
         self._last: Resized | None = None
-        metrics.engine_sized(engine.tensor_parallel_size)
+        self._metrics.engine_sized(engine.tensor_parallel_size)
         self.has_live_round: Callable[[], bool] = lambda: False
         """Returns True if a round of any run is running."""
 
@@ -98,9 +99,12 @@ class Parallelism:
         """True if no round has run yet and a profile can choose the first size."""
         return self._start is None and not self._history and bool(self._profiled)
 
-    async def begin(self, expected: ExpectedRound, run: str) -> None:
+    async def begin(self, settings: RunRequest, seen: LengthMoments | None, max_model_len: int, run: str) -> None:
         """Choose the size for the first round from forecasts. They are computed in a thread, since they may take a
-        second."""
+        second.
+
+        Arguments are those of `expected_of_run`, and the id of the run."""
+        expected = expected_of_run(settings, seen, max_model_len)
         allowed = {size: self._profiled[size] for size in self._planner.allowed_sizes}
         choice = await asyncio.to_thread(choose_start, allowed, expected)
         if not self.wants_start:  # another run came first

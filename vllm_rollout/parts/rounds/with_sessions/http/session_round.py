@@ -20,7 +20,9 @@ from vllm_rollout.kernel.http.serialised import encode, filled
 from vllm_rollout.parts.rounds.http.answers import OpenGroupAnswer
 from vllm_rollout.parts.rounds.http.ended_groups import ended_before
 from vllm_rollout.parts.rounds.http.live import Keep, LiveEvent, LiveRound, Spent
-from vllm_rollout.parts.rounds.http.session_answers import (
+from vllm_rollout.parts.rounds.http.stored import PlannedRound
+from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd
+from vllm_rollout.parts.rounds.with_sessions.http.answers import (
     DeclaredEvent,
     ReturnedEvent,
     SessionRoundAnswer,
@@ -29,8 +31,6 @@ from vllm_rollout.parts.rounds.http.session_answers import (
     SessionRoundGroup,
     UnstartedEvent,
 )
-from vllm_rollout.parts.rounds.http.stored import PlannedRound
-from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd
 from vllm_rollout.parts.sessions.http.body import SessionEvent, SessionGroupRequest, SessionOptions
 from vllm_rollout.parts.sessions.http.groups import Event, OpenGroup
 from vllm_rollout.parts.sessions.http.service import TICK_S, SessionService

@@ -13,10 +13,10 @@ from vllm.logger import init_logger
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.moving.api.rebuilding import Resizer
-from vllm_rollout.parts.moving.rules.forecast import EngineSize
-from vllm_rollout.parts.moving.rules.planner import ParallelismPlanner, sizes_of
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism
+from vllm_rollout.parts.rounds.rules.planner import ParallelismPlanner, sizes_of
+from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import Resizer
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
+from vllm_rollout.parts.rounds.with_shaping.rules.forecast import EngineSize
 from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")

@@ -28,8 +28,7 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.parts.pruning.api.learning import EngineLearning
-from vllm_rollout.parts.rounds.http.parallelism import Resized
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -97,7 +96,7 @@ def start_engine(config: VllmConfig, closed: ClosedEngine, log_stats: bool) -> A
 
 
 class Resizer:
-    """Rebuilds the service's engine at another tensor-parallel size, for `server.runs.parallelism`."""
+    """Rebuilds the service's engine at another tensor-parallel size, for `Parallelism`."""
 
     def __init__(self, client: RolloutAsyncLLM, engine: VLLMEngine, args: Namespace) -> None:
         self._client = client
@@ -153,7 +152,7 @@ class Resizer:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
             calls = EngineCalls(CalledCores(core, config))
-            learned = await EngineLearning(calls, config).learning_state()
+            learned = await self._engine.learning.of(calls).learning_state()
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 client.lost_weights.version = version
@@ -165,7 +164,7 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await EngineLearning(EngineCalls(CalledCores(core, config)), config).set_learning_state(learned)
+            await self._engine.learning.of(EngineCalls(CalledCores(core, config))).set_learning_state(learned)
         except BaseException:
             client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()

@@ -1,1 +1,0 @@
-"""Moving where there are rounds: the size of the engine between rounds."""
