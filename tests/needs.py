@@ -86,6 +86,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/rounds/test_resume.py": ("page", "pruning", "shaping"),
     "parts/rounds/test_resuming.py": ("pruning",),
     "parts/rounds/test_session_rounds.py": ("sessions",),
+    "parts/rounds/typed.py": ("sessions",),
     "parts/shaping/test_admission.py": ("emulation",),
     "parts/shaping/test_played_budget.py": ("pruning",),
     "parts/shaping/test_ran_steps.py": ("page",),

@@ -39,6 +39,8 @@ class Part:
     """Face -> "module:attribute", which is imported where a process asks for the face."""
     exports: Mapping[str, str] = field(default_factory=dict)
     """Names that the package `vllm_rollout` offers -> "module:attribute"."""
+    also_exports: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Names that the package offers only if another part is there: name of that part -> name -> "module:attribute"."""
     also: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
 
@@ -132,7 +134,9 @@ def faces_left_out(face: str) -> Iterator[tuple[str, Any]]:
 @cache
 def exports() -> Mapping[str, str]:
     """Names that parts offer as names of the package -> "module:attribute"."""
-    return {name: place for part in parts() for name, place in part.exports.items()}
+    offered = [part.exports for part in parts()]
+    offered += [names for part in parts() for other, names in part.also_exports.items() if has(other)]
+    return {name: place for names in offered for name, place in names.items()}
 
 
 def load(place: str) -> Any:
@@ -142,8 +146,7 @@ def load(place: str) -> Any:
 
 
 def installed_parts() -> Mapping[str, Part]:
-    from vllm_rollout import parts as folder
-
+    folder = import_module("vllm_rollout.parts")  # `from vllm_rollout import` would ask this list for names
     names = [module.name for module in iter_modules(folder.__path__) if module.ispkg]
     ours = [import_module(f"{folder.__name__}.{name}").PART for name in names]
     theirs = [point.load() for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]

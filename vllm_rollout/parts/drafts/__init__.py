@@ -9,4 +9,5 @@ PART = Part(
         "flags": "vllm_rollout.parts.drafts.api:FLAGS",
         "worker": "vllm_rollout.parts.drafts.worker.runner:drafts_of",
     },
+    exports={"Drafts": "vllm_rollout.parts.drafts.worker.drafts:Drafts"},
 )

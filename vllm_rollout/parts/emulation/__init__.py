@@ -14,4 +14,5 @@ PART = Part(
         "engine_args": "vllm_rollout.parts.emulation.options:emulated",
         "next_engine": "vllm_rollout.parts.emulation.options:go_on",
     },
+    exports={"emulated_success": "vllm_rollout.parts.emulation.tokens:succeeded"},
 )

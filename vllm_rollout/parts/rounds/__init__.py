@@ -6,6 +6,7 @@ PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
+        "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
         "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
@@ -22,5 +23,12 @@ PART = Part(
             "flags": "vllm_rollout.parts.rounds.with_shaping.api.flags:FLAGS",
             "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
         },
+    },
+    exports={
+        "AsyncRun": "vllm_rollout.parts.rounds.client.run:AsyncRun",
+        "Run": "vllm_rollout.parts.rounds.client.run:Run",
+    },
+    also_exports={
+        "sessions": {"AgentRound": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRound"},
     },
 )
