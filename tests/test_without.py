@@ -11,7 +11,7 @@ from tests.without import (
     affected_tests,
     imports_of_what_is_gone,
     of_the_day,
-    typed_packages,
+    typed_files,
     with_dependents,
 )
 from vllm_rollout.kernel.parts import parts
@@ -54,10 +54,12 @@ def test_an_import_of_what_is_gone_is_found_wherever_it_stands(tmp_path, write):
     ]
 
 
-def test_types_are_checked_of_the_packages_that_are_left(tmp_path, write):
-    write("pyproject.toml", '[tool.mypy]\npackages = ["vllm_rollout.kernel.rules", "vllm_rollout.parts.gone.rules"]')
+def test_types_are_checked_of_the_files_that_are_left(tmp_path, write):
+    files = ["vllm_rollout/kernel/rules", "vllm_rollout/parts/*/rules*", "vllm_rollout/parts/gone/http"]
+    write("pyproject.toml", f"[tool.mypy]\nfiles = {files}")
     write("vllm_rollout/kernel/rules/__init__.py")
-    assert typed_packages(tmp_path) == ["vllm_rollout.kernel.rules"]
+    write("vllm_rollout/parts/one/rules.py")
+    assert typed_files(tmp_path) == ["vllm_rollout/kernel/rules", "vllm_rollout/parts/one/rules.py"]
 
 
 def test_tests_run_that_reach_the_list_of_parts(tmp_path, write):

@@ -1,9 +1,10 @@
 """Checks that the package works without some of its parts: `python -m tests.without PART...`, or `make without`.
 
-Copies the checkout without the parts' folders, without the parts that need them, and without tests that need any of
-them (tests/needs.py). In the copy it builds the C++ extension if a part has sources of it. Then it looks for imports of
-what is gone, and runs ruff, mypy and tests. Only tests that can notice run: those that reach the list of parts by their
-imports, and start no engine. Tests of pages and tools for contributors stay out, since pages name all parts.
+Copies the checkout without the parts' folders, without what needs them in other parts (`with_PART`), without the parts
+that need them, and without tests that need any of them (tests/needs.py). In the copy it builds the C++ extension if a
+part has sources of it. Then it looks for imports of what is gone, and runs ruff, mypy and tests. Only tests that can
+notice run: those that reach the list of parts by their imports, and start no engine. Tests of pages and tools for
+contributors stay out, since pages name all parts.
 
 `--of-the-day N` takes N of `WHOLE`, others on the next day.
 """
@@ -116,7 +117,7 @@ def copy(target: Path, gone: Iterable[str], tests: Iterable[Path]) -> None:
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True, timeout=MOST_SECONDS,
     ).stdout.split("\0")  # fmt: skip
-    dropped = [*(ROOT / PACKAGE / "parts" / name for name in gone), *tests]
+    dropped = [*folders_of(gone), *tests]
     for name in filter(None, listed):
         source = ROOT / name
         if source.is_file() and not any(source.is_relative_to(each) for each in dropped):
@@ -127,6 +128,14 @@ def copy(target: Path, gone: Iterable[str], tests: Iterable[Path]) -> None:
         shutil.copytree(known, target / known.name)
 
 
+def folders_of(names: Iterable[str]) -> Iterator[Path]:
+    """Folders of parts, and folders of other parts that are there only with one of them."""
+    folder = ROOT / PACKAGE / "parts"
+    for name in names:
+        yield folder / name
+        yield from folder.glob(f"*/with_{name}")
+
+
 def checks_of(folder: Path, gone: list[str]) -> Iterator[Check]:
     if any((ROOT / PACKAGE / "parts" / name / "csrc").exists() for name in gone):
         yield run("C++", folder, build_command(folder))
@@ -135,8 +144,9 @@ def checks_of(folder: Path, gone: list[str]) -> Iterator[Check]:
     yield Check("imports", "".join(f"\n  {each}" for each in imports), not imports, time.monotonic() - start)
     if imports:
         return  # nearly every test would say the same
+    yield run("names", folder, [sys.executable, "-m", "docs_tools.stub", "--write"])
     yield run("ruff", folder, ["ruff", "check", "--quiet", "."])
-    yield run("mypy", folder, ["mypy", *(f"--package={name}" for name in typed_packages(folder))])
+    yield run("mypy", folder, ["mypy", *typed_files(folder)])
     yield from run_tests(folder)
 
 
@@ -161,10 +171,10 @@ def imports_of_what_is_gone(folder: Path, gone: Iterable[str]) -> list[str]:
     ]
 
 
-def typed_packages(folder: Path) -> list[str]:
-    """The packages that pyproject.toml has for mypy and that are there."""
-    packages = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]["packages"]
-    return [name for name in packages if folder.joinpath(*name.split(".")).exists()]
+def typed_files(folder: Path) -> list[str]:
+    """The files and folders that pyproject.toml has for mypy and that are there."""
+    patterns = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    return [path.relative_to(folder).as_posix() for pattern in patterns for path in sorted(folder.glob(pattern))]
 
 
 def run_tests(folder: Path) -> Iterator[Check]:
