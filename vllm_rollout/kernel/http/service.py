@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
@@ -328,7 +329,7 @@ class RolloutService:
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
-        said = rollout.course.said(position)
+        said: dict[str, Any] = {}
         if rollout.scoring is not None:
             seed = seed_for(rollout.pruning_seed, digest_of(prompt.token_ids))
             said |= rollout.scoring.said(owned_name(rollout.namespace, rollout.id), prompt.id, seed, plan.key)
@@ -338,6 +339,7 @@ class RolloutService:
             prompt=prompt,
             seed_name=rollout.seed_names[position],
             said=said,
+            said_once=rollout.course.said(position),
             stream_tokens=rollout.stream_tokens,
             outlook=self._outlook(rollout, position),
             priority=rollout.priority,

@@ -16,11 +16,11 @@ from vllm_rollout.kernel.client.calls import Call, adapter, query, typed
 from vllm_rollout.kernel.client.connection import RolloutError, parse
 from vllm_rollout.kernel.client.methods import ClientPart, awaited
 from vllm_rollout.kernel.client.sender import Sender
-from vllm_rollout.kernel.http.engine import LearningReport
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer
 from vllm_rollout.parts.pruning.http.votes import VoteAnswer
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport
 from vllm_rollout.parts.pruning.rules.voting import VotingMethod
 

@@ -202,7 +202,7 @@ class Viewers:
         try:
             async with asyncio.timeout(LOOK_S):
                 return await self._engine.last_tokens(group_id)
-        except (RequestError, TimeoutError):
+        except (EngineStopped, TimeoutError):
             return []
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
