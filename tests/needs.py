@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.imports import imported_modules
+from tests.wired import others
 from vllm_rollout.kernel import parts
 
 TESTS = Path(__file__).parent
@@ -173,7 +174,8 @@ def imported_parts(path: Path) -> frozenset[str]:
     """Parts of which a file imports something, also a name that a part gives to the package."""
     exports = {f"vllm_rollout.{name}": place for name, place in parts.exports().items()}
     modules = (exports.get(name, name).split(".") for name in imported(path))
-    return frozenset(module[2] for module in modules if module[:2] == ["vllm_rollout", "parts"] and len(module) > 2)
+    ours = [module[1:] for module in modules if module[:2] == ["vllm_rollout", "parts"] and len(module) > 2]
+    return frozenset(name for module in ours for name in (module[1], *others(module)))
 
 
 def read_with(path: Path) -> set[Path]:

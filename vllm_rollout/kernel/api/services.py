@@ -94,7 +94,7 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         kept_limits=kept_limits,
     )
     state.rollout_service, state.rollout_page = service, settings.enable_rollout_page
-    client.answer_grader = AnswerGrader(service.grading, service.learning)
+    client.answer_grader = AnswerGrader(service.grading, service.rewards)
     listener = Listener() if client.num_api_processes > 1 else None
     if listener is not None and not is_first:
         # Around all middleware: a request for another process passes that process's middleware.
@@ -104,9 +104,10 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     sessions = SessionService(
         engine.give_up,
         service.grading,
-        service.learning,
+        service.rewards,
         metrics,
         partial(whole_text, client.model_config),
+        pruning_refusal=lambda: service.learning.pruning_refusal,
         observers=[each for _, make in faces("session_observers") for each in make(service.viewers, recorder)],
         audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
         begin=None if listener is None else listener.has_sessions,

@@ -10,5 +10,8 @@ PART = Part(
         "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
         "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
     },
-    also={"page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"}},
+    also={
+        "page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"},
+        "pruning": {"scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said"},
+    },
 )

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from vllm_rollout.background import begin, heard, spawn
 from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
+from vllm_rollout.kernel.http.errors import not_empty
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
 from vllm_rollout.kernel.rules.prompt_key import history_key
-from vllm_rollout.parts.pruning.http.service import not_empty
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.parts.rounds.http.course import RoundCourse
@@ -90,7 +90,7 @@ class RunService:
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
-        self.rewards = RunRewards(self._live, rollouts.learning)
+        rollouts.rewards.takers.insert(0, RunRewards(self._live))  # a round learns of its rewards first
         self._parallelism = parallelism
         if parallelism is not None:
             parallelism.has_live_round = lambda: bool(self._live)
