@@ -45,12 +45,12 @@ help:
 	@echo "                   engine tests of race, HTTP and in-process use; 12 minutes on two cores   ARGS='-k name'"
 	@echo "  make test-all    every test: make test, then make test-rest"
 	@echo "  make test-fast   the tests that start no engine and are not slow"
-	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
+	@echo "  make test-nightly  the tests without an engine in a random order, with random examples, in one process   SEED=7 repeats both"
 	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make test-wheel  the wheel beside vLLM for CPUs, in fresh environments without a compiler (Python 3.11, 3.12)"
 	@echo "  make test-gpu-site  the wheel beside torch for CUDA, under a made-up H100; needs Python 3.12 and 6 GB"
-	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/versions/snapshots/; docs/contributing/versions.md"
+	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/versions/names.txt; docs/contributing/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/recipes/index.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
@@ -118,8 +118,8 @@ SEED := $(shell date +%s)
 # In one process, so that whatever a test leaves behind meets every other test.
 .PHONY: test-nightly
 test-nightly: install models
-	@echo "in the order of this seed; to repeat it: make test-nightly SEED=$(SEED)"
-	$(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) -m "not engine" tests
+	@echo "in the order and with the examples of this seed; to repeat them: make test-nightly SEED=$(SEED)"
+	VLLM_ROLLOUT_EXAMPLES=fresh $(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) --hypothesis-seed=$(SEED) -m "not engine" tests
 
 LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-engine-side lane-others
 

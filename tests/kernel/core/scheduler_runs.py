@@ -21,6 +21,7 @@ from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 REQUEST_STRIDE = 10_000
@@ -214,5 +215,5 @@ def assert_nothing_open(steps: GroupSteps) -> None:
     """No group is left, and nothing waits for the next step."""
     assert len(steps) == 0
     assert not steps.has_events
-    assert steps._scored == {}
+    assert steps.part(PruningStep)._scored == {}
     assert steps._capped == {}

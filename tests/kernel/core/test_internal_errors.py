@@ -41,7 +41,7 @@ def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
     steps = run.scheduler.group_steps
     group = run.scheduler._by_id[("g", 0)].group
     return {
-        "settle": (Group, lambda self: self is group),
+        "settle": (Group, lambda self, *_: self is group),
         "end": (Group, lambda self, *_: self is group),
         "judge": (judge_of(steps), lambda group, scoring, due: scoring.prompt_id == "g"),
         "_release": (steps, lambda group_id, *_: group_id == "g"),

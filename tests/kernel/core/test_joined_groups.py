@@ -30,7 +30,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, request_name
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry
-from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS
 
 pytestmark = pytest.mark.anyio
 
@@ -327,7 +327,9 @@ async def test_chance_is_that_of_the_seed_and_the_prompt(llm: SteppedLLM) -> Non
         await race(llm, Sibling(llm, f"r{i}", 9, {**JOIN, **PRUNE}, *token_ids, seed=seed))
         await answer(llm, f"c{i}", prompt(9, *token_ids), {"rollout_redundancy": 1, **PRUNE}, 1, seed)
     for name in ("r", "c"):
-        scorings = [tag.scoring for id, (tag, _) in llm.added.items() if id[0] == name and not id.endswith("-c1")]
+        scorings = [
+            SCORING.of(tag.said) for id, (tag, _) in llm.added.items() if id[0] == name and not id.endswith("-c1")
+        ]
         chances = [(scoring.seed, scoring.prompt_id) for scoring in scorings]
         assert chances[0] == chances[1]
         assert len(set(chances)) == len(chances) - 1

@@ -209,7 +209,9 @@ class FakeEngine:
 
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
-            id, group = steps.launch(group_id, plan.terms, index, request_id=name, said=said(scoring, place=place))
+            id, group = steps.launch(
+                group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said(scoring, place)
+            )
             running[id] = self.candidates[id] = self._candidate(index, prompt, order.seed_name, started.get(index, ()))
             self.num_launched += 1
             return group

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.steps import said
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.terms import GroupTerms
@@ -100,7 +99,7 @@ def request(
     max_tokens: int = 99,
     **tag: Any,
 ) -> SimpleNamespace:
-    extra_args = CandidateTag("group", 0, GroupTerms(1, 2), 1, said(**tag)).to_extra_args() if tagged else None
+    extra_args = CandidateTag("group", 0, GroupTerms(1, 2), 1, **tag).to_extra_args() if tagged else None
     return SimpleNamespace(
         req_id=id,
         request_id=id,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.parts.pruning.reports import report_of
-from tests.support.steps import group_terms, judge_of
+from tests.support.steps import group_steps, group_terms, judge_of
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
@@ -38,7 +38,7 @@ from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLear
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
 from vllm_rollout.parts.pruning.core import learning_calls
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
@@ -70,7 +70,7 @@ class Rank:
             CandidateTracker(torch.device("cpu")), self.ring,
             hidden_size=HIDDEN_SIZE, model=model, device=torch.device("cpu"),
         )  # fmt: skip
-        self.scheduler = SimpleNamespace(judge=Judge(), readings=Readings())
+        self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=model))
         self.worker_calls: list[str] = []
         self.arguments: dict[str, list[Any]] = {name: [] for name in answered()}
@@ -101,13 +101,14 @@ class Rank:
         """Score and finish candidates whose first feature says whether they succeed."""
         states = torch.randn(num, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16()
         group = Group(group_terms(num, num, pruning=plan))
+        judged = JudgedGroup(group, plan)
         scoring = Scoring(rollout_id, prompt_id, 7, prompt_key=prompt_key, adapter=adapter)
         for index in range(num):
             group.launch()
             entry = self.judge.ledger.open(scoring, CandidateId("", index), f"{rollout_id}-{index}", plan)
             logit = states[index, 0].item()
             seen = Observation(Confidence(1.0, 1.0, 2.0 + logit), logit, 1)
-            self.judge.judge(group, scoring, {index: (entry, seen)})
+            self.judge.judge(judged, scoring, {index: (entry, seen)})
             entry.state, entry.num_tokens = "finished", 30
         self.ring.put([StateKey(f"{rollout_id}-{index}", plan.detection_length) for index in range(num)], states)
         good = [bool(states[index, 0] > 0) for index in range(num)]

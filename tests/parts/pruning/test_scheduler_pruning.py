@@ -276,7 +276,7 @@ def test_a_group_with_nothing_new_is_not_settled_in_every_step(pruning_run, monk
     run = pruning_run()
     settled = []
     settle = Group.settle
-    monkeypatch.setattr(Group, "settle", lambda group: settled.append(run.num_steps) or settle(group))
+    monkeypatch.setattr(Group, "settle", lambda group, *_: settled.append(run.num_steps) or settle(group))
     add_group(run, "g", [60, 70], 2, pruning=PLAN, logits=[1, 1])
     run.run()
     assert len(settled) == 3  # scores, and two endings

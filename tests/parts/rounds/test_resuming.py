@@ -11,10 +11,12 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
+from tests.support.steps import said
 from vllm_rollout.kernel.http.engine import Beginnings
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORING
 from vllm_rollout.parts.rounds.api import (
     READS_OUTPUT_TOKENS,
     prompt_text,
@@ -94,15 +96,15 @@ async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_b
     await llm.step_to_the_end()
     await running
     assert indices == [(1, "failed"), (2, "finished"), (4, "finished")]
-    said = {id: (asked["prompt_token_ids"], p.max_tokens, p.min_tokens, p.seed) for id, (asked, p) in llm.asked.items()}
-    assert said == {
+    seen = {id: (asked["prompt_token_ids"], p.max_tokens, p.min_tokens, p.seed) for id, (asked, p) in llm.asked.items()}
+    assert seen == {
         "g-c1": ([5, 6, 7, 8, 9], 47, 1, 101),
         "g-c2": ([5, 6], 50, 4, 102),
         "g-c4": ([5, 6], 50, 4, 104),
     }
     assert {id: tag.num_resumed for id, (tag, _) in llm.added.items()} == {"g-c1": 3, "g-c2": 0, "g-c4": 0}
     resumed = replace(scoring, num_resumed=3, survival_before=0.25)
-    its = {id: tag.scoring for id, (tag, _) in llm.added.items()}
+    its = {id: SCORING.of(tag.said) for id, (tag, _) in llm.added.items()}
     assert its == {"g-c1": resumed, "g-c2": scoring, "g-c4": scoring}
 
 
