@@ -272,7 +272,7 @@ class RunService:
         if defaults.sessions is not None:
             self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = of_sessions.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds: LiveRound = of_sessions.prepared(self._sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
                 self._keep_groups_of(rounds, await self._engine.current_weight_version())
             return rounds
