@@ -9,9 +9,9 @@ import pytest
 from tests.support.time_limit import end_within
 from vllm_rollout.kernel.api import engine_calls
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import RANK_COUNTS
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.pruning.calls import HEADS
 from vllm_rollout.parts.rounds.calls import CUT_RACE
 

@@ -77,8 +77,9 @@ async def told(*each: RankCounts) -> dict[int, RankCounts]:
 
 
 @pytest.mark.usefixtures("fresh")
-async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, monkeypatch):
-    counts = RankCounts(HeldGroups(2, 3, 1), 4, 5, 6), RankCounts(HeldGroups(1, 0, 1), 1)
+async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, engine: FakeEngine, monkeypatch):
+    counts = RankCounts(HeldGroups(2, 3), 4, 5, 6), RankCounts(HeldGroups(1, 0), 1)
+    engine.races.update(a=None, b=None)
     monkeypatch.setattr(FakeEngine, "rank_counts", lambda _: told(*counts))
     values = await samples(http)
     assert (values["groups_held.running"], values["groups_held.idle"], values["races_held"]) == (3, 3, 2)

@@ -9,8 +9,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.parts.moving.api import moving
+from vllm_rollout.parts.moving.http.engine import Drained
 from vllm_rollout.parts.moving.rules.load import RankState
 
 pytestmark = pytest.mark.anyio

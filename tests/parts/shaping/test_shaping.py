@@ -11,9 +11,10 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.fake_parts import FakeShaping
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http import gauges
-from vllm_rollout.kernel.http.engine import Outlook, RequestError, StepDrift
+from vllm_rollout.kernel.http.engine import Outlook, RequestError
 from vllm_rollout.parts.moving.rules.load import ArrivedKV
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 
 FLAT = CostModel(((100.0, PTLCurve((1.0, 64.0), (0.01, 0.011))),))

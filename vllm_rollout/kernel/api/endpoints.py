@@ -44,7 +44,8 @@ class RolloutEndpoints:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-        from vllm_rollout.kernel.api.services import build_services, keys_of
+        from vllm_rollout.kernel.api.open_paths import keys_of
+        from vllm_rollout.kernel.api.services import build_services
         from vllm_rollout.kernel.http.origins import AllowedHosts
 
         if not isinstance(engine_client, RolloutAsyncLLM):

@@ -26,6 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
@@ -51,7 +52,7 @@ from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import Beginnings, EngineStopped, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.metrics import LeftBy, Metrics
-from vllm_rollout.kernel.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
+from vllm_rollout.kernel.joining import answer_name, checks_of, first_of_completion, scoring_of, tag_of, too_long
 from vllm_rollout.kernel.names import AdapterNames
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
@@ -68,12 +69,10 @@ from vllm_rollout.kernel.rules.xargs import (
     rollout_xargs,
 )
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
-from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
 from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
-from vllm_rollout.parts.rounds.api import resumed_params, resumed_prompt
-from vllm_rollout.parts.sessions import api as session_turns
+from vllm_rollout.parts.sessions.api import turns as session_turns
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 
@@ -109,6 +108,7 @@ class GroupClient:
         self.unread: dict[str, RequestOutputCollector | None] = {}
         """Collectors of the last outputs of candidates whose client has left, by request id. Their tokens are counted.
         """
+        self._checks = checks_of(self.vllm_config)
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
         self._adapters = AdapterNames()
@@ -134,7 +134,7 @@ class GroupClient:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         if TAG_KEY in extra_args:
             raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
-        self._check_forced_length(extra_args)
+        self._check(extra_args)
         xargs = rollout_xargs(extra_args)
         if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
@@ -168,7 +168,7 @@ class GroupClient:
         """Run a request that is one turn of a session (docs/guides/agents.md)."""
         assert self.sessions is not None
         extra_args = params.extra_args or {}
-        self._check_forced_length(extra_args)
+        self._check(extra_args)
         xargs = rollout_xargs(extra_args)
         refuse_on_open_path(xargs or ("rollout_session",))
         lora: LoRARequest | None = kwargs.get("lora_request")
@@ -226,13 +226,14 @@ class GroupClient:
         """The error for a client. `message` begins with the field's name, as the client writes it."""
         return VLLMValidationError(f"{self.fields_in}.{message}", parameter=f"{self.fields_in}.{field}")
 
-    def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
-        """Check the forced length here, because a worker has no client to answer. Raises: VLLMValidationError."""
-        if ServeOptions.of(self.vllm_config).emulation is not None:
-            try:
-                forced_length(extra_args)
-            except ValueError as error:
-                raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{LENGTHS_FIELD}") from error
+    def _check(self, extra_args: dict[str, Any]) -> None:
+        """Let parts check their fields here, because a worker has no client to answer. Raises: VLLMValidationError."""
+        try:
+            for check in self._checks:
+                check(extra_args)
+        except ValueError as error:
+            field = str(error).split()[0]
+            raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{field}") from error
 
     async def _generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
@@ -19,7 +20,7 @@ from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.attempts import Attempt, attempts
 from vllm_rollout.kernel.http.clients import owned_name
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, MovesPart, Outlook
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
@@ -33,16 +34,14 @@ from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
-from vllm_rollout.parts.moving.rules.scaling import Progress
 from vllm_rollout.parts.page.http import tracing
+from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.receipts import write_receipt
-from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.viewers import Viewers
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
-from vllm_rollout.parts.rewards.http.service import Graders, GradingService
+from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 from vllm_rollout.parts.shaping.http.service import ShapingService
@@ -69,26 +68,24 @@ class RolloutService:
         engine: Engine,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
-        recorder: TraceRecorder | None = None,
         admin_key: AdminKey | None = None,
         audit_ratio: float = 0.0,
-        graders: Graders | None = None,
-        kept_limits: KeptLimits | None = None,
     ) -> None:
         self.admin_key = admin_key
         """None: all clients of the server may replace heads and states."""
-        self._engine = engine
+        self.engine = engine
         self._metrics = metrics
         self.gauges = EngineGauges(engine, metrics, clock)
         self._clock = clock
-        self._recorder = recorder
-        self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock)
+        page, rewards = engine.find(PagePart), engine.find(RewardsPart)
+        self.recorder = None if page is None else page.recorder
+        self.learning = LearningService.of(engine, metrics, clock)
         self.rewards = RewardDoor(self._rewards_posted)
         self.rewards.takers.append(self.learning)
         self._shaping = ShapingService(engine, metrics)
-        self.grading = GradingService(graders, metrics, kept_limits)
+        self.grading = GradingService(None, metrics) if rewards is None else rewards.grading
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
-        self.viewers = Viewers(engine, records=recorder is not None)
+        self.viewers = Viewers(engine, records=self.recorder is not None)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -103,24 +100,17 @@ class RolloutService:
         rollout.trace = trace
         return rollout
 
-    @property
-    def moves(self) -> MovesPart:
-        """The part of the engine that moves groups between its ranks."""
-        return self._engine.moves
-
     async def recompute(self, request_ids: Sequence[str] | None) -> int:
         """Compute KV of older weights again (`Engine.recompute`). Returns the number of candidates that do. Raises:
         RequestError (503) for a dead engine."""
-        return await self._engine.recompute(request_ids)
+        return await self.engine.recompute(request_ids)
 
     @property
-    def progress(self) -> Progress:
-        """The progress of all running rollouts together."""
+    def progress(self) -> tuple[int, int]:
+        """Candidates of all running rollouts together, and those that have ended."""
         rollouts = self._active.values()
-        return Progress(
-            sum(each.num_responses for each in rollouts),
-            sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts),
-        )
+        num_ended = sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts)
+        return sum(each.num_responses for each in rollouts), num_ended
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run a rollout to its end. Returns a RolloutAnswer as JSON, in parts."""
@@ -204,8 +194,8 @@ class RolloutService:
             rollout.trace.end(rollout.row(), rollout.outcome.usage)
         if rollout.watch is not None:
             await rollout.watch.end()
-        if self._recorder is not None:
-            self._recorder.rollout_over(rollout)
+        if self.recorder is not None:
+            self.recorder.rollout_over(rollout)
 
     async def _see_out(
         self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
@@ -220,7 +210,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self._engine.cancel_groups([*running, *waves])
+                await self.engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except EngineStopped:  # reported elsewhere
@@ -321,42 +311,44 @@ class RolloutService:
             rollout.seen.rewarded((its.prompt_id, its.index, its.reward) for its in rewards)
             return
         self.viewers.rewards_posted(rollout_id, rewards)
-        if self._recorder is not None:
-            self._recorder.rewards_posted(rollout_id, rewards)
+        if self.recorder is not None:
+            self.recorder.rewards_posted(rollout_id, rewards)
 
     def _graded_group(
         self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
     ) -> GradedGroup | None:
         if (grading := rollout.grading) is None:
             return None
-        return GradedGroup(grading, group, LaunchedCandidates(self._engine, order, places, grading.waves))
+        return GradedGroup(grading, group, LaunchedCandidates(self.engine, order, places, grading.waves))
 
     def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
         """A function that launches the group of this prompt each time it is called."""
         kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
         if kept is None:
-            return partial(self._engine.run_group, order)
+            return partial(self.engine.run_group, order)
         want_text = "text" in rollout.included or rollout.grading is not None
-        return ResumedGroup(kept, self._engine, order, want_text=want_text).events
+        return ResumedGroup(kept, self.engine, order, want_text=want_text).events
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
+        said: dict[str, Any] = {}
+        if rollout.scoring is not None:
+            seed = seed_for(rollout.pruning_seed, digest_of(prompt.token_ids))
+            said |= rollout.scoring.said(owned_name(rollout.namespace, rollout.id), prompt.id, seed, plan.key)
         return GroupOrder(
             group_id=rollout.group_id(position),
-            rollout_id=owned_name(rollout.namespace, rollout.id),
             plan=plan.group,
             prompt=prompt,
             seed_name=rollout.seed_names[position],
-            pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
-            prompt_key=plan.key,
+            said=said,
+            said_once=rollout.course.said(position),
             stream_tokens=rollout.stream_tokens,
-            place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
             priority=rollout.priority,
         )
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
-        if self._engine.moves.num_ranks == 1:
+        if self.engine.num_ranks == 1:
             return None
         prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
         return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)

@@ -169,8 +169,6 @@ class HeldGroups(NamedTuple):
     """Groups in which a candidate runs or waits to run."""
     num_idle: int
     """Groups without a running candidate that wait for siblings, which come as single requests."""
-    num_races: int = 0
-    """Rounds whose groups race each other."""
 
 
 class RankCounts(NamedTuple):

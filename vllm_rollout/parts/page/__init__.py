@@ -6,5 +6,10 @@ PART = Part(
     "page",
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
-    faces={"routes": "vllm_rollout.parts.page.http.routes:ROUTES"},
+    faces={
+        "api": "vllm_rollout.parts.page.http.part:PagePart",
+        "commands": "vllm_rollout.parts.page.watching.command",
+        "flags": "vllm_rollout.parts.page.api:FLAGS",
+        "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
+    },
 )

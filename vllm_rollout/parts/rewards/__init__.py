@@ -5,5 +5,9 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rewards",
     "Grades answers while rollouts run.",
-    faces={"metrics": "vllm_rollout.parts.rewards.http.metrics:GradingMetrics"},
+    faces={
+        "api": "vllm_rollout.parts.rewards.api.part:RewardsApi",
+        "flags": "vllm_rollout.parts.rewards.api.flags:FLAGS",
+        "metrics": "vllm_rollout.parts.rewards.http.metrics:GradingMetrics",
+    },
 )

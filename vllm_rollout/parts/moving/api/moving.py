@@ -32,10 +32,9 @@ from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoute
-from vllm_rollout.kernel.call_table import Argument, Operation
-from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
+from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
@@ -48,6 +47,7 @@ from vllm_rollout.parts.moving.calls import (
     Hold,
     Released,
 )
+from vllm_rollout.parts.moving.http.engine import Drained, MovesPart
 from vllm_rollout.parts.moving.http.metrics import MovingMetrics
 from vllm_rollout.parts.moving.rules.load import DEAD, GroupLoad, RankLoad, RankState
 from vllm_rollout.parts.moving.rules.migration import MoveOutcome, plan_drain
@@ -84,18 +84,14 @@ class Move(NamedTuple):
     reason: str = ""
 
 
-class EngineMoves:
-    """Implements `server.engine.MovesPart`, and moves groups."""
+class EngineMoves(MovesPart):
+    """Moves groups."""
 
     def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, shaping: EngineShaping) -> None:
         self._client = client
         self._calls = calls
         self._shaping = shaping
         self._epochs = count(1)
-        self._one_move = asyncio.Lock()
-        """Held while a group is in no engine core, while ranks are held or restored, and by calls that must reach all
-        groups.
-        """
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -158,11 +154,6 @@ class EngineMoves:
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
         return plan_scale_down(progress, (await self.rank_loads())(lambda route: True))
 
-    async def tell_all_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """Run one operation on every rank while no group moves: a group in no engine core would miss it."""
-        async with self._one_move:
-            await self._calls.call_all(operation, argument)
-
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         started = time.monotonic()
         await self._calls.to_its_end(self._hold(rank, owner))
@@ -186,7 +177,7 @@ class EngineMoves:
 
     async def _hold(self, rank: int, owner: str) -> None:
         """Keep a rank empty from now on. Raises: RequestError (409) if no other rank would take groups."""
-        async with self._one_move:
+        async with self._calls.none_moves:
             if not self._takers(await self.rank_states(), rank):
                 only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
                 raise _last_one(
@@ -200,7 +191,7 @@ class EngineMoves:
             self._client.routes.hold(self._held(states))
 
     async def _end_hold(self, rank: int, owner: str) -> None:
-        async with self._one_move:
+        async with self._calls.none_moves:
             await self._calls.call_rank(rank, HOLD, Hold(owner, False))
             self._client.routes.hold(self._held(await self.rank_states()))
 
@@ -230,7 +221,7 @@ class EngineMoves:
         while not self._client.errored:
             await asyncio.sleep(FOLLOW_S)
             with survived("following holds"), suppress(EngineStopped):  # a dead engine is reported elsewhere
-                async with self._one_move:
+                async with self._calls.none_moves:
                     held = self._held(await self.rank_states())
                     if len(held) < self.num_ranks or held == before:  # else drains collide, and one is released
                         self._client.routes.hold(held)
@@ -254,7 +245,7 @@ class EngineMoves:
     async def _move(self, route: GroupRoute, target: int) -> Move:
         if route.joined and self._client.num_api_processes > 1:
             return Move("stays", SHARED)
-        async with self._one_move:
+        async with self._calls.none_moves:
             routes = self._client.routes
             if target in routes.held and route.rank in routes.held and routes.has_open:
                 target = routes.next_rank()  # it has to leave its rank, so any other rank will do

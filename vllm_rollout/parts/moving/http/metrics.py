@@ -8,6 +8,7 @@ from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.types import RankCounts
+from vllm_rollout.parts.moving.http.engine import MovesPart
 from vllm_rollout.parts.moving.rules.migration import MoveOutcome
 
 MOVE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -42,7 +43,7 @@ class MovingMetrics(PartMetrics):
     async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
         return [
             Reading(counter, {"rank": str(rank)}, total)
-            for rank, its in enumerate(await engine.moves.rank_states())
+            for rank, its in enumerate(await engine.part(MovesPart).rank_states())
             for counter, total in (
                 (self._moving, its.moving_s),
                 (self._moved_with_kv, its.kv.num_groups),

@@ -23,6 +23,7 @@ from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopp
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.moving.http.body import EngineAnswer
+from vllm_rollout.parts.moving.http.engine import MovesPart
 from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
@@ -201,7 +202,7 @@ class Viewers:
         try:
             async with asyncio.timeout(LOOK_S):
                 return await self._engine.last_tokens(group_id)
-        except (RequestError, TimeoutError):
+        except (EngineStopped, TimeoutError):
             return []
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
@@ -238,7 +239,7 @@ class Viewers:
         return texts
 
     def _tick_if_needed(self) -> None:
-        records = self._records and self._engine.moves.num_ranks > 1 and self._running
+        records = self._records and self._engine.num_ranks > 1 and self._running
         if (self._viewers or records) and self._ticking is None:
             self._ticking = spawn(self._tick(), "the page")
         elif not (self._viewers or records) and self._ticking is not None:
@@ -259,7 +260,7 @@ class Viewers:
 
     def _everything(self) -> bytes:
         """Events that describe the whole state, whatever was sent before."""
-        server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
+        server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.num_ranks, "now": time.time()}
         running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
         first = event_of("server", {**server, "live": True})
         more = [event for feed in self.feeds for event in feed.everything()]
@@ -271,7 +272,7 @@ class Viewers:
                 states: Sequence[RankState] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
-                        states = await self._engine.moves.rank_states()
+                        states = await self._engine.part(MovesPart).rank_states()
                 self._look(states)
                 self._tell_viewers()
             await asyncio.sleep(TICK_S)

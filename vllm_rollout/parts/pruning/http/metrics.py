@@ -8,12 +8,12 @@ from typing import get_args
 
 from prometheus_client import Gauge
 
-from vllm_rollout.kernel.http.engine import LearningReport
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import Assessment, GroupResult, Signal
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 
 SCORE_BUCKETS = (-8, -4, -2, -1, -0.5, 0, 0.5, 1, 2, 4, 8, 16, 32)
 """Logits of the head lie around 0, confidence in nats between 1 and 30."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -14,12 +13,10 @@ from vllm_rollout.config import (
     HISTORY_KEY_CHARS,
     MAX_BODY_BYTES,
     MAX_DETECTION_LENGTH,
-    MAX_STATE_BYTES,
 )
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.body import limits
-from vllm_rollout.kernel.http.boundary import RolloutRoute, StateRoute
-from vllm_rollout.kernel.http.engine import LearningReport
+from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.rules.fields import SHARE
@@ -30,6 +27,7 @@ from vllm_rollout.parts.pruning.http.prompts import DEFAULT_PAGE, MAX_PAGE, Prom
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
 
 BYTES = "application/octet-stream"
@@ -57,9 +55,8 @@ ServedName = Annotated[
 ]
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
-state_router = APIRouter(route_class=StateRoute, tags=["learning"])
 vote_router = APIRouter(route_class=RolloutRoute)
-ROUTES = {10: vote_router, 20: router, 30: state_router}
+ROUTES = {10: vote_router, 20: router}
 
 
 def _learning(request: Request) -> LearningService:
@@ -182,34 +179,6 @@ async def get_prompts(
 ) -> Response:
     answer = await _learning(request).prompts(limit, after, sort, model)
     return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
-
-
-@router.get(
-    "/v1/rollouts/state",
-    summary="Learned state and all runs",
-    response_class=Response,
-    responses={**ERRORS, 200: {"description": "Opaque bytes, for the PUT.", "content": BYTES_SCHEMA}},
-)
-async def get_state(request: Request) -> Response:
-    """Read everything learned and all runs as opaque bytes, for a trainer's checkpoint: calibration, heads with
-    their optimizers, lengths, runs."""
-    return Response(await request.app.state.run_service.state(), media_type=BYTES)
-
-
-@state_router.put(
-    "/v1/rollouts/state",
-    summary="Restore learned state and all runs",
-    description=f"Send the bytes of the GET, at most {MAX_STATE_BYTES}. They replace learned state and all runs. "
-    "400: the body is no state. 409: the state is of another model, or a round runs.",
-    status_code=HTTPStatus.NO_CONTENT,
-    response_class=Response,
-    responses=PUT_ERRORS,
-    dependencies=[Depends(require_admin)],
-    openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
-)
-async def put_state(request: Request) -> Response:
-    await request.app.state.run_service.set_state(await request.body())
-    return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 @vote_router.post(

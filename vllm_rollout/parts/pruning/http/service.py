@@ -10,22 +10,18 @@ from operator import attrgetter
 from typing import Any
 
 from vllm_rollout.config import REPORT_INTERVAL_S
-from vllm_rollout.kernel.http.engine import (
-    EngineStopped,
-    LearningPart,
-    LearningReport,
-    RequestError,
-    RewardsReceipt,
-)
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
 from vllm_rollout.kernel.http.errors import not_empty
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import Posted, Taken
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.parts.pruning.http.engine import LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.http.metrics import PruningMetrics
 from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer, prompts_page
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport, length_trial_report
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
@@ -49,6 +45,10 @@ class LearningService:
         self._clock = clock
         self._reported: dict[HeadKey, float] = {}
         """Time when the gauges of each head were last set, by the service's clock."""
+
+    @classmethod
+    def of(cls, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> LearningService:
+        return cls(engine.part(LearningPart), engine.adapter_name, metrics, clock)
 
     @property
     def pruning_refusal(self) -> str | None:

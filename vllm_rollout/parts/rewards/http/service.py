@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from vllm_rollout.background import begin
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
@@ -83,6 +84,12 @@ class Grading:
         question = self.questions[position]
         trajectory = Trajectory(question.prompt, end.text or "", question.data, end.token_ids)
         return begin(self.service.grade(self.options, trajectory, urgency), self._tasks)
+
+
+class RewardsPart(ApiPart):
+    """The part in the API process."""
+
+    grading: GradingService
 
 
 class GradingService:

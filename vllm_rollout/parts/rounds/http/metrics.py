@@ -11,6 +11,7 @@ from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import LATENCY_BUCKETS_S, MetricMaker, PartMetrics, TokenFate, token_fates
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import GroupResult, RankCounts
+from vllm_rollout.parts.rounds.calls import NUM_RACES
 from vllm_rollout.parts.rounds.rules.rounds import ROUND_KINDS, Fate, RoundKind
 
 
@@ -48,5 +49,6 @@ class RoundMetrics(PartMetrics):
             self._resumed.labels(fate).inc(ending.num_resumed)
 
     async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
-        self._races.set(sum(rank.groups.num_races for rank in ranks.values()))
+        held: list[int] = await engine.calls.call_all(NUM_RACES, None)
+        self._races.set(sum(held))
         return ()

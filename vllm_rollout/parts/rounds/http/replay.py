@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Discriminator, TypeAdapter
 
 from vllm_rollout.kernel.http.answers import (
     DeferredEvent,
@@ -24,7 +24,8 @@ from vllm_rollout.parts.rounds.http.ended_groups import events_of
 from vllm_rollout.parts.rounds.http.live import LiveEvent
 from vllm_rollout.parts.rounds.http.of_sessions import ANY_ANSWER, of_sessions
 
-_ANSWER: TypeAdapter[Any] = TypeAdapter(ANY_ANSWER)
+_FORM: Any = ANY_ANSWER if of_sessions is None else Annotated[ANY_ANSWER, Discriminator("object")]
+_ANSWER: TypeAdapter[Any] = TypeAdapter(_FORM)
 
 
 async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:

@@ -8,6 +8,7 @@ from vllm_rollout.kernel.http.engine import Engine
 from vllm_rollout.kernel.http.engine_totals import Reading
 from vllm_rollout.kernel.http.metrics import MetricMaker, PartMetrics
 from vllm_rollout.kernel.rules.types import RankCounts
+from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.rules.allocation import PromptAllocation
 
 ALLOCATION_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256)
@@ -39,10 +40,10 @@ class ShapingMetrics(PartMetrics):
 
     async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
         for adapter in self.adapters:
-            dataset = (await engine.shaping.length_history([], adapter)).dataset
+            dataset = (await engine.part(ShapingPart).length_history([], adapter)).dataset
             if dataset is not None:
                 self._length_mean.labels(adapter).set(dataset.mean)
                 self._length_std.labels(adapter).set(dataset.std)
-        for drift in await engine.shaping.step_drift():
+        for drift in await engine.part(ShapingPart).step_drift():
             self._drift.labels(f"{drift.smallest}-{drift.largest}").set(drift.ratio)
         return ()

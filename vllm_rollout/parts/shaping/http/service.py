@@ -17,6 +17,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.fields import EarlyStop, LaunchRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.http.metrics import ShapingMetrics
 from vllm_rollout.parts.shaping.rules.allocation import (
     BatchAllocation,
@@ -68,6 +69,7 @@ class ShapingService:
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self._engine = engine
+        self._shaping = engine.part(ShapingPart)
         self._metrics = metrics.of(ShapingMetrics)
 
     async def same(
@@ -75,9 +77,9 @@ class ShapingService:
     ) -> ShapedRollout:
         """Give every prompt the same plan. If all candidates run at once on one rank, lengths are not needed."""
         waits = order == "auto" and plan.num_candidates * len(prompts) > self._num_places
-        if self._engine.moves.num_ranks == 1 and not waits:
+        if self._engine.num_ranks == 1 and not waits:
             return ShapedRollout([PromptPlan(plan, key) for key in keys], range(len(keys)))
-        history = await self._engine.shaping.length_history(keys, adapter)
+        history = await self._shaping.length_history(keys, adapter)
         plans = [PromptPlan(plan, *each) for each in zip(keys, _expected(history), strict=True)]
         return ShapedRollout(plans, await self._positions(history, plans, prompts, order))
 
@@ -95,7 +97,7 @@ class ShapingService:
 
         Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for prompts with an extreme tail.
         """
-        history = await self._engine.shaping.length_history(keys, adapter)
+        history = await self._shaping.length_history(keys, adapter)
 
         def share() -> tuple[BatchAllocation, list[PromptPlan]]:
             batch = allocate_batch(
@@ -104,10 +106,10 @@ class ShapingService:
                     for lengths, prompt in zip(history.prompts, prompts, strict=True)
                 ],
                 history.dataset,
-                self._engine.shaping.cost_model,
+                self._shaping.cost_model,
                 group_size=plan.group_size,
                 max_candidates=self._engine.max_num_seqs,
-                num_ranks=self._engine.moves.num_ranks,
+                num_ranks=self._engine.num_ranks,
                 tradeoff=tradeoff,
                 race=plan,
                 num_places=self._num_places,
@@ -131,7 +133,7 @@ class ShapingService:
 
     @property
     def _num_places(self) -> int:
-        return self._engine.max_num_seqs * self._engine.moves.num_ranks
+        return self._engine.max_num_seqs * self._engine.num_ranks
 
     async def _positions(
         self,
@@ -159,7 +161,7 @@ class ShapingService:
         if budget.source != "default":
             return None
         took = f"redundancy auto took {budget.total} candidates, half as many again as wanted"
-        if self._engine.shaping.cost_model is None:
+        if self._shaping.cost_model is None:
             return (
                 f"{took}: without a profile their cost is not known. Make one with `vllm-rollout profile` and start "
                 "the server with --rollout-profile."
@@ -184,7 +186,7 @@ class ShapingService:
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         self._metrics.adapters.know(adapter)
         try:
-            await self._engine.shaping.observe_lengths(key, lengths, adapter)
+            await self._shaping.observe_lengths(key, lengths, adapter)
         except EngineStopped:  # reported elsewhere
             return
 

@@ -27,8 +27,9 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
+from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -78,7 +79,8 @@ def config_of(args: Namespace, size: int) -> VllmConfig:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.tensor_parallel_size = size
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    config.additional_config = ServeOptions.of(config).of_next_engine.into(config.additional_config)
+    for _, take_over in faces("next_engine"):
+        take_over(config)
     return config
 
 
@@ -120,7 +122,7 @@ class Resizer:
                 return Resized("busy", before, 0.0)
             logger.info("vllm_rollout: rebuilding the engine with tensor-parallel size %d; requests wait", size)
             await self._swap(size)
-            await self._engine.shaping.use_costs(self._args)
+            await self._engine.part(EngineShaping).use_costs(self._args)
         except TimeoutError:
             return Resized("busy", before, 0.0)
         except EngineDeadError as error:
@@ -151,7 +153,7 @@ class Resizer:
             async with asyncio.timeout(CALLS_TIMEOUT_S):
                 await _calls_answered(core)
             calls = EngineCalls(CalledCores(core, config))
-            learned = await self._engine.learning.of(calls).learning_state()
+            taken = [(part, await part.take(calls)) for part in self._engine.parts]
             version = await calls.unless_dead(core.get_weight_version_async())
             if version != UNNAMED_WEIGHTS:
                 client.lost_weights.version = version
@@ -163,7 +165,9 @@ class Resizer:
         try:
             await asyncio.to_thread(core.shutdown)
             core, config = await self._started((size, config.parallel_config.tensor_parallel_size), closed)
-            await self._engine.learning.of(EngineCalls(CalledCores(core, config))).set_learning_state(learned)
+            calls = EngineCalls(CalledCores(core, config))
+            for part, its in taken:
+                await part.put(calls, its)
         except BaseException:
             client.output_handler = handler  # it is done, so vLLM notices that the engine is dead
             closed.die()

@@ -1,9 +1,9 @@
 // What prompts have been answered with, as a source of drafts.
 //
 // The specification is DraftMemoryReference in
-// vllm_rollout/parts/drafts/worker/memory_reference.py, which this equals call for
-// call. A token costs its four bytes, four for the link to the place before it
-// that follows the same tokens, and its share of a table of n-grams.
+// vllm_rollout/parts/drafts/worker/memory_reference.py, which this equals call
+// for call. A token costs its four bytes, four for the link to the place before
+// it that follows the same tokens, and its share of a table of n-grams.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // What a draft memory stores of prompts and their sequences, and for how long.
-#include "draft_memory.h"
+#include "memory.h"
 
 #include <algorithm>
 #include <random>
@@ -7,7 +7,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "draft_places.h"
+#include "places.h"
 
 namespace vllm_rollout {
 namespace {

@@ -1,6 +1,6 @@
 // What a draft memory looks tokens up by: links between places, the table of
 // n-grams, and the vote of the places that match longest.
-#include "draft_places.h"
+#include "places.h"
 
 #include <algorithm>
 #include <array>

@@ -1,9 +1,9 @@
 // DraftMemory as a type of Python's limited API: torch's stable ABI has
 // operators but no classes. Arrays come as bytes, of which the limited API of
-// Python 3.10 can see the inside; vllm_rollout/parts/drafts/worker/memory.py checks
-// shapes and types before they come here. The interpreter's lock is held
+// Python 3.10 can see the inside; vllm_rollout/parts/drafts/worker/memory.py
+// checks shapes and types before they come here. The interpreter's lock is held
 // throughout, so that a memory is used by one thread at a time.
-#include "draft_memory_type.h"
+#include "registration.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "draft_memory.h"
+#include "memory.h"
 
 namespace vllm_rollout {
 namespace {
@@ -250,8 +250,7 @@ PyObject* num_prompts(PyObject* self, void*) {
   return PyLong_FromLongLong(memory_of(self).num_prompts());
 }
 
-}  // namespace
-
+// False with Python's error set.
 bool add_draft_memory_type(PyObject* module) {
   static PyMethodDef methods[] = {
       {"begin", begin, METH_VARARGS, nullptr},
@@ -283,4 +282,7 @@ bool add_draft_memory_type(PyObject* module) {
   return failed == 0;
 }
 
+const AddedTypes added(add_draft_memory_type);
+
+}  // namespace
 }  // namespace vllm_rollout

@@ -13,7 +13,6 @@ from vllm_rollout.kernel.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.http.service import LearningService
@@ -38,7 +37,7 @@ async def teach(
     """
     config = engine.vllm_config
     cores = CalledCores(engine.engine_core, config, config.parallel_config.data_parallel_size)
-    learning = EngineLearning(EngineCalls(cores), ServeOptions.of(config))
+    learning = EngineLearning(EngineCalls(cores))
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     door = RewardDoor()

@@ -1,7 +1,7 @@
 // Places of tokens: how they follow one another, and what they are counted as.
 #pragma once
 
-#include "draft_memory.h"
+#include "memory.h"
 
 namespace vllm_rollout {
 
