@@ -15,6 +15,7 @@ PART = Part(
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },
     also={
+        "pruning": {"routes": "vllm_rollout.parts.rounds.with_pruning.http.routes:ROUTES"},
         "sessions": {
             "api": "vllm_rollout.parts.rounds.with_sessions.api:SessionRoundsApi",
             "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",

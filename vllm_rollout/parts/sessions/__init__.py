@@ -12,7 +12,10 @@ PART = Part(
         "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
         "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
     },
-    also={"page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"}},
+    also={
+        "page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"},
+        "pruning": {"scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said"},
+    },
     exports={
         "AgentResult": "vllm_rollout.parts.sessions.client.agent_group:AgentResult",
         "AgentGroup": "vllm_rollout.parts.sessions.client.agent_group:AgentGroup",

@@ -11,6 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls
 from vllm_rollout.kernel.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
@@ -39,6 +40,8 @@ async def teach(
     learning = EngineLearning(EngineCalls(cores))
     service = LearningService(learning, lambda model: BASE_MODEL, Metrics(CollectorRegistry()), time.monotonic)
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
-    answer = await service.post_named_rewards(request, client="")
+    door = RewardDoor()
+    door.takers.append(service)
+    answer = await door.post_named(request, client="")
     await learning.settled()
     return answer
