@@ -7,7 +7,10 @@ CPU platform (`kernel/platform.py`), whichever vLLM is installed.
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from pathlib import Path
+
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_rollout.kernel.api.flags import Flags, number_in
 from vllm_rollout.parts.emulation.options import EXECUTOR_CLS, emulate
@@ -93,6 +96,14 @@ def switch_on(args: argparse.Namespace) -> None:
             log=None if args.rollout_emulate_log is None else str(Path(args.rollout_emulate_log).resolve()),
             async_scheduling=args.async_scheduling is not False,
         )
+
+
+def on_device(engine_args: EngineArgs, file: str) -> EngineArgs:
+    """Face `engine_args`: arguments of an engine without a server, on the device of a file. Raises: ValueError."""
+    Settings.read(file).at(engine_args.tensor_parallel_size)
+    ours = copy(engine_args)
+    emulate(ours, file=str(Path(file).resolve()))
+    return ours
 
 
 FLAGS = Flags(add_flags, refuse, switch_on)
