@@ -199,5 +199,5 @@ def test_what_is_left_of_a_large_group_is_predicted_closely():
     route = routes.open("g", fresh(1024), outlook=outlook())
     for index in range(1023):
         routes.ended(route, index, index // 10)
-        exact = route.outlook.work([route._age] * route.num_left).tokens
+        exact = work_of([route._age] * route.num_left, route.outlook).tokens
         assert abs(route.work.tokens - exact) <= 0.1 * exact + 200
