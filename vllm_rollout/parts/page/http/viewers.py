@@ -108,7 +108,7 @@ class Viewers:
         self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
         """Texts of running groups, by rollout id and position. Each is kept for one tick."""
         self.feeds: list[Feed] = []
-        """What other parts show."""
+        """Rows that other parts show."""
 
     def begun(self, rollout: Rollout) -> None:
         rollout.seen.begin()
