@@ -50,7 +50,7 @@ from vllm_rollout.model_files import tiny
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races

@@ -28,8 +28,8 @@ from vllm_rollout.demo.rounds.options import RoundsOptions
 from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
 from vllm_rollout.demo.training import picture as training_picture
 from vllm_rollout.demo.training.curve import Answer, Curve
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.profiling.picture import draw as draw_profile_alone
-from vllm_rollout.profiling.profile_file import Profile
 
 RESULTS = ROOT / "benchmarks/results"
 

@@ -4,6 +4,9 @@
     rounds -> moving 10                a part names another part, though its `needs` do not: 0 is the aim
     page -> simulator 6                a part names a tool: 0 is the aim
 
+A file that a part names in `also` may import the other part. Files of a part's face for a tool (`TOOLS`) may import the
+tool: nothing else loads them.
+
 `tests/wired.txt` has the counts. A test fails if a count differs: a larger one is new wiring, a smaller one is written
 down, so that it stays small. Run from the repository root: python -m tests.wired --write
 """
@@ -20,25 +23,39 @@ from vllm_rollout.kernel.parts import parts
 
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).with_suffix(".txt")
-TOOLS = ("demo", "doctor", "integrations", "models", "profiling", "simulator", "training")
+TOOLS = {
+    **dict.fromkeys(("doctor", "integrations", "profiling", "training")),
+    "demo": "demo",
+    "simulator": "simulated",
+}
+"""Folder of each tool -> its face, which names files or folders of parts."""
 
 
 def wiring(package: Path) -> dict[str, int]:
     """Counts by what is wired, sorted."""
     found: Counter[str] = Counter()
     needs = {part.name: part.needs for part in parts()}
+    pairs = {
+        (place.partition(":")[0], other)
+        for part in parts()
+        for other, its in part.also.items()
+        for place in its.values()
+    }
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)
         ring, owner = where.parts[0], where.parts[1] if len(where.parts) > 2 else ""
         if ring not in ("kernel", "parts"):
             continue
+        file = ".".join([package.name, *where.with_suffix("").parts])
+        face = where.with_suffix("").parts[2] if ring == "parts" and owner else ""
         for module in imports(path.read_text()):
             _, *rest = module.split(".")
             if rest[:1] == ["parts"] and len(rest) > 1 and ring == "kernel":
                 found[f"{where} {rest[1]}"] += 1
-            elif rest[:1] == ["parts"] and len(rest) > 1 and rest[1] != owner and rest[1] not in needs.get(owner, ()):
-                found[f"{owner} -> {rest[1]}"] += 1
-            elif rest and rest[0] in TOOLS:
+            elif rest[:1] == ["parts"] and len(rest) > 1 and rest[1] != owner:
+                if rest[1] not in needs.get(owner, ()) and (file, rest[1]) not in pairs:
+                    found[f"{owner} -> {rest[1]}"] += 1
+            elif rest and rest[0] in TOOLS and (ring == "kernel" or face != TOOLS[rest[0]]):
                 found[f"{where if ring == 'kernel' else owner} -> {rest[0]}"] += 1
     return dict(sorted(found.items()))
 

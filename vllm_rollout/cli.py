@@ -15,12 +15,9 @@ import vllm_rollout
 from vllm_rollout import old_names
 from vllm_rollout.doctor.command import doctor
 from vllm_rollout.doctor.start import refuse_installation, refuse_start
-from vllm_rollout.parts.emulation.command import emulation_report
-from vllm_rollout.parts.page.watching import command as watching
-from vllm_rollout.parts.page.watching.export_command import export
-from vllm_rollout.parts.page.watching.receipt_command import receipt
-from vllm_rollout.profiling import command as profile_command
-from vllm_rollout.simulator.command import simulate
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.profiling import command as profiling
+from vllm_rollout.simulator import command as simulator
 
 app = typer.Typer(
     help="Group rollouts for reinforcement learning: vLLM's step loop stops candidates that a group does not need.",
@@ -157,14 +154,11 @@ def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:
     run(RoundsOptions(**((QUICK if quick else {}) | chosen)))
 
 
-profile_command.register(app)
-app.command()(simulate)
-app.command("emulation-report")(emulation_report)
-app.command()(watching.watch)
-app.command()(watching.top)
-app.command()(receipt)
+profiling.register(app)
+simulator.register(app)
 app.command()(doctor)
-app.command()(export)
+for _, commands in faces("commands"):
+    commands.register(app)
 
 
 @models_app.command("list")

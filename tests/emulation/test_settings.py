@@ -6,7 +6,7 @@ import pytest
 
 from vllm_rollout.parts.emulation.device import StepWork, step_seconds
 from vllm_rollout.parts.emulation.settings import DEFAULT_KV_TOKENS, Settings
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile
 
 
 def read(tmp_path, content: object) -> Settings:

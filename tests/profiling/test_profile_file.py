@@ -7,8 +7,8 @@ import pytest
 from fake_engine import HARDWARE, MODEL
 
 from tests.support.profiles import facts, point, profile_of
+from vllm_rollout.parts.shaping.profile_file import PrefillPoint, Profile
 from vllm_rollout.profiling.measure import finished, with_engine, with_point, with_prefill
-from vllm_rollout.profiling.profile_file import PrefillPoint, Profile
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 from fake_engine import HARDWARE, MODEL, PREFILL_S_PER_TOKEN, STEP_PREFILL_S, Engines, FakeEngine
 from rich.console import Console
 
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.profiling import options as options_module
 from vllm_rollout.profiling import run as run_module
 from vllm_rollout.profiling.grid import Wanted, make_plan
 from vllm_rollout.profiling.options import ProfileOptions, parse_sizes
-from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import remarks, run
 
 SIZES = (1, 2, 4, 8, 16, 32)

@@ -16,8 +16,8 @@ from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording import file as trace_file
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import TracedCandidate
 from vllm_rollout.parts.pruning.rules.ledger import Reward
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate
 
 from .conftest import http_of, make_app, serving
 from .fake_engine import FakeEngine

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import TransferCost
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools, Race

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_rollout.parts.page.recording.rows import TracedCandidate
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate
 from vllm_rollout.simulator.recorded_sessions import learned_terms, read_session_groups, trace_of_sessions
 from vllm_rollout.simulator.sessions import SessionTerms, draw_course
 

@@ -9,8 +9,8 @@ import pytest
 from tests.simulator.test_command import RECORDED, profile  # noqa: F401  # a fixture
 from tests.simulator.traces import FLAT, LINEAR, traced
 from vllm_rollout.parts.page.recording.file import parse_row, read_trace
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools

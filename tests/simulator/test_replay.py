@@ -9,10 +9,10 @@ from tests.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed

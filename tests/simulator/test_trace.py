@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.page.recording.file import TraceError, TraceFile, pieces, read_trace, told_reasons
-from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, TracedCandidate, end_of, reward_row
+from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, reward_row
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate, end_of
 
 ROLLOUT = {
     "rollout_id": "r1",

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from vllm_rollout.models import resolve
+from vllm_rollout.parts.shaping.profile_file import EngineFacts, Profile
 from vllm_rollout.process import exit_on_sigterm, log_folder, runs_on_cpu, server_environment
 from vllm_rollout.profiling.engine_process import EngineProcess, OnWait, engine_command
 from vllm_rollout.profiling.grid import GridPoint, Plan, Wanted, make_plan
@@ -33,7 +34,6 @@ from vllm_rollout.profiling.measure import (
 )
 from vllm_rollout.profiling.options import QUICK_CPU_FLAGS, ProfileOptions
 from vllm_rollout.profiling.picture import draw
-from vllm_rollout.profiling.profile_file import EngineFacts, Profile
 
 WANTED_R_SQUARED = 0.98
 WANTED_LEFT_OUT_ERROR = 0.05

@@ -1,4 +1,4 @@
-"""The `vllm-rollout simulate` command.
+"""The command `vllm-rollout simulate`.
 
 Invariant: importing it is light. It imports its dependencies when it runs.
 """
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+
+from vllm_rollout.kernel.parts import has
+from vllm_rollout.simulator.receipt_command import receipt
 
 USAGE = 2
 """Exit status for flags that make no sense."""
@@ -247,6 +250,13 @@ def simulate(
         _fail(str(error), 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the `vllm-rollout` command."""
+    app.command()(simulate)
+    if has("page"):
+        app.command()(receipt)
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -116,7 +116,7 @@ def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> C
         machine = replace(machine, drafts=Settings.read(options.draft_acceptance).drafts)
     if options.profile is None:
         return Clock(machine, {"profile": None}, [])
-    from vllm_rollout.profiling.profile_file import Profile, describe_hardware
+    from vllm_rollout.parts.shaping.profile_file import Profile, describe_hardware
 
     profile = Profile.read(options.profile)
     size = _tensor_parallel_size(options, profile.tensor_parallel_sizes)

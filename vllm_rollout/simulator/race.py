@@ -19,12 +19,12 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import CandidateId, Ending, GroupResult
 from vllm_rollout.parts.moving.rules.work import Work
-from vllm_rollout.parts.page.recording.rows import Trace, TracedPrompt
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths, length_beyond
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedPrompt
 
 
 class PoolCandidate(NamedTuple):

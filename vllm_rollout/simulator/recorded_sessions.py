@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.parts.page.recording.file import rows_of
-from vllm_rollout.parts.page.recording.rows import End, RolloutRow, Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.page.recording.rows import RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import STOPPED_STATES, SessionGroupRow, SessionRow
 from vllm_rollout.parts.sessions.rules import SessionState
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths
+from vllm_rollout.parts.shaping.rules.trace import End, Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.sessions import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
 
 ENDS: dict[SessionState, End] = {

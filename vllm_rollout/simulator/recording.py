@@ -12,14 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
-from vllm_rollout.parts.page.recording.rows import (
-    MAX_ROW_NAME_CHARS,
-    RolloutPrompt,
-    RolloutRow,
-    Trace,
-    TracedRollout,
-    end_of,
-)
+from vllm_rollout.parts.page.recording.rows import MAX_ROW_NAME_CHARS, RolloutPrompt, RolloutRow
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedRollout, end_of
 from vllm_rollout.simulator.machine import FleetRun
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.settings import Setting

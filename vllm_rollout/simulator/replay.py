@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.page.recording.rows import TracedRollout
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.rules.history import observed_lengths
+from vllm_rollout.parts.shaping.rules.trace import TracedRollout
 from vllm_rollout.simulator.fleet import reward, run_fleet
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep

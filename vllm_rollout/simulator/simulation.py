@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import Trace
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
 from vllm_rollout.parts.pruning.rules.pruning_plan import make_pruning_plan
+from vllm_rollout.parts.shaping.rules.trace import Trace
 from vllm_rollout.simulator import picture, report
 from vllm_rollout.simulator.drafts_report import gained_of
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution

@@ -46,9 +46,9 @@ from vllm_rollout.parts.moving.api import parallelism
 from vllm_rollout.parts.page.recording.file import TraceFile
 from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 from vllm_rollout.parts.rewards.api import judge, rewards
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.trainers.api import trainers
 from vllm_rollout.private_file import private_folder
-from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -7,4 +7,6 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "emulation",
     "Serves an emulated device: step times, lengths and outcomes of a GPU, without computing.",
+    needs=("shaping",),
+    faces={"commands": "vllm_rollout.parts.emulation.command"},
 )

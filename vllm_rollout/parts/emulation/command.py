@@ -55,6 +55,11 @@ def _cells(speed: float, summary: Summary) -> dict[str, str]:
     }
 
 
+def register(app: typer.Typer) -> None:
+    """Add the command to the `vllm-rollout` command."""
+    app.command("emulation-report")(emulation_report)
+
+
 def emulation_report(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder that `serve --rollout-emulate-log DIR` wrote into.")

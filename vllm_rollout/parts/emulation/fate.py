@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import TracedPrompt
+from vllm_rollout.parts.shaping.rules.trace import TracedPrompt
 
 LENGTHS_FIELD = "emulate_lengths"
 """In `extra_args` (`vllm_xargs`): output tokens, one number, or one for each candidate by its index; a list that is too

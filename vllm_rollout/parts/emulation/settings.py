@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.parts.shaping.profile_file import Profile
 
 DEFAULT_KV_TOKENS = 1_000_000
 MAX_KV_TOKENS = 2**40

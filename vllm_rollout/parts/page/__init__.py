@@ -6,4 +6,5 @@ PART = Part(
     "page",
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
+    faces={"commands": "vllm_rollout.parts.page.watching.command"},
 )

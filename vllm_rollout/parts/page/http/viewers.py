@@ -24,9 +24,9 @@ from vllm_rollout.parts.moving.http.body import EngineAnswer
 from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.page.recording.rows import end_of
 from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.sessions.http.seen import SeenSessions
+from vllm_rollout.parts.shaping.rules.trace import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
 

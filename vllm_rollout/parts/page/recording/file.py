@@ -17,18 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from vllm_rollout.kernel.rules.checks import shown
-from vllm_rollout.parts.page.recording.rows import (
-    End,
-    LengthsRow,
-    PromptRow,
-    RewardRow,
-    RolloutRow,
-    Trace,
-    TracedCandidate,
-    TracedPrompt,
-    TracedRollout,
-)
+from vllm_rollout.parts.page.recording.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, SessionRewardRow
+from vllm_rollout.parts.shaping.rules.trace import End, Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.private_file import open_private
 
 FORMS = (

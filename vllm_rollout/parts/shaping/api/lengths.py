@@ -26,11 +26,11 @@ from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatistics
-from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
 
