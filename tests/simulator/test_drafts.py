@@ -7,9 +7,8 @@ import pytest
 from tests.simulator.traces import FLAT, pool, run_rank
 from tests.support.profiles import facts, point, profile_of
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
 from vllm_rollout.parts.drafts.rules import PLAIN_INTERVAL_STEPS
-from vllm_rollout.parts.emulation.drafts import share_factor
-from vllm_rollout.parts.emulation.settings import DraftSettings
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.drafts import drafted, drafted_step, gains

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm_rollout.parts.drafts.acceptance import DraftSettings
 from vllm_rollout.parts.drafts.rules import NUM_BINS, PLAIN_INTERVAL_STEPS, bin_of, least_worthy
-from vllm_rollout.parts.emulation.settings import DraftSettings
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

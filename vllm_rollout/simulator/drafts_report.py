@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from vllm_rollout.parts.emulation.drafts import share_factor
+from vllm_rollout.parts.drafts.acceptance import share_factor
 from vllm_rollout.simulator.drafts import BATCH_SIZES, gains
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.settings import Setting

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.kernel.rules.fields import Migration
-from vllm_rollout.parts.emulation.settings import DraftSettings
+from vllm_rollout.parts.drafts.acceptance import DraftSettings
 from vllm_rollout.parts.moving.rules.load import TransferCost
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.moving.rules.work import TokenCost

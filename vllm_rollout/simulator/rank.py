@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import CandidateId, Confidence, Observation
-from vllm_rollout.parts.emulation.drafts import share_factor
+from vllm_rollout.parts.drafts.acceptance import share_factor
 from vllm_rollout.parts.moving.rules.detached import DetachedGroup
 from vllm_rollout.parts.moving.rules.load import GroupLoad
 from vllm_rollout.parts.pruning.rules.judge import Judge

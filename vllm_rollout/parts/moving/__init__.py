@@ -6,4 +6,5 @@ PART = Part(
     "moving",
     "Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank.",
     needs=("shaping",),
+    also={"emulation": {"emulated": "vllm_rollout.parts.moving.worker.emulated:emulated_moves"}},
 )

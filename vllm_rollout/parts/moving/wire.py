@@ -19,7 +19,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_rollout.kernel.call_table import Features
 from vllm_rollout.kernel.tracker.tracker import TrackedCandidate
-from vllm_rollout.parts.emulation.fate import Fate
 from vllm_rollout.parts.moving.rules.detached import DetachedGroup
 
 
@@ -32,8 +31,8 @@ class WorkerState:
     tracked: TrackedCandidate | None = None
     features: dict[int, Features] = field(default_factory=dict)
     """Hidden states that wait for the candidate's reward, by detection length."""
-    fate: Fate | None = None
-    """Length and outcome of the candidate on an emulated device."""
+    emulated: dict[str, bytes] = field(default_factory=dict)
+    """Data of an emulated device, by part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,5 +6,8 @@ PART = Part(
     "page",
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
-    faces={"commands": "vllm_rollout.parts.page.watching.command"},
+    faces={
+        "commands": "vllm_rollout.parts.page.watching.command",
+        "traces": "vllm_rollout.parts.page.recording.file:read_trace",
+    },
 )
