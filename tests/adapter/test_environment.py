@@ -14,8 +14,9 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS, SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
+from vllm_rollout.parts.emulation.api import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.parts.in_process.api import environment
 from vllm_rollout.parts.in_process.api.environment import Wanted, created, taken_over, too_little_memory
 from vllm_rollout.parts.in_process.api.runs import rows_of, runs_of, with_spares

@@ -20,10 +20,11 @@ from vllm_rollout.kernel import plugin
 from vllm_rollout.kernel.api import on_cpu, serve
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
+from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS
 from vllm_rollout.kernel.options import DRAFTS_CONFIG, EmulationOptions, ServeOptions
 from vllm_rollout.kernel.platform import choose_platform
 from vllm_rollout.on_cpu import GIB, Cpu
+from vllm_rollout.parts.emulation.api import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.parts.front_ends import api as front_ends
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 

@@ -27,8 +27,8 @@ from vllm.exceptions import VLLMValidationError
 
 import vllm_rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
+from vllm_rollout.parts.emulation.api import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
 from vllm_rollout.parts.in_process.api import engine_args
 from vllm_rollout.parts.in_process.api.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
 

@@ -29,8 +29,8 @@ def profile(empty):
     return finished(made)
 
 
-def test_writing_makes_the_folder_and_replaces_the_file_whole(profile, empty, tmp_path):
-    path = tmp_path / "new" / "ptl.json"
+def test_writing_replaces_the_file_whole(profile, empty, tmp_path):
+    path = tmp_path / "ptl.json"
     for each in (empty, profile):
         each.write(path)
         assert Profile.read(path) == each

@@ -65,7 +65,7 @@ def test_the_cost_model_predicts_the_engine(options):
 
 
 def test_the_file_says_what_was_measured_on_what(options):
-    profile, _ = go(options, Engines())
+    profile, _ = go(replace(options, output=options.output.parent / "new" / "ptl.json"), Engines())
     assert (profile.model_name, profile.model, profile.hardware) == ("some-model", MODEL, HARDWARE)
     assert profile.serve_flags == ("--enforce-eager",)
     facts = profile.engine(1)

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -72,6 +73,11 @@ def run(options: ProfileOptions, console: Console | None = None, start_engine: S
         return _measure_all(options, before, start, console)
 
 
+def _write(profile: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.write(path)
+
+
 def _existing(options: ProfileOptions) -> Profile | None:
     """The profile to continue, if any. Raises: ValueError if its model, flags or logprobs differ, or if --refresh finds
     none."""
@@ -113,7 +119,7 @@ def _measure_all(options: ProfileOptions, profile: Profile | None, start: StartE
         )
     with console.status("the curves are tried on points left out of the fit"):
         profile = finished(profile)
-    profile.write(options.output)
+    _write(profile, options.output)
     picture = options.output.with_suffix(".png")
     draw(profile, picture)
     console.print(results_table(profile))
@@ -195,7 +201,7 @@ def _measure_points(
                 except TooFewSteps as error:
                     progress.console.print(f"[yellow]left out: {error}[/]")
                 else:
-                    profile.write(options.output)
+                    _write(profile, options.output)
                     num_kept += 1
                     progress.update(row, last=result)
                 progress.advance(row)

@@ -8,5 +8,11 @@ PART = Part(
     "emulation",
     "Serves an emulated device: step times, lengths and outcomes of a GPU, without computing.",
     needs=("shaping",),
-    faces={"commands": "vllm_rollout.parts.emulation.command"},
+    faces={
+        "arguments": "vllm_rollout.parts.emulation.arguments:argument_check",
+        "commands": "vllm_rollout.parts.emulation.command",
+        "device": "vllm_rollout.parts.emulation.device:device_of",
+        "engine_args": "vllm_rollout.parts.emulation.api:on_device",
+        "platform": "vllm_rollout.parts.emulation.command:needs_no_device",
+    },
 )

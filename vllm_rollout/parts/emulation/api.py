@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
-from vllm_rollout.kernel.options import EmulationOptions
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.private_file import private_folder
 
+EMULATED_WORKER_CLS = "vllm_rollout.parts.emulation.worker.worker.EmulatedWorker"
+EMULATED_EXECUTOR_CLS = "vllm_rollout.parts.emulation.worker.executor.EmulatedExecutor"
 MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 
 
@@ -123,3 +127,18 @@ def switch_on(args: argparse.Namespace) -> None:
     args.enforce_eager = True
     # Without a model there is no trained length.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+
+
+def on_device(engine_args: EngineArgs, file: str) -> EngineArgs:
+    """Face `engine_args`: arguments of an engine without a server, on the device of a file. Raises: ValueError."""
+    Settings.read(file).at(engine_args.tensor_parallel_size)
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model there is no trained length
+    device = EmulationOptions(str(Path(file).resolve()), 1.0, None, False, engine_args.data_parallel_size)
+    return replace(
+        engine_args,
+        worker_cls=EMULATED_WORKER_CLS,
+        distributed_executor_backend=EMULATED_EXECUTOR_CLS,
+        async_scheduling=False,
+        enforce_eager=True,
+        additional_config=ServeOptions(emulation=device).into(dict(engine_args.additional_config or {})),
+    )

@@ -22,9 +22,8 @@ from vllm_rollout.kernel.call_table import (
     LengthsToLookUp,
     ObservedGroup,
 )
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.emulation.device import cost_of
-from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel
@@ -47,12 +46,13 @@ class EngineShaping:
         self.cost_model: CostModel | None = None
 
     async def use_costs(self, settings: Namespace) -> None:
-        """Use the costs of the profile that the flags name, or of the emulated device."""
+        """Use the costs of the profile that the flags name, or of the device that they name."""
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
-        elif settings.rollout_emulate is not None:  # an emulated device knows what its steps cost
-            size = self._client.vllm_config.parallel_config.tensor_parallel_size
-            self._weigh(cost_of(Settings.read(settings.rollout_emulate).at(size)))
+            return
+        for _, device_of in faces("device"):  # a device that is not real knows what its steps cost
+            if (device := device_of(settings)) is not None:
+                self._weigh(device.cost(self._client.vllm_config.parallel_config.tensor_parallel_size))
 
     def _weigh(self, cost: CostModel) -> None:
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
