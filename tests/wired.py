@@ -24,8 +24,9 @@ from vllm_rollout.kernel.parts import parts
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).with_suffix(".txt")
 TOOLS = {
-    **dict.fromkeys(("doctor", "integrations", "profiling", "training")),
+    **dict.fromkeys(("integrations", "profiling", "training")),
     "demo": "demo",
+    "doctor": "doctor",
     "simulator": "simulated",
 }
 """Folder of each tool -> its face, which names files or folders of parts."""

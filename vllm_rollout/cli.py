@@ -15,7 +15,7 @@ import vllm_rollout
 from vllm_rollout import old_names
 from vllm_rollout.doctor.command import doctor
 from vllm_rollout.doctor.start import refuse_installation, refuse_start
-from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.parts import face, faces, has
 from vllm_rollout.profiling import command as profiling
 from vllm_rollout.simulator import command as simulator
 
@@ -146,16 +146,14 @@ def _run_training_demo(chosen: dict[str, Any], quick: bool) -> None:
 
 
 def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:
-    from vllm_rollout.demo.rounds.options import QUICK, RoundsOptions
-    from vllm_rollout.demo.rounds.run import run
-
-    if "candidates" in chosen:
-        raise ValueError("--candidates is not for --rounds: a run speculates with 1.25 times --group-size")
-    run(RoundsOptions(**((QUICK if quick else {}) | chosen)))
+    if (rounds := face("rounds", "demo")) is None:
+        raise ValueError("--rounds shows the part 'rounds', and it is left out")
+    rounds(chosen, quick)
 
 
-profiling.register(app)
-simulator.register(app)
+if has("shaping"):
+    profiling.register(app)
+    simulator.register(app)
 app.command()(doctor)
 for _, commands in faces("commands"):
     commands.register(app)

@@ -5,4 +5,5 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
+    faces={"demo": "vllm_rollout.parts.rounds.demo.run:demo"},
 )

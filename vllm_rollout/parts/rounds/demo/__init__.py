@@ -1,0 +1,1 @@
+"""The demo of tail batching: `vllm-rollout demo --rounds`."""
