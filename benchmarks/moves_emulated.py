@@ -43,7 +43,7 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.emulation.step_log import Summary, read_steps
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.process import counter, exit_on_sigterm
-from vllm_rollout.simulator.fleet import run_fleet
+from vllm_rollout.parts.moving.simulated import run_fleet
 from vllm_rollout.simulator.race import Race
 
 WAYS: dict[str, dict[str, Any]] = {

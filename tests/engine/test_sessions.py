@@ -27,7 +27,7 @@ from vllm_rollout.parts.page.recording.file import parse_row
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
-from vllm_rollout.simulator.sessions import SessionGroup, SessionTerms, draw_course, run_sessions
+from vllm_rollout.parts.sessions.simulated.sessions import SessionGroup, SessionTerms, draw_course, run_sessions
 
 DEVICE = {
     "step": {"ms": 4.0},

@@ -18,7 +18,7 @@ from vllm_rollout.parts.rounds.rules.rounds import Run
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, observed_lengths
 from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
 from vllm_rollout.parts.shaping.rules.moments import expected_remaining
-from vllm_rollout.simulator.rounds.data import Trainer
+from vllm_rollout.parts.rounds.simulated.data import Trainer
 
 
 @dataclass

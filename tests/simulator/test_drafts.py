@@ -11,10 +11,10 @@ from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
 from vllm_rollout.parts.drafts.rules import PLAIN_INTERVAL_STEPS
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.measure import with_point
-from vllm_rollout.simulator.drafts import drafted, drafted_step, gains
+from vllm_rollout.parts.drafts.simulated import drafted, drafted_step, gains
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rounds.settings import parse_rounds
+from vllm_rollout.parts.rounds.simulated.settings import parse_rounds
 from vllm_rollout.simulator.settings import Setting, parse_setting
 
 TWO = DraftSettings.model_validate(

@@ -17,7 +17,7 @@ from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
-from vllm_rollout.simulator.fleet import run_fleet
+from vllm_rollout.parts.moving.simulated import run_fleet
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races

@@ -14,9 +14,9 @@ from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, Trace
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.recording import Recording
+from vllm_rollout.parts.page.simulated import Recording
 from vllm_rollout.simulator.replay import replay, sweep
-from vllm_rollout.simulator.sessions import SessionTerms
+from vllm_rollout.parts.sessions.simulated.sessions import SessionTerms
 from vllm_rollout.simulator.settings import Setting, default_sweep
 
 SMALL = LengthDistribution(prompts=5, candidates=8, steps=3, median=40, max_tokens=120, prompt_tokens=10)

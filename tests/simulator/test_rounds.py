@@ -7,10 +7,10 @@ from tests.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 from vllm_rollout.simulator.generate import LengthDistribution
 from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rounds.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet
-from vllm_rollout.simulator.rounds.outcome import fairness_of, rank_correlation
-from vllm_rollout.simulator.rounds.replay import _RunReplay, replay_run, sweep_rounds
-from vllm_rollout.simulator.rounds.settings import (
+from vllm_rollout.parts.rounds.simulated.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet
+from vllm_rollout.parts.rounds.simulated.outcome import fairness_of, rank_correlation
+from vllm_rollout.parts.rounds.simulated.replay import _RunReplay, replay_run, sweep_rounds
+from vllm_rollout.parts.rounds.simulated.settings import (
     RoundSetting,
     default_rounds,
     parse_rounds,

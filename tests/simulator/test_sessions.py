@@ -14,7 +14,7 @@ from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import replay
-from vllm_rollout.simulator.sessions import Course, SessionGroup, SessionTerms, draw_course, run_sessions
+from vllm_rollout.parts.sessions.simulated.sessions import Course, SessionGroup, SessionTerms, draw_course, run_sessions
 from vllm_rollout.simulator.settings import Setting
 
 PREFILL = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),), prefill_s_per_token=1.0)

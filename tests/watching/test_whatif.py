@@ -17,7 +17,7 @@ from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.parts.page.watching.replay import Replay
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.recording import Recording
+from vllm_rollout.parts.page.simulated import Recording
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.settings import Setting
 

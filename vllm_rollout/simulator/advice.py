@@ -7,7 +7,8 @@ from pathlib import Path
 
 from vllm_rollout.parts.page.watching.receipt import Found, Next
 from vllm_rollout.parts.shaping.rules.trace import Trace
-from vllm_rollout.simulator.options import SimulateOptions, clock_of
+from vllm_rollout.simulator.clock import clock_of
+from vllm_rollout.simulator.options import SimulateOptions
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.settings import Setting, default_sweep

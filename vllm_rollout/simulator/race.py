@@ -18,7 +18,6 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import CandidateId, Ending, GroupResult
-from vllm_rollout.parts.moving.rules.work import Work
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths, length_beyond
@@ -139,20 +138,11 @@ class Race:
     """Number of running candidates that share the prompt's KV cache."""
 
     @property
-    def work(self) -> Work:
-        """Work of the group before it begins."""
-        return self.work_of([0] * self.plan.num_candidates)
-
-    @property
     def ages_left(self) -> list[int]:
         """Estimated tokens of each running candidate: the length of the longest candidate that has ended."""
         running = set(self.group.running)
         ended = (runner.num_tokens for runner in self.candidates if runner.index not in running)
         return [max(ended, default=0)] * len(running)
-
-    def work_of(self, num_tokens: Sequence[int]) -> Work:
-        """Work of candidates that have `num_tokens` tokens each."""
-        return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
     @property
     def result(self) -> GroupResult:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -22,14 +21,12 @@ from typing import Literal, NamedTuple
 
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import CandidateId, Confidence, Observation
-from vllm_rollout.parts.drafts.acceptance import share_factor
 from vllm_rollout.parts.moving.rules.detached import DetachedGroup
-from vllm_rollout.parts.moving.rules.load import GroupLoad
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
-from vllm_rollout.simulator.drafts import drafted
 from vllm_rollout.simulator.machine import Machine, RankRun
+from vllm_rollout.simulator.parts import simulated
 from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
 
 Phase = Literal["close", "begin"]
@@ -79,11 +76,9 @@ class Rank:
         names."""
         self._name = name
         self._cost = machine.step_cost
-        self._drafts = machine.drafts
-        self._drafted = None if machine.drafts is None else cache(partial(drafted, machine.step_cost, machine.drafts))
-        """Step costs by draft factor, in hundredths."""
-        self._draft_factors = 0.0
-        """Draft factors of running candidates, summed."""
+        self._drafted = None
+        if machine.drafts is not None:
+            self._drafted = simulated("drafts", "drafts=true").DraftedSteps(machine.step_cost, machine.drafts)
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
@@ -128,15 +123,12 @@ class Rank:
         """Accept a group from another rank. Its candidates wait in line. Their KV comes along or is computed again."""
         self._send(at_s, lambda: self._join(departed))
 
-    def loads_at(self, seconds: float) -> list[GroupLoad]:
-        """Loads of the groups on this rank."""
+    def running_at(self, seconds: float) -> Iterator[tuple[str, Race, list[int]]]:
+        """Groups on this rank: id, group, and tokens of each running candidate."""
         num_steps = self._num_steps_by(seconds)
-        loads = []
         for group_id, race in self._races.items():
             if running := self._group_steps.running(group_id):
-                num_tokens = [self._num_tokens(id) + num_steps * self._runs(id) for id in running]
-                loads.append(GroupLoad.of(group_id, race.prompt_tokens, num_tokens, race.lengths, race.max_tokens))
-        return loads
+                yield group_id, race, [self._num_tokens(id) + num_steps * self._runs(id) for id in running]
 
     def run(self) -> RankRun:
         """Run until nothing is left to do."""
@@ -265,7 +257,7 @@ class Rank:
     def _time_of(self, num_steps: int) -> float:
         """Seconds that the next `num_steps` decode steps take."""
         batch_size = len(self._running)
-        cost = self._cost if self._drafted is None else self._drafted(round(self._draft_factors / batch_size, 2))
+        cost = self._cost if self._drafted is None else self._drafted.cost(batch_size)
         return cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
 
     def _close(self) -> Closed | None:
@@ -314,7 +306,8 @@ class Rank:
         self._offset += race.prompt_tokens - start
         self._kv_offset += (race.prompt_tokens if not race.num_holding else 0) - start
         race.num_holding += 1
-        self._draft_factors += self._draft_factor(race)
+        if self._drafted is not None:
+            self._drafted.start(race)
         self._running[runner] = None
         self._set_wakes(runner)
 
@@ -334,16 +327,12 @@ class Rank:
         race = runner.race
         runner.num_tokens = self._step - runner.start
         race.num_holding -= 1
-        self._draft_factors -= self._draft_factor(race)
+        if self._drafted is not None:
+            self._drafted.stop(race)
         self._offset -= race.prompt_tokens - runner.start
         self._kv_offset -= (race.prompt_tokens if not race.num_holding else 0) - runner.start
         runner.start = None
         del self._running[runner]
-
-    def _draft_factor(self, race: Race) -> float:
-        if self._drafts is None:
-            return 0.0
-        return share_factor(self._drafts, race.plan.num_candidates - 1, race.num_earlier)
 
     def _next_wake(self) -> int:
         while True:

@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.rules.history import observed_lengths
 from vllm_rollout.parts.shaping.rules.trace import TracedRollout
-from vllm_rollout.simulator.fleet import reward, run_fleet
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 from vllm_rollout.simulator.planner import Planner
 from vllm_rollout.simulator.race import Pools, Race
 from vllm_rollout.simulator.rank import run_races
-from vllm_rollout.simulator.recording import Ran, Recording
-from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionTerms, group_of, run_sessions
+from vllm_rollout.parts.page.simulated import Ran, Recording
+from vllm_rollout.parts.sessions.simulated.sessions import MORE_SESSIONS, SessionTerms, group_of, run_sessions
 from vllm_rollout.simulator.settings import Setting
 
 
@@ -62,7 +60,7 @@ class _Replay:
         self._recording = recording
         self._planner = Planner(setting, machine)
         self._judges = [Judge() for _ in range(machine.num_ranks)]
-        self._placement = machine.new_placement()
+        self._places = machine.new_places()
         self._outcome = SimulationOutcome(setting)
         self._audit_turns = AuditTurns()
 
@@ -93,7 +91,7 @@ class _Replay:
         positions: Sequence[int] = range(len(races))
         if self._sessions is None:
             positions = self._planner.launch_order(rollout.prompts, planned)
-        ranks = assigned([races[position] for position in positions], self._placement)
+        ranks = assigned([races[position] for position in positions], self._places)
         run = self._run(ranks)
         results = {race: race.result for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
@@ -114,20 +112,18 @@ class _Replay:
         if self._sessions is not None:
             return FleetRun([run_sessions(self._machine, own, self._sessions) for own in ranks])
         if self._machine.moves_groups:
-            return run_fleet(self._machine, self._judges, ranks)
+            return simulated("moving", "--migration").run_fleet(self._machine, self._judges, ranks)
         return FleetRun([run_races(self._machine, own, judge) for own, judge in zip(ranks, self._judges, strict=True)])
 
 
-def assigned(races: Sequence[Race], placement: Placement) -> list[list[Race]]:
+def assigned(races: Sequence[Race], places: Any) -> list[list[Race]]:
     """Assign each group to a rank, as a server places groups that start at the same time."""
-    ranks: list[list[Race]] = [[] for _ in range(placement.num_ranks)]
-    works = [race.work for race in races]
-    for race, work in zip(races, works, strict=True):
-        ranks[placement.place(work)].append(race)
-    work_of = dict(zip(races, works, strict=True))
-    for rank, own in enumerate(ranks):
+    ranks: list[list[Race]] = [[] for _ in range(places.num_ranks)]
+    for race in races:
+        ranks[places.place(race)].append(race)
+    for own in ranks:
         for race in own:
-            placement.leave(rank, work_of[race])
+            places.leave(race)
     return ranks
 
 

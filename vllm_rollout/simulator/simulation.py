@@ -23,20 +23,22 @@ from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
 from vllm_rollout.parts.pruning.rules.pruning_plan import make_pruning_plan
 from vllm_rollout.parts.shaping.rules.trace import Trace
 from vllm_rollout.simulator import picture, report
+from vllm_rollout.simulator.clock import Clock, clock_of, described
 from vllm_rollout.simulator.drafts_report import gained_of
 from vllm_rollout.simulator.generate import LengthDistribution, generate, parse_distribution
-from vllm_rollout.simulator.options import Clock, FlagError, SimulateOptions, clock_of, described
+from vllm_rollout.simulator.options import SimulateOptions
+from vllm_rollout.simulator.parts import FlagError
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.recorded_sessions import learned_terms, read_session_groups, trace_of_sessions
-from vllm_rollout.simulator.recording import Recording
+from vllm_rollout.parts.sessions.simulated.recorded import learned_terms, read_session_groups, trace_of_sessions
+from vllm_rollout.parts.page.simulated import Recording
 from vllm_rollout.simulator.replay import sweep
-from vllm_rollout.simulator.rounds import picture as rounds_picture
-from vllm_rollout.simulator.rounds import report as rounds_report
-from vllm_rollout.simulator.rounds.data import DataSet, GeneratedDataSet, RunConditions, TracedDataSet
-from vllm_rollout.simulator.rounds.outcome import RoundOutcome
-from vllm_rollout.simulator.rounds.replay import sweep_rounds
-from vllm_rollout.simulator.rounds.settings import RoundSetting, default_rounds, parse_rounds, with_baselines
-from vllm_rollout.simulator.sessions import RECORDED, SessionTerms, parse_sessions
+from vllm_rollout.parts.rounds.simulated import picture as rounds_picture
+from vllm_rollout.parts.rounds.simulated import report as rounds_report
+from vllm_rollout.parts.rounds.simulated.data import DataSet, GeneratedDataSet, RunConditions, TracedDataSet
+from vllm_rollout.parts.rounds.simulated.outcome import RoundOutcome
+from vllm_rollout.parts.rounds.simulated.replay import sweep_rounds
+from vllm_rollout.parts.rounds.simulated.settings import RoundSetting, default_rounds, parse_rounds, with_baselines
+from vllm_rollout.parts.sessions.simulated.sessions import RECORDED, SessionTerms, parse_sessions
 from vllm_rollout.simulator.settings import Setting, default_sweep, parse_setting
 
 PLAIN_WIDTH = 120
@@ -192,7 +194,7 @@ def _rounds(options: SimulateOptions, trace: Trace | None) -> SimulationJob:
     clock = clock_of(options, models, longest)
     settings = _with_drafted(options, _round_settings(options, group_size, _pruning(options, trace)))
     conditions = RunConditions(
-        data, clock.machine, options.epochs, options.seed, options.message_delay_s, options.whole_epochs
+        data, clock.machine, options.epochs, options.seed, options.message_delay, options.whole_epochs
     )
     epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs:,} epochs"
     per_round = settings[0].terms.prompts_per_round
@@ -252,12 +254,12 @@ def _told(its: LengthDistribution) -> str:
 
 def _settings(options: SimulateOptions, trace: Trace, group_size: int, max_candidates: int) -> list[Setting]:
     pruning = _pruning(options, trace)
-    if not options.settings:
+    if not options.setting:
         can_prune = trace.has_scores and trace.has_rewards and bool(pruning)
         sweep = default_sweep(group_size, max_candidates, make_pruning_plan(pruning) if can_prune else None)
         return sweep if options.sessions is None else [setting for setting in sweep if setting.is_for_sessions]
     settings = [Setting(group_size)]
-    for text in options.settings:
+    for text in options.setting:
         for alternative in _alternatives(text):
             try:
                 setting = parse_setting(alternative, group_size, pruning)

@@ -25,7 +25,7 @@ from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound
-from vllm_rollout.simulator.fleet import Mover
+from vllm_rollout.parts.moving.simulated import Mover
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import Closed, Left, Phase, Rank

@@ -13,13 +13,13 @@ from vllm_rollout.kernel.rules.types import GroupResult
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.rounds import Entry, OpenRound, Run
 from vllm_rollout.parts.shaping.rules.history import observed_lengths
-from vllm_rollout.simulator.fleet import reward
+from vllm_rollout.parts.moving.simulated import reward
 from vllm_rollout.simulator.planner import PlannedRollout, Planner
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rounds.data import DataPrompt, HandIn, RunConditions, Trainer
-from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RoundSweep, RunOutcome
-from vllm_rollout.simulator.rounds.race import RoundRace
-from vllm_rollout.simulator.rounds.settings import RoundSetting
+from vllm_rollout.parts.rounds.simulated.data import DataPrompt, HandIn, RunConditions, Trainer
+from vllm_rollout.parts.rounds.simulated.outcome import ReturnedPrompt, RoundOutcome, RoundSweep, RunOutcome
+from vllm_rollout.parts.rounds.simulated.race import RoundRace
+from vllm_rollout.parts.rounds.simulated.settings import RoundSetting
 
 
 def replay_run(

@@ -11,7 +11,7 @@ from rich.table import Table
 from vllm_rollout.parts.shaping.rules.trace import Trace
 from vllm_rollout.simulator.machine import duration
 from vllm_rollout.simulator.report import count, ideal_times, left_out, preemptions, table_of
-from vllm_rollout.simulator.rounds.outcome import (
+from vllm_rollout.parts.rounds.simulated.outcome import (
     Fairness,
     RoundSweep,
     RunOutcome,

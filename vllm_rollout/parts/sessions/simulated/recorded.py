@@ -20,7 +20,7 @@ from vllm_rollout.parts.page.recording.session_rows import STOPPED_STATES, Sessi
 from vllm_rollout.parts.sessions.rules import SessionState
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths
 from vllm_rollout.parts.shaping.rules.trace import End, Trace, TracedCandidate, TracedPrompt, TracedRollout
-from vllm_rollout.simulator.sessions import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
+from vllm_rollout.parts.sessions.simulated.sessions import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
 
 ENDS: dict[SessionState, End] = {
     "finished": "stop", "truncated": "length", "surplus": "surplus", "pruned": "pruned", "deferred": "deferred",
