@@ -50,7 +50,7 @@ help:
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make test-wheel  the wheel beside vLLM for CPUs, in fresh environments without a compiler (Python 3.11, 3.12)"
 	@echo "  make test-gpu-site  the wheel beside torch for CUDA, under a made-up H100; needs Python 3.12 and 6 GB"
-	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/adapter/snapshots/; docs/contributing/versions.md"
+	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/versions/snapshots/; docs/contributing/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/recipes/index.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"

@@ -41,7 +41,7 @@ from rich.console import Console
 from benchmarks.common import arguments_of, median, median_of_known, publish, record_of_run
 from benchmarks.rollpacker import GPU_SOURCE, MODEL_SOURCE, MODELS, PROMPT_TOKENS
 from benchmarks.tables import columns, number, percent
-from tests.support.emulated_run import EmulatedRun
+from tests.parts.emulation.emulated_run import EmulatedRun
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import draft_key
@@ -49,7 +49,6 @@ from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings, settings_type
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
@@ -230,7 +229,7 @@ def simulate(settings: Settings, cell: Cell, lengths: list[list[int]], *, drafts
         race = Race(str(number_of), GroupPlan(len(its)), pool, PROMPT_TOKENS)
         race.num_earlier = NUM_EARLIER if cell.part == "deferred" else 0
         races.append(race)
-    return run_races(machine, races, Judge()).seconds
+    return run_races(machine, races).seconds
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

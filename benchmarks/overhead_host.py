@@ -28,10 +28,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
+from tests.support.steps import group_terms, said
 from vllm_rollout.config import FEATURE_RING_BYTES, OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.tracker import tracker as tracking
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
@@ -149,9 +149,9 @@ def tag(kind: str, number: int) -> dict[str, Any] | None:
         return None
     plan = PruningPlan(4096, mode="shadow") if kind == "scored" else None
     group = f"group-{number // GROUP_SIZE}"
-    terms = GroupTerms(GROUP_SIZE, GROUP_SIZE, pruning=plan)
+    terms = group_terms(GROUP_SIZE, GROUP_SIZE, pruning=plan)
     scoring = plan and Scoring(group, group, 0)
-    return CandidateTag(group, number % GROUP_SIZE, terms, OUTPUT_INTERVAL_TOKENS, scoring).to_extra_args()
+    return CandidateTag(group, number % GROUP_SIZE, terms, OUTPUT_INTERVAL_TOKENS, said(scoring)).to_extra_args()
 
 
 def median_us(step: Callable[[int], None], num_steps: int) -> float:

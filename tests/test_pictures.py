@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import matplotlib.figure
 import pytest
 
+from tests.parts.page.browser import needs_browser
+from tests.parts.page.pictures import VIEWS
+from tests.parts.page.test_page import over, rollout
 from tests.test_docs import PAGES, ROOT
-from tests.watching.browser import needs_browser
-from tests.watching.pictures import VIEWS
-from tests.watching.test_page import over, rollout
 from vllm_rollout.demo import picture as race_picture
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, RacedCandidate
@@ -216,7 +216,7 @@ def test_a_picture_is_drawn_with_its_axes_and_has_the_size_of_the_one_that_is_ke
 def test_pictures_of_the_page_are_made_of_a_recording(tmp_path: Path) -> None:
     row = rollout("it", *(over(i) for i in range(8)), state="over", seconds=10.0)
     (tmp_path / "trace.jsonl").write_text(json.dumps({**row, "model": "m", "group_size": 8}) + "\n")
-    command = [sys.executable, "-m", "tests.watching.pictures", str(tmp_path / "trace.jsonl"), str(tmp_path)]
+    command = [sys.executable, "-m", "tests.parts.page.pictures", str(tmp_path / "trace.jsonl"), str(tmp_path)]
     subprocess.run(command, check=True, timeout=200)  # the browser's loop must not be this process's
     for view in VIEWS:
         drawn, kept = tmp_path / f"watch_{view}.png", ROOT / f"docs/images/watch_{view}.png"

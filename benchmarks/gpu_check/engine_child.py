@@ -26,6 +26,7 @@ from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS, PruningTerms
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
 
@@ -147,9 +148,10 @@ class Child(MovingJobs, ProfilingJobs):
         if request.group is not None:
             length = request.detection_length
             plan = None if length is None else PruningPlan(length, mode="shadow")
-            terms = GroupTerms(request.group_size, request.num_candidates, request.early_stop, pruning=plan)
-            scoring = plan and Scoring("check", request.group, 0)
-            tag = CandidateTag(self._group(request), request.index, terms, OUTPUT_INTERVAL_TOKENS, scoring)
+            parts = {} if plan is None else TERMS.value(PruningTerms(plan))
+            said = {} if plan is None else SCORING.value(Scoring("check", request.group, 0))
+            terms = GroupTerms(request.group_size, request.num_candidates, request.early_stop, parts=parts)
+            tag = CandidateTag(self._group(request), request.index, terms, OUTPUT_INTERVAL_TOKENS, said)
             extra_args = tag.to_extra_args()
         return SamplingParams(
             temperature=request.temperature,

@@ -36,7 +36,7 @@ from vllm.v1.engine import FinishReason
 from benchmarks.common import ROOT, arguments_of, median, percentile, publish, quartiles, ratios, record_of_run
 from benchmarks.rollpacker import MODELS, PROMPT_TOKENS, TAIL_SOURCE, TAILS
 from benchmarks.tables import columns, number, percent
-from tests.support.emulated_run import EmulatedRun
+from tests.parts.emulation.emulated_run import EmulatedRun
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny

@@ -1,4 +1,4 @@
-"""Runs the engine-free tests of the adapter and engine tests (marker `versions`) on every supported vLLM.
+"""Runs the engine-free tests that use vLLM, and engine tests (marker `versions`), on every supported vLLM.
 
 Each version has a virtual environment, which is made in `.venvs/` on first use. It has vLLM of that version and further
 packages that it needs, before the packages of the environment that runs this program. 0.33 has no CPU wheel: its Python
@@ -23,22 +23,22 @@ from typing import Any
 
 from benchmarks.common import command_line, git_commit, record_of_run, write_json
 from benchmarks.versions.environment import ROOT, python_of
+from tests.versions.selection import tests_of_vllm
 from vllm_rollout.kernel.compat import lacking
 from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 
-SUITES = {"adapter": "adapter tests, no engine", "engine": "engine tests", "smoke": "a few of those"}
+SUITES = {"adapter": "tests without an engine", "engine": "engine tests", "smoke": "a few of those"}
 """Description of each suite, by its name in the result file."""
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
-SNAPSHOTS = "tests/adapter/snapshots/"
+SNAPSHOTS = "tests/versions/snapshots/"
 NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
 """Tests of both model runners and of a server: groups, joined requests, missing features."""
-SAME_EVERYWHERE = ("test_learning_calls.py", "test_observing.py")
-"""Modules of tests/adapter in which no test calls a function of vLLM's."""
+SAME_EVERYWHERE = ("tests/parts/pruning/test_learning_calls.py", "tests/kernel/worker/test_observing.py")
+"""Modules that import vLLM, but in which no test calls a function of vLLM's."""
 SELECTION = {
     "adapter": (
-        "tests/adapter",
-        *(f"--ignore=tests/adapter/{name}" for name in SAME_EVERYWHERE),
+        *(path for path in tests_of_vllm() if path not in SAME_EVERYWHERE),
         *("-m", "not engine and not slow"),
     ),
     "engine": ("tests/engine", "-m", "versions"),
@@ -66,7 +66,7 @@ def main() -> None:
         parser.error(f"VERSION {', '.join(sorted(unknown))}: must be of {', '.join((*SUPPORTED_VLLM, *NAMED))}.")
     if args.snapshot:  # the preferred one first: it says what the others are asked for
         for version in dict.fromkeys((PREFERRED_VLLM, *(versions or SUPPORTED_VLLM))):
-            command = [python_of(version, args.folder, PREFERRED_VLLM), ROOT / "tests" / "adapter" / "vllm_snapshot.py"]
+            command = [python_of(version, args.folder, PREFERRED_VLLM), "-m", "tests.versions.vllm_snapshot"]
             subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         return
     pythons = {} if args.table else {v: python_of(v, args.folder, PREFERRED_VLLM) for v in versions or SUPPORTED_VLLM}

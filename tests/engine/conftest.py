@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from conformance.prime_rl import make_adapter
 from tests.support.waiting import wait_until
 from vllm_rollout import process
+from vllm_rollout.kernel import parts
 from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
@@ -315,15 +316,19 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     if has(SCALE_OUT_FLAG):  # before, its endpoints are always there
         flags.append("--enable-scale-out")
     record, profile = folder / "trace.jsonl", folder / "ptl.json"
-    write_profile(tiny_model, profile)
-    flags += ["--rollout-record", str(record), "--rollout-profile", str(profile)]
+    if parts.has("page"):
+        flags += ["--rollout-record", str(record)]
+    if parts.has("shaping"):
+        write_profile(tiny_model, profile)
+        flags += ["--rollout-profile", str(profile)]
     flags += ["--worker-extension-cls", "trainer_extension.TrainerExtension"]
     adapters = [f"{name}={mild_adapter(tiny_model, folder / name, seed)}" for seed, name in enumerate("ab", start=1)]
     flags += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path(HERE)}
     with Server(serve_command(tiny_model, *flags), folder / "server.log", **environment) as server:
         server.record = record
-        server.blank = server.http.get("/v1/rollouts/state").content
+        if parts.has("pruning"):
+            server.blank = server.http.get("/v1/rollouts/state").content
         yield server
 
 

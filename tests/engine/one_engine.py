@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+from tests.support.steps import group_terms, judge_of, races_of, said
 from vllm_rollout.kernel.rules.plan import PruningPlan
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
@@ -28,6 +29,7 @@ from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import LOST
 
 SETTINGS = {"max_model_len": 512, "enforce_eager": True, "dtype": "float32", "block_size": 32, "max_logprobs": -1}
 OURS = {
@@ -116,14 +118,16 @@ def rounds(llm: LLM) -> dict:
         for position, lengths in enumerate(groups):
             place = RacePlace(name, 2, position)
             for index, length in enumerate(lengths):
-                tag = CandidateTag(f"{name}-{position}", index, GroupTerms(GROUP_SIZE, len(lengths)), 8, place=place)
+                tag = CandidateTag(
+                    f"{name}-{position}", index, GroupTerms(GROUP_SIZE, len(lengths)), 8, said(place=place)
+                )
                 prompts.append([3 + position, 4, 5, 6, 7])
                 params.append(ends_after(length, **tag.to_extra_args()))
         rows = []
         for output in generate(llm, prompts, params):
             note, _ = EndingNote.take(output.kv_transfer_params)
-            rows.append([note.state, len(output.outputs[0].token_ids), note.group_lost])
-        scheduler.group_steps.races.forget(name)
+            rows.append([note.state, len(output.outputs[0].token_ids), bool(LOST.of(note.parts))])
+        races_of(scheduler.group_steps).forget(name)
         result[name] = [rows[start : start + 3] for start in range(0, len(rows), 3)]
         result[f"{name}_left"] = [*scheduler.group_steps.held[:3]]
     return result
@@ -152,9 +156,9 @@ def race(
     prompts, params = [], []
     for group in range(NUM_GROUPS):
         for index in range(NUM_CANDIDATES):
-            terms = GroupTerms(GROUP_SIZE, NUM_CANDIDATES, early_stop, pruning=plan)
+            terms = group_terms(GROUP_SIZE, NUM_CANDIDATES, early_stop, pruning=plan)
             scoring = plan and Scoring("rollout", f"prompt-{group}", 0)
-            tag = CandidateTag(f"{name}-{group}", index, terms, 8, scoring)
+            tag = CandidateTag(f"{name}-{group}", index, terms, 8, said(scoring))
             prompts.append([3 + group, 4, 5, 6, 7])
             params.append(
                 SamplingParams(
@@ -199,7 +203,7 @@ def plain_requests(llm: LLM) -> dict:
 
 def shown(llm: LLM, model: str, rows: list[list], confidences: list[list[float]]) -> list:
     """Per candidate, by detection length: what the runner showed beside what it should have; "0" is the end."""
-    entries = llm.llm_engine.engine_core.engine_core.scheduler.judge.ledger._rollouts["rollout"]
+    entries = judge_of(llm.llm_engine.engine_core.engine_core.scheduler).ledger._rollouts["rollout"]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     compared = []
     for number, (_, tokens, *_) in enumerate(rows):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: str) -> dict[str, Any]:
-    """With the engine core in a process of its own; tests/adapter/test_interrupts.py has one in this process."""
+    """With the engine core in a process of its own; tests/parts/in_process/test_interrupts.py has one here."""
     return run_script("in_process.py", "llm", tiny_model, own_session=True)
 
 
@@ -101,6 +101,6 @@ def test_errors_say_what_and_leave_the_engine_as_it_was(result: dict[str, Any]) 
 
 
 def test_ctrl_c_in_a_terminal_ends_what_runs_and_neither_the_engine_nor_the_next_rollout(llm: dict[str, Any]) -> None:
-    """It reaches the engine core's process too. tests/adapter/test_interrupts.py has it at every moment."""
+    """It reaches the engine core's process too. tests/parts/in_process/test_interrupts.py has it at every moment."""
     assert llm["interrupted"] == [["KeyboardInterrupt", ["complete"] * 2, 8]] * 4
     assert llm["left"] == 0

@@ -221,7 +221,7 @@ def test_several_lengths_and_ends_are_learned_by_heads_of_their_own(taught: Pupi
 
 
 def test_no_head_and_no_state_that_a_client_makes_up_stops_the_engine(taught: Pupil) -> None:
-    """tests/adapter/test_learning_calls.py has what else they may be; here, that a real worker goes on."""
+    """tests/parts/pruning/test_learning_calls.py has what else they may be; here, that a real worker goes on."""
     http, head = taught.server.http, taught.head
     state = http.get("/v1/rollouts/state").content
     tensors, metadata = load(head), json.loads(head[8 : 8 + struct.unpack_from("<Q", head)[0]])["__metadata__"]

@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from benchmarks.kills.ranks import rank_processes
 from tests.engine.conftest import Server, emulating, serve_command
 from tests.engine.run_rounds import make_run, play
-from tests.server.conftest import serving
-from tests.watching.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
+from tests.kernel.http.conftest import serving
+from tests.parts.page.browser import HOSTILE, chromium, drawn, needs_browser, page_at, text
 from vllm_rollout.parts.emulation.tokens import succeeded
 from vllm_rollout.parts.page.http.page import page_router
 from vllm_rollout.parts.page.watching.replay import Replay

@@ -1,6 +1,6 @@
 """Groups in an AsyncLLM that vLLM builds: no client of ours guards them.
 
-tests/adapter/test_joining.py has what else may go wrong.
+tests/kernel/core/test_joining.py has what else may go wrong.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from examples.grpo import train
 from examples.grpo.model import new_model, new_tokenizer, save
 from examples.grpo.server import Server
 from examples.grpo.train import Step, Training, parse
-from tests.server import fake_engine
-from tests.server.conftest import make_app, serving
-from tests.server.fake_engine import MODEL, FakeEngine
-from tests.server.test_grading import FakeGraders, by_length
+from tests.kernel.http import fake_engine
+from tests.kernel.http.conftest import make_app, serving
+from tests.kernel.http.fake_engine import MODEL, FakeEngine
+from tests.parts.rewards.test_grading import FakeGraders, by_length
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory

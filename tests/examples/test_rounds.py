@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from examples import rounds
-from tests.server.conftest import make_app, serving
-from tests.server.fake_engine import FakeEngine
+from tests.kernel.http.conftest import make_app, serving
+from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.http.answers import GroupAnswer
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from confidence_cases import assert_updated, random_case
 
 import vllm_rollout
+from tests.kernels.confidence_cases import assert_updated, random_case
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.tracker import dispatch
 from vllm_rollout.kernel.tracker.build_command import build_command

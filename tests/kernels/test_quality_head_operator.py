@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from quality_head_cases import DTYPES, assert_agrees, random_case, special_cases
 
+from tests.kernels.quality_head_cases import DTYPES, assert_agrees, random_case, special_cases
 from vllm_rollout.kernel.tracker.ops import quality_head
 from vllm_rollout.kernel.tracker.reference import quality_head_reference
 

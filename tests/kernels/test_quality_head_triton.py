@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from quality_head_cases import DTYPES, Case, assert_agrees, random_case, special_cases
-from triton_runs import interpreted_runs
 
+from tests.kernels.quality_head_cases import DTYPES, Case, assert_agrees, random_case, special_cases
+from tests.kernels.triton_runs import interpreted_runs
 from vllm_rollout.kernel.tracker.ops import active_implementation, quality_head
 
 pytest.importorskip("triton")

@@ -7,9 +7,16 @@ import textwrap
 
 import pytest
 import torch
-from token_confidence_cases import DTYPES, TOLERANCE, random_case, special_cases, whole, with_masked_entries
 from torch import library
 
+from tests.kernels.token_confidence_cases import (
+    DTYPES,
+    TOLERANCE,
+    random_case,
+    special_cases,
+    whole,
+    with_masked_entries,
+)
 from vllm_rollout.kernel.tracker.ops import active_implementation, token_confidence
 from vllm_rollout.kernel.tracker.reference import token_confidence_reference
 

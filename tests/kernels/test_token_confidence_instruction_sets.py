@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from token_confidence_cases import random_case, special_cases
 
+from tests.kernels.token_confidence_cases import random_case, special_cases
 from tests.support.waiting import WAIT_S
 
 CSRC = Path(__file__).parents[2] / "csrc"

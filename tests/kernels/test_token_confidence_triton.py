@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from token_confidence_cases import DTYPES, TOLERANCE, Case, random_case, special_cases
-from triton_runs import interpreted_runs
 
+from tests.kernels.token_confidence_cases import DTYPES, TOLERANCE, Case, random_case, special_cases
+from tests.kernels.triton_runs import interpreted_runs
 from vllm_rollout.kernel.tracker.ops import active_implementation, token_confidence
 from vllm_rollout.kernel.tracker.reference import token_confidence_reference
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from triton_runs import run_script
 
 from benchmarks.roofline import INSTRUCTIONS_PER_ENTRY
+from tests.kernels.triton_runs import run_script
 
 pytest.importorskip("triton")
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from confidence_cases import Case, assert_updated, random_case, special_cases
-from triton_runs import interpreted_runs
 
+from tests.kernels.confidence_cases import Case, assert_updated, random_case, special_cases
+from tests.kernels.triton_runs import interpreted_runs
 from vllm_rollout.kernel.tracker.ops import active_implementation, update_confidence
 
 pytest.importorskip("triton")

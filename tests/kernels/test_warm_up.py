@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from triton_runs import run_script
+
+from tests.kernels.triton_runs import run_script
 
 pytest.importorskip("triton")
 

@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
+from vllm_rollout.parts.pruning.rules.step import TERMS
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7
@@ -110,8 +111,8 @@ class DryRun:
         )
         self.scheduler.add_request(request)
         tag = CandidateTag.of(request.sampling_params.extra_args)
-        if tag is not None and tag.terms.pruning is not None:
-            self._scored_lengths[request_id] = tag.terms.pruning.scored_lengths
+        if tag is not None and (terms := TERMS.of(tag.terms.parts)) is not None:
+            self._scored_lengths[request_id] = terms.plan.scored_lengths
         return request
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:

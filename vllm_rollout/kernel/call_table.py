@@ -16,8 +16,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from vllm_rollout.kernel.rules.detached import StayReason
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey, HeldGroups
-from vllm_rollout.parts.moving.rules.detached import StayReason
 from vllm_rollout.parts.moving.rules.load import EngineLoad
 from vllm_rollout.parts.pruning.rules.judge import Label
 from vllm_rollout.parts.pruning.rules.ledger import NamedReward, RewardStatus

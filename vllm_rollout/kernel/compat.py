@@ -1,10 +1,10 @@
 """The contract with vLLM, as far as it cannot be read from our code, and the differences between supported versions.
 
-`tests/adapter/vllm_snapshot.py` reads from our source what the adapter imports, calls, reads and overrides.
-`tests/adapter/snapshots/` has these facts for each supported version. This file has the rows in which versions differ,
+`tests/versions/vllm_snapshot.py` reads from our source what our code imports, calls, reads and overrides.
+`tests/versions/snapshots/` has these facts for each supported version. This file has the rows in which versions differ,
 and facts that no name and no signature shows.
 
-Invariant: `tests/adapter/test_compat.py` compares the snapshot with the installed vLLM, our code with all snapshots,
+Invariant: `tests/versions/test_compat.py` compares the snapshot with the installed vLLM, our code with all snapshots,
 and the rows with both. So the next vLLM fails there first, line by line. Code that depends on a difference calls
 `has(ROW)`, and nothing else reads the version.
 """

@@ -16,6 +16,7 @@ from vllm_rollout.kernel.rules.prompt_key import key_of_content, num_bytes, seed
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring, request_name
+from vllm_rollout.parts.pruning.rules.step import SCORING
 
 MAX_ID_BYTES = 512
 """Longest id of a request that joins a group, as vLLM makes it from the client's id."""
@@ -62,11 +63,9 @@ def tag_of(
     output_interval: int,
 ) -> CandidateTag:
     """Tag of one sibling. `content`: digest of its prompt. `answer`, `parent`: as of `Scoring`."""
-    scoring = join.pruning and scoring_of(group_id, content, params, answer, parent)
-    terms = GroupTerms(
-        join.group_size, join.num_candidates, join.early_stop, pruning=join.pruning, audit_ratio=join.audit_ratio
-    )
-    return CandidateTag(group_id, None, terms, output_interval, scoring, observed=False, namespace=join.namespace)
+    said = {} if join.pruning is None else SCORING.value(scoring_of(group_id, content, params, answer, parent))
+    terms = GroupTerms(join.group_size, join.num_candidates, join.early_stop, parts=join.parts)
+    return CandidateTag(group_id, None, terms, output_interval, said, observed=False, namespace=join.namespace)
 
 
 def scoring_of(

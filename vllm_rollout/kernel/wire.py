@@ -13,19 +13,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateState, Confidence, Observation
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.kernel.rules.types import WHOLE, CandidateState, Confidence, Observation
 
 TAG_KEY = "vllm_rollout"
 ENDING_KEY = "vllm_rollout"
 REPORT_ATTRIBUTE = "vllm_rollout_report"
+
+
+ValueKind = Literal["terms", "said", "note", "taken"]
+"""Kind of a part's values that go from process to process.
+
+terms  terms of a group with the part, on a tag
+said   what one candidate says to the part, on a tag
+note   what the part says at the end of a candidate, in a note
+taken  what the part takes along when a group moves
+"""
+
+
+def typed(kind: ValueKind, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of parts in their types, from values that were decoded without them. Values of unknown parts are left out.
+
+    Raises: msgspec.ValidationError.
+    """
+    types = _types(kind)
+    return {name: msgspec.convert(value, types[name]) for name, value in values.items() if name in types}
+
+
+@cache
+def _types(kind: ValueKind) -> Mapping[str, Any]:
+    return {name: types[kind] for name, types in faces("wire") if kind in types}
 
 
 class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
@@ -38,12 +63,10 @@ class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
     """Terms of the group, the same for all siblings."""
     output_interval: int
     """Tokens per message to the API process. 1 sends every step's token at once."""
-    scoring: Scoring | None = None
-    """Scoring of the candidate for the `pruning` of its terms."""
+    said: dict[str, Any] = {}
+    """Values of the candidate for parts, by part."""
     observed: bool = True
-    """True if its mean confidence is wanted. A candidate with `scoring` is observed in any case."""
-    place: RacePlace | None = None
-    """The group's part in a round."""
+    """True if its mean confidence is wanted. A part may observe the candidate in any case."""
     num_resumed: int = 0
     """Output tokens of an earlier round, at the end of the prompt."""
     namespace: str = ""
@@ -60,8 +83,12 @@ class CandidateTag(msgspec.Struct, frozen=True, array_like=True):
         if not extra_args or not isinstance(data := extra_args.get(TAG_KEY), bytes):
             return None
         try:
-            return _TAG_DECODER.decode(data)
-        except msgspec.DecodeError:
+            tag = _TAG_DECODER.decode(data)
+            if not (tag.said or tag.terms.parts):
+                return tag
+            terms = replace(tag.terms, parts=typed("terms", tag.terms.parts))
+            return msgspec.structs.replace(tag, terms=terms, said=typed("said", tag.said))
+        except msgspec.MsgspecError:
             return None
 
 
@@ -165,18 +192,15 @@ class EndingNote(msgspec.Struct, frozen=True, array_like=True):
     """Pairs of first output token and weight version. vLLM assigns versions when tokens arrive. This is too late for
     tokens that are held or in flight.
     """
-    assessment: Assessment | None = None
+    parts: dict[str, Any] = {}
+    """Values of parts, by part."""
     refusal: str | None = None
     """Reason why the named group refused the request, which then has no output. It becomes a 400."""
     ended_by_itself: bool = False
     """True also for a surplus candidate whose ending came too late to count: its length is exact."""
     is_replaced: bool = False
     """True if it was lost, and its group waits for another candidate in its place."""
-    group_lost: bool = False
-    """True if its group completed in this step, but after as many others as the round wanted."""
     num_preemptions: int = 0
-    final: Assessment | None = None
-    """Final assessment, by the whole trajectory."""
     error: str | None = None
     """Reason why it failed, if known."""
 
@@ -189,4 +213,5 @@ class EndingNote(msgspec.Struct, frozen=True, array_like=True):
         if not params or ENDING_KEY not in params:
             return None, params
         rest = {key: value for key, value in params.items() if key != ENDING_KEY}
-        return msgspec.convert(params[ENDING_KEY], cls), rest or None
+        note = msgspec.convert(params[ENDING_KEY], cls)
+        return (msgspec.structs.replace(note, parts=typed("note", note.parts)) if note.parts else note), rest or None

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_rollout.parts.moving.rules.load import TransferCost
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.shaping.profile_file import Profile, describe_hardware
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.options import SimulateOptions
-from vllm_rollout.simulator.parts import FlagError
+from vllm_rollout.simulator.parts import FlagError, simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,24 @@ def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> C
         scale_down=options.scale_down,
     )
     if options.draft_acceptance is not None:
-        machine = replace(machine, drafts=Settings.read(options.draft_acceptance).drafts)
+        device = face("emulation", "settings").read(options.draft_acceptance)
+        machine = replace(machine, drafts=device.drafts)
     if options.profile is None:
         return Clock(machine, {"profile": None}, [])
     profile = Profile.read(options.profile)
     size = _tensor_parallel_size(options, profile.tensor_parallel_sizes)
     cost = profile.cost(size)
     engine = profile.engine(size)
-    transfer = TransferCost.assumed(engine.kv_bytes_per_token / size, engine.block_size)
+    transfer = None
+    if machine.moves_groups and options.move_kv == "auto":
+        moving = simulated("moving", "--move-kv")
+        transfer = moving.transfer_cost(engine.kv_bytes_per_token / size, engine.block_size)
     machine = replace(
         machine,
         cost=cost,
         kv_capacity_tokens=options.kv_capacity_tokens or engine.kv_capacity_tokens,
         block_size=engine.block_size,
-        transfer=transfer if options.move_kv == "auto" else None,
+        transfer=transfer,
     )
     warnings = []
     others = [model for model in models if _last_part(model) != _last_part(profile.model_name)]

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_type_hints
 
 import typer
 
+from vllm_rollout.kernel.parts import face, has
 from vllm_rollout.simulator.parts import FlagError
 
 
@@ -183,6 +184,19 @@ class SimulateOptions:
     ] = None
 
     def __post_init__(self) -> None:
+        for flag, part, given in (
+            ("a trace", "page", self.trace is not None),
+            ("--output-trace", "page", self.output_trace is not None),
+            ("--rounds", "rounds", self.rounds),
+            ("--sessions", "sessions", self.sessions is not None),
+            ("--drafts", "drafts", self.drafts),
+            ("--draft-acceptance", "drafts", self.draft_acceptance is not None),
+            ("--draft-acceptance", "emulation", self.draft_acceptance is not None),
+            ("--detection-length", "pruning", self.detection_length is not None),
+            ("--data-parallel-size", "moving", self.data_parallel_size > 1),
+        ):
+            if given and not has(part):
+                raise FlagError(f"{flag} is of the part {part!r}, which is left out")
         if (self.trace is None) == (self.generate is None):
             got = "neither" if self.trace is None else "both"
             raise FlagError(f"give either a trace file or --generate, got {got}. See vllm-rollout simulate --help.")
@@ -211,9 +225,10 @@ class SimulateOptions:
             raise FlagError(f"--output must end in .png, got {self.output}")
         if self.output_trace is not None and self.rounds:
             raise FlagError("--output-trace is of single rollouts, not of --rounds")
-        read = [] if self.trace is None else [piece.resolve() for piece in pieces(self.trace)]
-        if self.output_trace is not None and self.output_trace.resolve() in read:
-            raise FlagError(f"--output-trace {self.output_trace} is the trace that is read: name another file")
+        if self.output_trace is not None and self.trace is not None:
+            read = [piece.resolve() for piece in face("page", "traces").pieces(self.trace)]
+            if self.output_trace.resolve() in read:
+                raise FlagError(f"--output-trace {self.output_trace} is the trace that is read: name another file")
         outputs = {"--output": self.output, "--output-json": self.output_json, "--output-trace": self.output_trace}
         for flag, path in outputs.items():
             if path is not None and not path.parent.is_dir():

@@ -1,4 +1,7 @@
-"""Parts that a simulation finds through the list. It needs `shaping`: what a step costs, and what is known of lengths."""
+"""Parts that a simulation finds through the list.
+
+It needs `shaping`, which knows what a step costs, and lengths. Each other part can be left out.
+"""
 
 from __future__ import annotations
 

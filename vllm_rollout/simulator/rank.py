@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import CandidateId, Confidence, Observation
-from vllm_rollout.parts.moving.rules.detached import DetachedGroup
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
 from vllm_rollout.simulator.machine import Machine, RankRun
 from vllm_rollout.simulator.parts import simulated
-from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
+from vllm_rollout.simulator.race import Race, Runner
 
 Phase = Literal["close", "begin"]
 Message = tuple[float, int, Callable[[], None]]
@@ -71,9 +71,9 @@ class Departed(NamedTuple):
 class Rank:
     """An engine that runs races to their end. Candidates wait in the order of their arrival."""
 
-    def __init__(self, machine: Machine, judge: Judge, name: str = "") -> None:
-        """`name`: prefix of the ids of groups that are launched here. Ranks between which groups move need different
-        names."""
+    def __init__(self, machine: Machine, learned: GroupSteps | None = None, name: str = "") -> None:
+        """`learned`: the engine's steps so far, whose parts have learned. `name`: prefix of the ids of groups that are
+        launched here. Ranks between which groups move need different names."""
         self._name = name
         self._cost = machine.step_cost
         self._drafted = None
@@ -83,7 +83,7 @@ class Rank:
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
         self._transfer = machine.transfer
-        self._group_steps = GroupSteps(judge)
+        self._group_steps = (learned or new_steps()).fresh()
         self._step = 0
         self._between_s = 0.0
         """Time at which the last step ended."""
@@ -110,9 +110,9 @@ class Rank:
         """Launch a group, which arrives at `at_s`."""
         self._send(at_s, lambda: self._enter(race))
 
-    def cut(self, race_id: str, at_s: float) -> None:
-        """Cut a race at `at_s`, because enough of its groups are complete elsewhere."""
-        self._send(at_s, lambda: self._group_steps.cut(race_id))
+    def tell(self, at_s: float, action: Callable[[GroupSteps], None]) -> None:
+        """Do something with the engine's groups, in the first moment between two steps from `at_s` on."""
+        self._send(at_s, lambda: action(self._group_steps))
 
     def send_away(self, group_id: str, at_s: float, deliver: Callable[[float, Departed], None]) -> None:
         """Order a group away at `at_s`. It leaves between two steps and goes to `deliver`, unless it is over or
@@ -184,9 +184,7 @@ class Rank:
         group_id = f"{self._name}{len(self._races)}"
         self._races[group_id] = race
         for index, future in enumerate(race.pool):
-            id, race.group = self._group_steps.launch(
-                group_id, race.plan.terms, index, scoring=race.scoring, place=race.place
-            )
+            id, race.group = self._group_steps.launch(group_id, race.plan.terms, index, said=race.said)
             runner = Runner(id, race, future)
             race.candidates.append(runner)
             self._waiting.append(runner)
@@ -377,7 +375,8 @@ class Rank:
     def _close_step(self) -> Closed:
         """Process all events of this step and apply the verdicts on them."""
         num_ended = 0
-        due: dict[CandidateId, Observation] = {}
+        due: dict[str, dict[CandidateId, Any]] = {}
+        """Observations of running candidates, by part."""
         touched: dict[Race, bool] = {}
         """Races with an event. True: the race had a length cap before it."""
         while self._wakes and self._wakes[0][0] <= self._step:
@@ -393,7 +392,7 @@ class Rank:
                 num_ended += 1
                 self._group_steps.ended(runner.id, race.group, runner.future.end, num_tokens)
             elif num_tokens == runner.detection_length:
-                due[runner.id] = _observation(runner.future)
+                due.setdefault(race.scores.part, {})[runner.id] = race.scores.seen(runner.future)
         verdicts = self._group_steps.close_step(due, self._num_tokens)
         for group_id, index in verdicts.stop:
             runner = self._races[group_id].candidates[index]
@@ -405,8 +404,6 @@ class Rank:
                 for index in race.group.running:
                     if race.candidates[index].start is not None:
                         self._wake(race.candidates[index], race.group.length_cap)
-        for group_id in verdicts.lost_groups:
-            self._races[group_id].lost = True
         over = [self._races[group_id] for group_id in verdicts.over]
         for race in over:
             race.close(self._run.seconds)
@@ -422,15 +419,14 @@ class Rank:
         return self._races[candidate_id.group_id].candidates[candidate_id.index].start is not None
 
 
-def _observation(future: PoolCandidate) -> Observation:
-    """Observation with the trace's score. A trace does not name its scores. As confidence they are standardised, then
-    calibrated."""
-    return Observation(Confidence(future.score, future.score, future.score))
+def new_steps() -> GroupSteps:
+    """The steps of an engine that has learned nothing."""
+    return GroupSteps([make() for _, make in faces("step")])
 
 
-def run_races(machine: Machine, races: Iterable[Race], judge: Judge) -> RankRun:
-    """Run all groups at once on one engine."""
-    rank = Rank(machine, judge)
+def run_races(machine: Machine, races: Iterable[Race], learned: GroupSteps | None = None) -> RankRun:
+    """Run all groups at once on one engine. `learned`: as of `Rank`."""
+    rank = Rank(machine, learned)
     for race in races:
         rank.launch(race)
     return rank.run()

@@ -63,8 +63,8 @@ def receipt(
     from rich.console import Console
 
     from vllm_rollout.kernel.client.connection import RolloutError
-    from vllm_rollout.parts.page.recording.file import told_reasons
     from vllm_rollout.parts.page.watching.receipt import as_json, receipts_of, show
+    from vllm_rollout.parts.shaping.rules.trace import told_reasons
     from vllm_rollout.simulator.advice import advice
 
     try:

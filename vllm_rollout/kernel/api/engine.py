@@ -61,7 +61,9 @@ from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rounds.api import prompt_text, resume_refusal, text_of
+from vllm_rollout.parts.rounds.rules.step import LOST, PLACE
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
 LOWEST_LOGPROB = -9999.0
@@ -145,16 +147,17 @@ class VLLMEngine:
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
         indices = range(plan.num_candidates) if order.beginnings is None else order.beginnings.token_ids
         logs = {index: _CandidateLog(index) for index in indices}
-        scoring = None
+        said: dict[str, Any] = {}
         if plan.pruning is not None:
-            scoring = Scoring(order.rollout_id, prompt.id, order.pruning_seed, prompt_key=order.prompt_key)
+            said |= SCORING.value(Scoring(order.rollout_id, prompt.id, order.pruning_seed, prompt_key=order.prompt_key))
+        if order.place is not None:
+            said |= PLACE.value(order.place)
         stream = self._client.run_candidates(
             order.group_id,
             plan,
             rendered,
             params,
-            scoring=scoring,
-            place=order.place,
+            said=said,
             beginnings=order.beginnings,
             outlook=outlook,
             lora_request=lora,
@@ -321,6 +324,8 @@ class _CandidateLog:
         if isinstance(completion.logprobs, FlatLogprobs):
             self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
         if candidate.output.finished:
+            said = {} if candidate.note is None else candidate.note.parts
+            scores = SCORES.of(said)
             self.end = CandidateEnd(
                 ending=ending_of(candidate, len(self._token_ids)),
                 token_ids=self._token_ids,
@@ -330,10 +335,10 @@ class _CandidateLog:
                 stop_reason=completion.stop_reason,
                 confidence=None if candidate.note is None else candidate.note.confidence,
                 weight_versions=self._weight_versions(candidate),
-                assessment=None if candidate.note is None else candidate.note.assessment,
-                final=None if candidate.note is None else candidate.note.final,
+                assessment=None if scores is None else scores.assessment,
+                final=None if scores is None else scores.final,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
-                group_lost=candidate.note is not None and candidate.note.group_lost,
+                group_lost=bool(LOST.of(said)),
                 error=None if candidate.note is None else candidate.note.error,
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
@@ -69,10 +69,10 @@ from vllm_rollout.kernel.rules.xargs import (
 )
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
-from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import AnswerName
+from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
 from vllm_rollout.parts.rounds.api import resumed_params, resumed_prompt
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.sessions import api as session_turns
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
@@ -156,7 +156,7 @@ class GroupClient:
         params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
         if isinstance(plan, GroupJoin):
             self._refuse_unnamed(plan)
-            return self._generate_joined(replace(plan, audit_ratio=audit_ratio), prompt, params, request_id, **kwargs)
+            return self._generate_joined(plan.with_audits(audit_ratio), prompt, params, request_id, **kwargs)
         lora: LoRARequest | None = kwargs.get("lora_request")
         kind = (lora and lora.lora_name, plan.returns_all)
         if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
@@ -264,9 +264,8 @@ class GroupClient:
         prompt: Any,
         params: SamplingParams,
         *,
-        scoring: Scoring | None = None,
+        said: Mapping[str, Any] | None = None,
         observed: bool = True,
-        place: RacePlace | None = None,
         beginnings: Beginnings | None = None,
         outlook: Outlook | None = None,
         data_parallel_rank: int | None = None,
@@ -277,7 +276,8 @@ class GroupClient:
         With `beginnings`, candidates continue from these tokens, and their outputs have the later tokens only.
         `outlook`: the expected lengths, by which a rank is chosen, and the reasons for which the group may move.
 
-        Without `observed` and `scoring`, logits are not observed, and there is no mean confidence.
+        `said`: what each candidate says to parts, by part. Without `observed`, and unless a part observes candidates,
+        logits are not observed, and there is no mean confidence.
 
         A candidate that fails ends with a final output of finish reason `error` or `abort`, or as CandidateFailed.
         Closing the generator aborts the running candidates. Raises errors that concern all candidates: bad parameters,
@@ -304,11 +304,11 @@ class GroupClient:
         async def run(
             index: int, before: Sequence[int] = ()
         ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
-            its = scoring
-            if scoring is not None and before and beginnings is not None:
+            its = dict(said or {})
+            if (scoring := SCORING.of(its)) is not None and before and beginnings is not None:
                 survival = beginnings.survival.get(index, 1.0)
-                its = replace(scoring, num_resumed=len(before), survival_before=survival)
-            tag = CandidateTag(group_id, index, plan.terms, interval, its, observed, place, len(before), namespace)
+                its |= SCORING.value(replace(scoring, num_resumed=len(before), survival_before=survival))
+            tag = CandidateTag(group_id, index, plan.terms, interval, its, observed, len(before), namespace)
             child = resumed_params(params, len(before))
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
@@ -355,8 +355,8 @@ class GroupClient:
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
         group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
-        scoring = plan.pruning and scoring_of(group_id, digest_of_prompt(prompt), params)
-        stream = self.run_candidates(group_id, plan, prompt, params, scoring=scoring, observed=False, **kwargs)
+        said = plan.pruning and SCORING.value(scoring_of(group_id, digest_of_prompt(prompt), params))
+        stream = self.run_candidates(group_id, plan, prompt, params, said=said, observed=False, **kwargs)
         ids = {index: f"{group_id}-c{index}" for index in range(plan.num_candidates)}
         self.unread.update(dict.fromkeys(ids.values()))
         try:
@@ -366,8 +366,7 @@ class GroupClient:
                         continue
                     finals[candidate.index] = candidate.output
                     endings[candidate.index] = ending_of(candidate)
-                    if candidate.note is not None and candidate.note.assessment is not None:
-                        self.rollout_metrics.candidate_scored(candidate.note.assessment)
+                    self._count_scores(candidate.note)
         except (asyncio.CancelledError, GeneratorExit):
             unread = [self.unread[id] for index, id in ids.items() if index not in endings]
             spawn(self._count_left("choices", endings.values(), unread), "a client that left")
@@ -392,6 +391,11 @@ class GroupClient:
         if is_stream:
             let_stream(answer)
         yield answer
+
+    def _count_scores(self, note: EndingNote | None) -> None:
+        scores = None if note is None else SCORES.of(note.parts)
+        if scores is not None and scores.assessment is not None:
+            self.rollout_metrics.candidate_scored(scores.assessment)
 
     async def _count_left(
         self,
@@ -452,8 +456,7 @@ class GroupClient:
                         before = num_tokens if is_stream else 0
                         num_tokens = before + len(completion.token_ids)
                         last = CandidateOutput(0, output, note)
-                        if note is not None and note.assessment is not None:
-                            self.rollout_metrics.candidate_scored(note.assessment)
+                        self._count_scores(note)
                         if is_stream:
                             let_stream(output)
                         yield output

@@ -18,6 +18,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm_rollout.kernel.call_table import OPERATIONS, CostToCompare, LengthsToLookUp, ObservedGroup
 from vllm_rollout.kernel.rules.types import HeldGroups
 from vllm_rollout.parts.pruning.core.learning_calls import LearningCalls
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.step import PruningStep
+from vllm_rollout.parts.rounds.rules.race import RaceTable
+from vllm_rollout.parts.rounds.rules.step import RoundsStep
 from vllm_rollout.parts.shaping.rules.drift import Drift
 from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
 
@@ -41,21 +45,34 @@ def call_worker(core: EngineCore, method: str, *args: Any) -> Any:
 def _learning(core: EngineCore) -> LearningCalls:
     scheduler = core.scheduler
     return LearningCalls(
-        scheduler.judge,
+        _judge(core),
         scheduler.readings,
         partial(call_worker, core),
         model=core.vllm_config.model_config.served_model_name,
     )
 
 
+def _judge(core: EngineCore) -> Judge:
+    return core.scheduler.group_steps.part(PruningStep).judge
+
+
+def _races(core: EngineCore) -> RaceTable:
+    return core.scheduler.group_steps.part(RoundsStep).races
+
+
+def _cut_race(core: EngineCore, race_id: str) -> None:
+    steps = core.scheduler.group_steps
+    steps.part(RoundsStep).cut(race_id, steps)
+
+
 def _observe_lengths(core: EngineCore, group: ObservedGroup) -> None:
-    memory = core.scheduler.judge.memory_of(group.adapter)
+    memory = _judge(core).memory_of(group.adapter)
     if memory is not None:
         memory.lengths.observe(group.key, group.lengths)
 
 
 def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatistics:
-    memory = core.scheduler.judge.memories.known(wanted.adapter)
+    memory = _judge(core).memories.known(wanted.adapter)
     if memory is None:
         return LengthStatistics(None, [None] * len(wanted.keys))
     return memory.lengths.statistics(wanted.keys)
@@ -70,7 +87,8 @@ def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
 
 def _held_groups(core: EngineCore) -> HeldGroups:
     core.scheduler.forget_waiting()
-    return core.scheduler.group_steps.held._replace(num_unmet=core.scheduler.num_unmet)
+    held = core.scheduler.group_steps.held
+    return held._replace(num_races=len(_races(core)), num_unmet=core.scheduler.num_unmet)
 
 
 ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
@@ -93,9 +111,9 @@ ANSWERS: Mapping[str, Callable[[EngineCore, Any], Any]] = {
     "recompute": lambda core, names: core.scheduler.recompute(names and frozenset(names)),
     "cancel_groups": lambda core, group_ids: core.scheduler.cancel_groups(group_ids),
     "give_up": lambda core, candidates: core.scheduler.give_up(candidates),
-    "cut_race": lambda core, race_id: core.scheduler.group_steps.cut(race_id),
-    "widen_race": lambda core, race: core.scheduler.group_steps.races.widen(race.race_id, race.num_wanted),
-    "forget_race": lambda core, race_id: core.scheduler.group_steps.races.forget(race_id),
+    "cut_race": _cut_race,
+    "widen_race": lambda core, race: _races(core).widen(race.race_id, race.num_wanted),
+    "forget_race": lambda core, race_id: _races(core).forget(race_id),
     "observe_lengths": _observe_lengths,
     "length_history": _length_history,
     "record_steps": lambda core, on: core.scheduler.step_times.record(on),

@@ -10,6 +10,7 @@ from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.types import CandidateId, EndReason, Observation
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
+from vllm_rollout.parts.pruning.rules.step import TERMS
 
 END_REASONS: dict[RequestStatus, EndReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -80,8 +81,8 @@ def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunne
     """Observation at the last token of a candidate that ended in this step. None if no final score is wanted, or the
     step has no observation of it (aborted between steps).
     """
-    plan = candidate.group.terms.pruning
-    if plan is None or not plan.final_score or candidate.end_reason == "failed":
+    terms = TERMS.of(candidate.group.terms.parts)
+    if terms is None or not terms.plan.final_score or candidate.end_reason == "failed":
         return None
     found = _last_token(candidate, model_runner_output)
     if found is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from copy import copy
-from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -76,7 +75,7 @@ class Joining:
         try:
             join = plan_from_xargs(fields, 1, max_candidates=self._max_candidates)
             assert isinstance(join, GroupJoin), "rollout_group_size joins"
-            join = replace(join, audit_ratio=audit_ratio_from_xargs(fields, self._audit_ratio))
+            join = join.with_audits(audit_ratio_from_xargs(fields, self._audit_ratio))
         except PlanError as error:
             raise JoinRefused(str(error)) from error
         if (reason := too_long(request.request_id)) is not None:

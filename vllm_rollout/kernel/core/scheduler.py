@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -34,6 +33,8 @@ from vllm_rollout.kernel.core.versions import admitting, num_deferred
 from vllm_rollout.kernel.core.weights import Weights
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.names import learned_name
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
@@ -42,11 +43,10 @@ from vllm_rollout.kernel.rules.xargs import as_written
 from vllm_rollout.kernel.weights import listen_to_calls
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.parts.moving.core.moving import GroupMoves
-from vllm_rollout.parts.moving.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.parts.moving.rules.load import EngineLoad, RunningGroup
 from vllm_rollout.parts.moving.wire import MovedCandidate
 from vllm_rollout.parts.pruning.core.readings import Readings
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 from vllm_rollout.parts.shaping.core import StepTimes
 from vllm_rollout.parts.shaping.rules.admission import most_running
 
@@ -81,10 +81,9 @@ class GroupSchedulerMixin:
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
         self.weights = Weights(self, scheduler=self)
-        self.judge = Judge()
         self.readings = Readings()
         self.step_times = StepTimes()
-        self.group_steps = GroupSteps(self.judge, contains=True)
+        self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True)
         """Decides. All other code here translates and obeys."""
         self.clock = time.monotonic
         """Clock of groups that wait for siblings."""
@@ -263,7 +262,6 @@ class GroupSchedulerMixin:
     def _launch(self, candidate: EngineCandidate, tag: CandidateTag) -> None:
         """Let a candidate enter its group, which may refuse it."""
         request = candidate.request
-        adapter = learned_name(request.lora_request)
         self.forget_waiting()
         try:
             id, group = self.group_steps.launch(
@@ -271,8 +269,8 @@ class GroupSchedulerMixin:
                 tag.terms,
                 tag.index,
                 request_id=request.request_id,
-                scoring=tag.scoring and replace(tag.scoring, adapter=adapter),
-                place=tag.place,
+                adapter=learned_name(request.lora_request),
+                said=tag.said,
             )
         except LaunchRefused as refusal:
             self._refuse(candidate, str(refusal) if candidate.reads_notes else as_written(str(refusal))[1])
@@ -319,7 +317,7 @@ class GroupSchedulerMixin:
     def _fail_all(self, outputs: dict[int, EngineCoreOutputs], error: Exception) -> None:
         """Fail all candidates and forget their groups, because the exception of this step may concern any of them."""
         reason = self.faults.caught("update_from_output", error)
-        self.group_steps = GroupSteps(self.judge, contains=True)
+        self.group_steps = self.group_steps.fresh()
         for group_id in {id.group_id for id in self._by_id}:
             self.moves.forget(group_id)
         candidates, self._candidates = self._candidates, {}
@@ -352,7 +350,8 @@ class GroupSchedulerMixin:
         if not self.waiting:
             return None
         first = self.waiting.peek_request()
-        memory = self.judge.memories.known(learned_name(first.lora_request))
+        pruning = self.group_steps.part(PruningStep)
+        memory = pruning and pruning.judge.memories.known(learned_name(first.lora_request))
         if memory is None or (mean := memory.lengths.mean) is None:
             return None
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -474,13 +473,16 @@ class GroupSchedulerMixin:
             candidate.is_told = True
             if not candidate.is_launched:
                 continue
-            last = None
+            seen = {}
             try:
-                last = last_observation(candidate, model_runner_output)
+                if (last := last_observation(candidate, model_runner_output)) is not None:
+                    seen[PRUNING] = last
             except Exception as error:
                 candidate.error, candidate.end_reason = self.faults.caught("last_observation", error), "failed"
-            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, last)
-        verdicts = self.group_steps.close_step(due, lambda id: self._by_id[id].num_tokens, now_s=self.clock())
+            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, seen)
+        verdicts = self.group_steps.close_step(
+            {PRUNING: due} if due else {}, lambda id: self._by_id[id].num_tokens, now_s=self.clock()
+        )
         for group_id, error in verdicts.broken.items():
             self._break(group_id, self.faults.caught("a group's rules", error))
         return verdicts
@@ -627,11 +629,9 @@ class GroupSchedulerMixin:
             end_step=group.end_step(id.index),
             confidence=confidence_of(candidate, model_runner_output),
             weights=self.weights.named(candidate.weights),
-            assessment=group.assessments.get(id.index),
-            final=group.finals.get(id.index),
+            parts=self.group_steps.notes(id, group),
             ended_by_itself=candidate.end_reason == "stop",
             is_replaced=group.is_replaced(id.index),
-            group_lost=id.group_id in verdicts.lost_groups,
             num_preemptions=candidate.request.num_preemptions,
             error=candidate.error,
         )

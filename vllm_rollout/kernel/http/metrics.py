@@ -28,8 +28,8 @@ from vllm_rollout.kernel.rules.types import (
     HeldGroups,
     Signal,
 )
-from vllm_rollout.parts.moving.rules.detached import MoveOutcome
 from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.rules.migration import MoveOutcome
 from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.pruning.rules.ledger import RewardStatus as PostedStatus
 from vllm_rollout.parts.rewards.grading.values import RewardStatus as GradeStatus

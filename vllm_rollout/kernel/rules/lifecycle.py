@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import Assessment, CandidateState, EndReason, StopState
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.kernel.rules.types import CandidateState, EndReason, StopState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class _Candidate:
     step: int = 0
     """The group's step in which the candidate ended."""
     is_replaced: bool = False
-    has_place: bool = True
 
 
 @dataclass(slots=True)
@@ -49,9 +48,6 @@ class Group:
     """Candidates of one prompt between launch and verdict (DARTS section 4.3.1: early stop at M of M')."""
 
     terms: GroupTerms
-    audit: bool = False
-    """True for an audit group: the first `group_size` candidates that arrive get places, and only the others are
-    stopped. Candidates are exchangeable before they begin, so those with places are a plain sample of the policy."""
     closed: bool = False
     """True once `group_size` usable candidates have finished, or the group was cancelled: all others are stopped."""
     cancelled: bool = False
@@ -62,12 +58,8 @@ class Group:
     The cap is `patience` times the longest of them. It limits length, not time, so that it also holds for candidates
     that began late.
     """
-    assessments: dict[int, Assessment] = field(default_factory=dict)
-    """Decisions on scored candidates, by index."""
-    trials: dict[int, dict[int, Assessment]] = field(default_factory=dict)
-    """Decisions that each trial length would have made, by length and index."""
-    finals: dict[int, Assessment] = field(default_factory=dict)
-    """Assessments of finished candidates that were scored at their end, by index."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Values of parts, by part. They go when the group goes."""
     joined: bool = False
     """True if the candidates are separate requests, which a client or a router may have sent to another engine."""
     _candidates: dict[int, _Candidate] = field(default_factory=dict)
@@ -81,10 +73,6 @@ class Group:
     """Number of candidates that finished by themselves. Counted until the group closes."""
     _num_truncated: int = 0
     """Number of candidates cut at `max_tokens`. Counted until the group closes."""
-    _num_holders: int = 0
-    """Number of running and finished candidates that have a place. Counted until the group closes."""
-    _without_place: list[int] = field(default_factory=list)
-    """Candidates that found no place since the last settlement."""
     _num_replaced: int = 0
     """Number of lost candidates that are replaced by another launch, now or later."""
     _num_steps: int = 0
@@ -98,12 +86,8 @@ class Group:
         if index is None:
             index, self.joined = len(self._candidates), True
         assert index not in self._candidates, f"candidate {index} launched twice"
-        has_place = self._num_places_left > 0
-        self._candidates[index] = _Candidate(has_place=has_place)
+        self._candidates[index] = _Candidate()
         self._running[index] = None
-        self._num_holders += has_place
-        if not has_place:
-            self._without_place.append(index)
         return index
 
     def end(self, index: int, reason: EndReason, num_tokens: int) -> None:
@@ -118,15 +102,15 @@ class Group:
         del self._running[index]
         self._num_valid += candidate.state == "finished" and not candidate.truncated
         self._num_truncated += candidate.state == "finished" and candidate.truncated
-        self._num_holders -= candidate.state == "failed" and candidate.has_place
         self._new.append(index)
         if reason == "failed" and not self.closed and self._num_replaced < self.terms.num_replaceable:
             candidate.is_replaced = True
             self._num_replaced += 1
 
-    def settle(self) -> Settlement:
+    def settle(self, without_place: Collection[int] = ()) -> Settlement:
         """Close the step: decide on every candidate that ended since the last call.
 
+        `without_place`: candidates that lose in any case, unless the group is closed. Ended ones become surplus, too.
         A truncated candidate counts only when too few others are left to reach `group_size`
         (docs/contributing/design.md, "Promises").
         """
@@ -143,35 +127,23 @@ class Group:
         if not self.terms.early_stop:
             self._set_length_cap()
             return NOTHING
-        without_place = self._give_up_without_place() if self.audit else NOTHING
+        ruled_out = self._rule_out(without_place) if without_place else NOTHING
         if self._num_usable < self.terms.group_size:
-            return without_place
+            return ruled_out
         self.closed = True
         winners = set(self._ranking()[: self.terms.group_size])
         lost = tuple(i for i in sorted(new) if i not in winners and self._candidates[i].state == "finished")
         for index in lost:
             self._candidates[index].state = "surplus"
-        return Settlement(without_place.stop + self._give_up_rest(), without_place.lost_ties + lost)
+        return Settlement(ruled_out.stop + self._give_up_rest(), ruled_out.lost_ties + lost)
 
-    def num_needed(self, num_due: int, at_least: int) -> int:
-        """Number of `num_due` running candidates to keep, so that `at_least` candidates can finish.
-
-        Candidates that shadow mode marked count as stopped. So later verdicts are those that active mode would give.
-        """
-        num_able = sum(
-            candidate.state in ("running", "finished") and not self._is_marked(index)
-            for index, candidate in self._candidates.items()
-        )
-        num_others = num_able - num_due + self.num_to_come
-        return min(num_due, max(0, at_least - num_others))
-
-    def prune(self, indices: Iterable[int]) -> None:
-        """Stop running candidates because of their scores. Call `settle` again afterwards.
+    def rule_out(self, indices: Iterable[int], state: StopState) -> None:
+        """Stop running candidates. Call `settle` again afterwards.
 
         The verdict belongs to the step that was settled last. If it closes the group, candidates that ended in that
         step tie.
         """
-        self._stop(indices, "pruned")
+        self._stop(indices, state)
         self._num_steps -= 1
         self._new, self._settled = self._settled + self._new, []
 
@@ -205,10 +177,9 @@ class Group:
         candidate.state = "failed"
 
     @property
-    def pruning(self) -> PruningPlan | None:
-        """Pruning plan of the candidates. In an audit group it stops no candidate."""
-        plan = self.terms.pruning
-        return plan.audited(self.terms.races) if self.audit and plan is not None else plan
+    def indices(self) -> Iterable[int]:
+        """Indices of all candidates, in the order of launch."""
+        return self._candidates
 
     @property
     def running(self) -> list[int]:
@@ -226,10 +197,6 @@ class Group:
 
     def state(self, index: int) -> CandidateState:
         return self._candidates[index].state
-
-    def is_unwanted(self, index: int) -> bool:
-        """True if the candidate came too late, or found no place in an audit group. The next settlement stops it."""
-        return self.closed or not self._candidates[index].has_place
 
     def is_replaced(self, index: int) -> bool:
         """True if the candidate was lost and another one is launched in its place. Does not change later."""
@@ -275,36 +242,15 @@ class Group:
         """Candidates that were announced and have not been launched."""
         return max(0, self.terms.num_candidates + self._num_replaced - len(self._candidates))
 
-    def num_unjudged(self, assessments: Mapping[int, Assessment]) -> int:
-        """Number of candidates that run or are to come, and have no assessment among these."""
-        return self.num_to_come + sum(index not in assessments for index in self._running)
-
-    @property
-    def _num_places_left(self) -> int:
-        """Free places in an audit group with early stop. 1 in any other group: its candidates always find a place.
-
-        A lost candidate frees its place.
-        """
-        if not (self.audit and self.terms.early_stop):
-            return 1
-        return self.terms.group_size - self._num_holders
-
-    def _give_up_without_place(self) -> Settlement:
-        """Stop the candidates of an audit group that found no place. Ended ones become surplus as well."""
-        if not self._without_place:
-            return NOTHING
-        without, self._without_place = [(i, self._candidates[i]) for i in self._without_place], []
-        ended = tuple(i for i, c in without if c.state == "finished")
-        running = tuple(i for i, c in without if c.state == "running")
+    def _rule_out(self, without_place: Collection[int]) -> Settlement:
+        """Let candidates lose that have no place, and have not lost yet."""
+        ended = tuple(i for i in without_place if self._candidates[i].state == "finished")
+        running = tuple(i for i in without_place if self._candidates[i].state == "running")
         for index in ended:
             self._uncount(self._candidates[index])
             self._candidates[index].state = "surplus"
         self._stop(running, "surplus")
         return Settlement(running, ended)
-
-    def _is_marked(self, index: int) -> bool:
-        assessment = self.assessments.get(index)
-        return assessment is not None and not assessment.keep
 
     @property
     def _num_usable(self) -> int:
@@ -316,7 +262,6 @@ class Group:
         """Remove a finished candidate from the counts."""
         self._num_valid -= not candidate.truncated
         self._num_truncated -= candidate.truncated
-        self._num_holders -= candidate.has_place
 
     def _ranking(self) -> list[int]:
         """Usable finished candidates, best first: valid before truncated, then earlier, shorter, lower index."""
@@ -345,4 +290,3 @@ class Group:
             assert candidate.state == "running", f"verdict on candidate {index} after its end"
             candidate.state, candidate.step = state, self._num_steps
             del self._running[index]
-            self._num_holders -= candidate.has_place

@@ -9,6 +9,7 @@ from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, Sel
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class GroupPlan:
     @property
     def terms(self) -> GroupTerms:
         """Terms that every candidate of the group is launched with."""
+        parts = {} if self.pruning is None else TERMS.value(PruningTerms(self.pruning))
         return GroupTerms(
-            self.group_size, self.num_candidates, self.early_stop, self.patience, self.pruning, self.num_replaceable
+            self.group_size, self.num_candidates, self.early_stop, self.patience, self.num_replaceable, parts
         )
 
     @property
@@ -82,6 +84,15 @@ class GroupJoin(GroupTerms):
     (`kernel/rules/prompt_groups.py`)."""
     namespace: str = ""
     """Name of the client's run. Two runs may use the same group names."""
+
+    @property
+    def pruning(self) -> PruningPlan | None:
+        terms = TERMS.of(self.parts)
+        return None if terms is None else terms.plan
+
+    def with_audits(self, ratio: float) -> GroupJoin:
+        """These terms, of which this share of groups is audited if they prune."""
+        return self if self.pruning is None else replace(self, parts=TERMS.value(PruningTerms(self.pruning, ratio)))
 
 
 def make_plan(

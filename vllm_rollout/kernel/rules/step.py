@@ -3,39 +3,45 @@
     launch, ended            events, while the step is processed
     cancel, give_up          the rest of a group, or some of its candidates, are no longer needed
     detach, attach           between two steps: a group leaves for another engine, or arrives from one
-    close_step               1. groups record what ended            2. groups with events settle
-                             3. scores of the step are judged, and groups that pruned settle again
-                             4. candidates that are too long stop   5. candidates that were given up stop
-                             6. races between groups settle         7. cancelled groups stop
-                             8. the ledger is written, and groups that are over are forgotten
+    close_step               1. groups record what ended            2. parts say who has no place (`told`)
+                             3. groups with events settle           4. parts rule candidates out (`settled`)
+                             5. candidates that are too long stop   6. candidates that were given up stop
+                             7. parts decide on groups (`groups`)   8. cancelled groups stop
+                             9. parts write down ends (`ends`)     10. groups that are over are forgotten
 
 vLLM's scheduler, the simulator and the tests' engine translate their events into these calls and obey the verdicts.
-None of them has an order of its own.
+None of them has an order of its own, and no part has one.
 
 Invariant: every candidate that was launched gets exactly one end, and no verdict names one that has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
 from vllm_rollout.config import MAX_IDLE_GROUPS
+from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import CandidateId, EndReason, HeldGroups, Observation, StopState
-from vllm_rollout.parts.moving.rules.detached import DetachedGroup, DetachedScore, StayReason
-from vllm_rollout.parts.pruning.rules.audit import draw_audit
-from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
-from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, EndReason, HeldGroups, StopState
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Part = TypeVar("Part", bound="StepPart")
+
+Phase = Literal["told", "settled", "groups", "ends"]
+"""Moment of a step at which a part decides. `GroupSteps.close_step` has their order.
+
+told     groups know which candidates ended, and none is settled: `Step.no_place`
+settled  groups are settled: `Step.rule_out`, after which a group is settled again
+groups   all candidates of the step have their verdicts: `Step.cancel`
+ends     every candidate of the step has its end. No verdicts
+
+Several parts in one phase run in the order of the list, which must not matter.
+"""
 
 
 class LaunchRefused(ValueError):
@@ -52,8 +58,6 @@ class Verdicts:
     """Candidates that ended by themselves in this step, but after `group_size` others: surplus, with all tokens."""
     over: tuple[str, ...] = ()
     """Groups that ended in this step."""
-    lost_groups: frozenset[str] = frozenset()
-    """Groups that completed in this step, but after as many others as their race wanted."""
     broken: Mapping[str, Exception] = field(default_factory=dict)
     """Groups whose rules raised an exception. They are forgotten, and `stop` and `lost_ties` name none of their
     candidates."""
@@ -62,26 +66,123 @@ class Verdicts:
 NO_VERDICTS = Verdicts()
 
 
-@dataclass(slots=True)
-class _Scored:
-    """Scoring and ledger entry of a candidate."""
+class Ended(NamedTuple):
+    """A candidate that ended without a verdict."""
 
-    scoring: Scoring
-    entry: LedgerEntry
-    """Ledger entry that keeps the data for the candidate's reward."""
+    id: CandidateId
+    group: Group
+    reason: EndReason
+    num_tokens: int
+    seen: Mapping[str, Any]
+    """Observations of its last token, by part."""
+
+
+class Entered(NamedTuple):
+    """A candidate that has entered its group."""
+
+    request_id: str
+    adapter: str
+    """Name of its LoRA adapter, as the engine states it. `BASE_MODEL`: none."""
+    said: Any | None
+    """Its own value for a part, beside the group's terms."""
+
+
+class StepPart:
+    """A part in the engine core, for all groups of one engine. It has what it has learned, and nothing of vLLM."""
+
+    name: ClassVar[str]
+
+    def fresh(self) -> StepPart:
+        """This part without any group, but with all that it has learned."""
+        return type(self)()
+
+    def phases(self) -> Mapping[Phase, Callable[[Step], None]]:
+        return {}
+
+    def enter(self, id: CandidateId, group: Group, entered: Entered, steps: GroupSteps) -> None:
+        """A candidate entered its group.
+
+        Called if the candidate or the group's terms have a value for this part.
+        """
+
+    def differing(self, ours: Any | None, theirs: Any | None) -> tuple[str, object, object]:
+        """The field in which the terms of a sibling differ, as clients write it, and both values."""
+        return self.name, ours, theirs
+
+    def note(self, id: CandidateId, group: Group) -> Any | None:
+        """A value for the last output of a candidate that has ended. Called if the group has a value of this part."""
+        return None
+
+    def take(self, group_id: str, group: Group) -> Any | None:
+        """Let go of a group that leaves this engine. Returns the value that `put` needs elsewhere."""
+        return None
+
+    def put(self, detached: DetachedGroup, value: Any, steps: GroupSteps) -> None:
+        """Take a group up that has arrived, with the value that `take` returned."""
+
+    def drop(self, group_id: str) -> None:
+        """Forget a group in any state."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step that is being closed, as parts see it."""
+
+    steps: GroupSteps
+    touched: dict[str, Group]
+    """Groups with an event."""
+    ended: Sequence[Ended]
+    seen: Mapping[str, Mapping[CandidateId, Any]]
+    """Observations of running candidates, by part."""
+    num_tokens: Callable[[CandidateId], int]
+    """Output tokens of a candidate that has not ended by itself."""
+    stop: dict[CandidateId, StopState] = field(default_factory=dict)
+    """Candidates that were stopped in this step."""
+    lost_ties: set[CandidateId] = field(default_factory=set)
+    without_place: dict[str, list[int]] = field(default_factory=dict)
+
+    def alone(self, group_id: str, rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Run a rule for one group, unless that group is broken. Its exception breaks this group only."""
+        return self.steps.alone(group_id, rule, *args, **kwargs)
+
+    def no_place(self, group_id: str, indices: Iterable[int]) -> None:
+        """In `told`: these candidates lose, unless their group is closed already."""
+        self.without_place.setdefault(group_id, []).extend(indices)
+
+    def rule_out(self, group_id: str, indices: Sequence[int], state: StopState) -> None:
+        """In `settled`: stop candidates. Their group is settled again, as if it had been so when the step began."""
+        self.touched[group_id].rule_out(indices, state)
+        self.stopped(group_id, indices, state)
+        self.settle(group_id, self.touched[group_id])
+
+    def cancel(self, group_id: str) -> None:
+        """In `groups`: the rest of this group stops as `deferred`."""
+        self.steps.cancel(group_id)
+
+    def stopped(self, group_id: str, indices: Iterable[int], state: StopState) -> None:
+        self.stop.update((CandidateId(group_id, index), state) for index in indices)
+
+    def settle(self, group_id: str, group: Group) -> None:
+        settlement = group.settle(self.without_place.get(group_id, ()))
+        self.stopped(group_id, settlement.stop, settlement.stop_as)
+        self.lost_ties.update(CandidateId(group_id, index) for index in settlement.lost_ties)
 
 
 class GroupSteps:
     """All groups of one engine, step by step."""
 
-    def __init__(self, judge: Judge, max_idle: int = MAX_IDLE_GROUPS, *, contains: bool = False) -> None:
+    def __init__(
+        self, parts: Iterable[StepPart] = (), max_idle: int = MAX_IDLE_GROUPS, *, contains: bool = False
+    ) -> None:
         """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step."""
-        self.judge = judge
-        self.races = RaceTable()
+        self.parts = {part.name: part for part in parts}
+        self._phases: dict[Phase, list[Callable[[Step], None]]] = {}
+        for part in self.parts.values():
+            for phase, decide in part.phases().items():
+                self._phases.setdefault(phase, []).append(decide)
+        self._max_idle = max_idle
         self._table: SiblingTable[Group] = SiblingTable(max_idle)
-        self._scored: dict[CandidateId, _Scored] = {}
-        """Scored candidates, from launch to end."""
-        self._ended: list[tuple[CandidateId, Group, EndReason, int, Observation | None]] = []
+        self._ended: list[Ended] = []
         """Candidates that ended since the last step closed. The next two attributes also cover that time."""
         self._touched: dict[str, Group] = {}
         self._cancelled: dict[str, Group] = {}
@@ -89,9 +190,19 @@ class GroupSteps:
         """Indices of candidates that were given up, by group."""
         self._capped: dict[str, Group] = {}
         """Groups with a length cap and a running candidate."""
+        self._contains = contains
         self._contained = (Exception,) if contains else ()
         self._broken: dict[str, Exception] = {}
         """Groups whose rules raised an exception since the last step closed."""
+
+    def fresh(self) -> GroupSteps:
+        """The same without any group."""
+        return GroupSteps([part.fresh() for part in self.parts.values()], self._max_idle, contains=self._contains)
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The part of this class. None if it is left out."""
+        part = self.parts.get(kind.name)
+        return part if isinstance(part, kind) else None
 
     def __len__(self) -> int:
         """Number of groups that are not over."""
@@ -99,11 +210,11 @@ class GroupSteps:
 
     @property
     def held(self) -> HeldGroups:
-        return HeldGroups(len(self._table) - self._table.num_waiting, self._table.num_waiting, len(self.races))
+        return HeldGroups(len(self._table) - self._table.num_waiting, self._table.num_waiting)
 
     @property
     def has_events(self) -> bool:
-        """True if `close_step` has work to do, even if no score is due."""
+        """True if `close_step` has work to do, even if nothing was seen."""
         return bool(self._touched or self._capped)
 
     def launch(
@@ -113,31 +224,34 @@ class GroupSteps:
         index: int | None = None,
         *,
         request_id: str = "",
-        scoring: Scoring | None = None,
-        place: RacePlace | None = None,
+        adapter: str = BASE_MODEL,
+        said: Mapping[str, Any] | None = None,
     ) -> tuple[CandidateId, Group]:
         """Add a candidate to the group with this id. The first candidate creates the group. Without an index it gets
         the next.
+
+        `adapter`: as of `Entered`. `said`: values of the candidate for parts, by part.
 
         Raises: LaunchRefused when the group has other terms, or already has that index.
         """
         group = self._table.find(group_id)
         if group is not None and group.terms != terms:
-            raise LaunchRefused(_disagreement(group.terms, terms))
+            raise LaunchRefused(self._disagreement(group.terms, terms))
         if group is not None and index is not None and group.has(index):
             raise LaunchRefused(f"index {index} of this group is taken. Name another group.")
         if group is None:
-            group = Group(terms, scoring is not None and draw_audit(terms.audit_ratio, scoring.seed, group_id))
+            group = Group(terms)
         self._table.put(group_id, group)
         candidate_id = CandidateId(group_id, group.launch(index))
         if group.length_cap is not None:
             self._capped[group_id] = group
-        if scoring is not None:
-            self._remember(candidate_id, scoring, request_id, group)
-        if place is not None and self.races.enter(group_id, group, place):
-            self.cancel(group_id)
-        if group.is_unwanted(candidate_id.index):
-            self._touched[group_id] = group  # the next step says so
+        if said or terms.parts:
+            its = said or {}
+            for name, part in self.parts.items():
+                if name in its or name in terms.parts:
+                    part.enter(candidate_id, group, Entered(request_id, adapter, its.get(name)), self)
+        if group.closed:
+            self._touched[group_id] = group  # the next step stops the candidate
         return candidate_id, group
 
     def ended(
@@ -146,12 +260,17 @@ class GroupSteps:
         group: Group,
         reason: EndReason,
         num_tokens: int,
-        last: Observation | None = None,
+        seen: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record that a candidate ended without a verdict. `last`: the observation of its last token, if it is
-        scored."""
-        self._ended.append((candidate_id, group, reason, num_tokens, last))
+        """Record that a candidate ended without a verdict. `seen`: observations of its last token, by part."""
+        self._ended.append(Ended(candidate_id, group, reason, num_tokens, seen or {}))
         self._touched[candidate_id.group_id] = group
+
+    def touch(self, group_id: str) -> None:
+        """Let the next step settle this group."""
+        group = self._table.find(group_id)
+        if group is not None:
+            self._touched[group_id] = group
 
     def cancel(self, group_id: str) -> bool:
         """Cancel the rest of this group: candidates that run at the end of the step stop as `deferred`.
@@ -171,16 +290,15 @@ class GroupSteps:
             self._touched[group_id] = group
             self._given_up.setdefault(group_id, set()).update(indices)
 
-    def cut(self, race_id: str) -> None:
-        """End a race, because enough groups of all engines are complete. The other groups stop as `deferred`, also
-        those that arrive later."""
-        for group_id in self.races.cut(race_id):
-            self.cancel(group_id)
-
     def running(self, group_id: str) -> list[CandidateId]:
         """Running candidates of a group. Empty if the group is unknown or over."""
         group = self._table.find(group_id)
         return [] if group is None else [CandidateId(group_id, index) for index in group.running]
+
+    def notes(self, id: CandidateId, group: Group) -> dict[str, Any]:
+        """Values of parts for the last output of a candidate, by part."""
+        notes = {name: self.parts[name].note(id, group) for name in group.parts if name in self.parts}
+        return {name: note for name, note in notes.items() if note is not None}
 
     def stays_because(self, group_id: str) -> StayReason | None:
         """Reason why this group cannot be detached now. None if it can."""
@@ -194,34 +312,21 @@ class GroupSteps:
         group = self._table.remove(group_id)
         for waiting in (self._touched, self._cancelled, self._given_up, self._capped):
             waiting.pop(group_id, None)
-        scores = {}
-        for index in group.running:
-            scored = self._scored.pop(CandidateId(group_id, index), None)
-            if scored is None:
-                continue
-            entry = self.judge.ledger.take(scored.scoring.rollout_id, scored.scoring.prompt_id, index)
-            scores[index] = (
-                DetachedScore(scored.scoring)
-                if entry is None
-                else DetachedScore(scored.scoring, entry.observation, entry.assessment, dict(entry.trials))
-            )
-        return DetachedGroup(group_id, group, scores, dict(request_ids), self.races.leave(group_id))
+        taken = {name: part.take(group_id, group) for name, part in self.parts.items()}
+        group.parts.clear()
+        values = {name: value for name, value in taken.items() if value is not None}
+        return DetachedGroup(group_id, group, dict(request_ids), values)
 
     def attach(self, detached: DetachedGroup, now_s: float = 0.0) -> Group:
         """Add a group that this or another engine detached. `now_s` as in `close_step`."""
         group_id, group = detached.group_id, detached.group
         assert self._table.find(group_id) is None, f"group {group_id} is here already"
         self._table.put(group_id, group)
-        for index, score in detached.scores.items():
-            candidate_id = CandidateId(group_id, index)
-            entry = self._remember(candidate_id, score.scoring, detached.request_ids[index], group)
-            entry.observation, entry.assessment = score.observation, score.assessment
-            for length, trial in score.trials.items():
-                entry.tried(length, *trial)
         if group.length_cap is not None:
             self._capped[group_id] = group
-        if detached.place is not None and self.races.enter(group_id, group, detached.place):
-            self.cancel(group_id)
+        for name, value in detached.parts.items():
+            if name in self.parts:
+                self.parts[name].put(detached, value, self)
         self._release(group_id, group, now_s)  # it may wait for siblings here as it did there
         return group
 
@@ -235,79 +340,52 @@ class GroupSteps:
         overdue = (self._table.find(group_id) for group_id in self._table.overdue(now_s))
         return [group for group in overdue if group is not None and group.joined and group.num_to_come]
 
-    def _remember(self, candidate_id: CandidateId, scoring: Scoring, request_id: str, group: Group) -> LedgerEntry:
-        """Open the ledger's entry of a candidate, for a later reward."""
-        plan = group.pruning
-        assert plan is not None  # nothing else scores
-        entry = self.judge.ledger.open(scoring, candidate_id, request_id, plan, _origin(group, plan))
-        self._scored[candidate_id] = _Scored(scoring, entry)
-        return entry
-
     def close_step(
-        self, due: Mapping[CandidateId, Observation], num_tokens: Callable[[CandidateId], int], now_s: float = 0.0
+        self,
+        seen: Mapping[str, Mapping[CandidateId, Any]],
+        num_tokens: Callable[[CandidateId], int],
+        now_s: float = 0.0,
     ) -> Verdicts:
         """Decide on everything since the last call.
 
         Args:
-            due: observations of candidates that reached their detection length in this step. For ended candidates
-                they are ignored.
+            seen: observations of candidates in this step, by part. For ended candidates they are ignored.
             num_tokens: output tokens of a candidate that has not ended by itself.
             now_s: time for groups that wait for siblings, in seconds. Without it they may wait for ever.
         """
-        if not (self.has_events or due):
+        if not (self.has_events or seen):
             return NO_VERDICTS
-        for candidate_id, group, reason, length, _ in self._ended:
-            self._alone(candidate_id.group_id, group.end, candidate_id.index, reason, length)
-        siblings = self._still_due(due)
-        stop: dict[CandidateId, StopState] = {}
-        lost_ties: set[CandidateId] = set()
-
-        def settle(group_id: str, group: Group) -> None:
-            settlement = group.settle()
-            stop.update((CandidateId(group_id, index), settlement.stop_as) for index in settlement.stop)
-            lost_ties.update(CandidateId(group_id, index) for index in settlement.lost_ties)
-            if group.length_cap is not None:
-                self._capped[group_id] = group
-
-        def judge(group_id: str, group: Group) -> None:
-            if pruned := self._judge(group_id, group, siblings[group_id]):
-                stop.update((CandidateId(group_id, index), "pruned") for index in pruned)
-                settle(group_id, group)
-
-        def cap(group_id: str, group: Group) -> None:
-            too_long = group.too_long({index: num_tokens(CandidateId(group_id, index)) for index in group.running})
-            if too_long:
-                stop.update((CandidateId(group_id, index), "surplus") for index in too_long)
-                self._touched[group_id] = group
-
-        def give_up(group_id: str, indices: set[int]) -> None:
-            given_up = self._touched[group_id].give_up(indices)
-            stop.update((CandidateId(group_id, index), "surplus") for index in given_up)
-
-        def cancel(group_id: str, group: Group) -> None:
-            stop.update((CandidateId(group_id, index), "deferred") for index in group.cancel())
-
+        for ended in self._ended:
+            self.alone(ended.id.group_id, ended.group.end, ended.id.index, ended.reason, ended.num_tokens)
+        still_seen = {name: self._running(observed) for name, observed in seen.items()}
+        step = Step(self, self._touched, self._ended, still_seen, num_tokens)
+        self._run("told", step)
         for group_id, group in self._touched.items():
-            self._alone(group_id, settle, group_id, group)
-        for group_id in self._in_order(siblings):
-            self._alone(group_id, judge, group_id, self._touched[group_id])
-        for group_id, group in self._capped.items():
-            self._alone(group_id, cap, group_id, group)
+            self.alone(group_id, step.settle, group_id, group)
+        step.without_place.clear()
+        self._run("settled", step)
+        self._stop_long_ones(step)
         for group_id, indices in self._given_up.items():
-            self._alone(group_id, give_up, group_id, indices)
-        self._drop_broken(stop)
-        lost_groups, too_late = self.races.settle(self._touched)
-        for group_id in too_late:
-            self.cancel(group_id)
+            self.alone(group_id, self._stop_given_up, step, group_id, indices)
+        self._drop_broken(step)
+        self._run("groups", step)
         for group_id, group in self._cancelled.items():
-            self._alone(group_id, cancel, group_id, group)
-        over = self._forget(stop, num_tokens, now_s)
-        self._drop_broken(stop)
+            self.alone(group_id, self._stop_rest, step, group_id, group)
+        self._run("ends", step)
+        over = tuple(
+            group_id
+            for group_id, group in self._touched.items()
+            if self.alone(group_id, self._release, group_id, group, now_s)
+        )
+        self._ended, self._touched = [], {}
+        self._cancelled.clear()
+        self._given_up.clear()
+        self._drop_broken(step)
         broken, self._broken = self._broken, {}
-        lost_ties = {id for id in lost_ties if id.group_id not in broken}
-        return Verdicts(stop, frozenset(lost_ties), over, frozenset(lost_groups), broken)
+        lost_ties = frozenset(id for id in step.lost_ties if id.group_id not in broken)
+        return Verdicts(step.stop, lost_ties, over, broken)
 
-    def _alone(self, group_id: str, rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def alone(self, group_id: str, rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Run a rule for one group, unless that group is broken. With `contains`, an exception breaks the group."""
         if group_id in self._broken:
             return None
@@ -317,73 +395,55 @@ class GroupSteps:
             self._broken[group_id] = error
             return None
 
-    def _drop_broken(self, stop: dict[CandidateId, StopState]) -> None:
-        for group_id in self._broken:
-            self.drop(group_id)
-        for id in [id for id in stop if id.group_id in self._broken]:
-            del stop[id]
-
     def drop(self, group_id: str) -> None:
         """Forget a group in any state. Rewards that come for it later are unknown."""
         if self._table.find(group_id) is not None:
             self._table.remove(group_id)
-        self.races.leave(group_id)
         for waiting in (self._touched, self._cancelled, self._given_up, self._capped):
             waiting.pop(group_id, None)
-        self._ended = [each for each in self._ended if each[0].group_id != group_id]
-        for id in [id for id in self._scored if id.group_id == group_id]:
-            del self._scored[id]
+        self._ended = [each for each in self._ended if each.id.group_id != group_id]
+        for part in self.parts.values():
+            part.drop(group_id)
 
-    def _still_due(self, due: Mapping[CandidateId, Observation]) -> dict[str, dict[int, Observation]]:
-        """Observations of candidates that still run, by group. Marks these groups as touched."""
-        siblings: dict[str, dict[int, Observation]] = {}
-        for id, observation in due.items():
+    def _run(self, phase: Phase, step: Step) -> None:
+        for decide in self._phases.get(phase, ()):
+            decide(step)
+
+    def _running(self, observed: Mapping[CandidateId, Any]) -> dict[CandidateId, Any]:
+        """Observations of candidates that still run. Marks their groups as touched."""
+        running = {}
+        for id, observation in observed.items():
             group = self._table.find(id.group_id)
-            if group is not None and id in self._scored and group.state(id.index) == "running":
-                siblings.setdefault(id.group_id, {})[id.index] = observation
+            if group is not None and group.has(id.index) and group.state(id.index) == "running":
+                running[id] = observation
                 self._touched[id.group_id] = group
-        return siblings
+        return running
 
-    def _in_order(self, siblings: Mapping[str, Mapping[int, Observation]]) -> list[str]:
-        """Order in which groups are judged. Groups learn from each other's scores, so the batch must not set the
-        order."""
-        return sorted(
-            siblings, key=lambda group_id: (self._scoring_of(group_id, siblings[group_id]).prompt_id, group_id)
-        )
+    def _stop_long_ones(self, step: Step) -> None:
+        for group_id, group in self._touched.items():
+            if group.length_cap is not None:
+                self._capped[group_id] = group
+        for group_id, group in self._capped.items():
+            self.alone(group_id, self._stop_too_long, step, group_id, group)
 
-    def _judge(self, group_id: str, group: Group, siblings: Mapping[int, Observation]) -> list[int]:
-        """Judge due candidates of a group, and return those to prune."""
-        if group.closed:
-            return []
-        due = {
-            index: (self._scored[CandidateId(group_id, index)].entry, observation)
-            for index, observation in siblings.items()
-        }
-        return self.judge.judge(group, self._scoring_of(group_id, siblings), due)
+    def _stop_too_long(self, step: Step, group_id: str, group: Group) -> None:
+        lengths = {index: step.num_tokens(CandidateId(group_id, index)) for index in group.running}
+        if too_long := group.too_long(lengths):
+            step.stopped(group_id, too_long, "surplus")
+            self._touched[group_id] = group
 
-    def _scoring_of(self, group_id: str, siblings: Mapping[int, object]) -> Scoring:
-        """Scoring of the sibling with the lowest index. Requests that join a group may bring different seeds."""
-        return self._scored[CandidateId(group_id, min(siblings))].scoring
+    def _stop_given_up(self, step: Step, group_id: str, indices: set[int]) -> None:
+        step.stopped(group_id, self._touched[group_id].give_up(indices), "surplus")
 
-    def _forget(
-        self, stop: Mapping[CandidateId, StopState], num_tokens: Callable[[CandidateId], int], now_s: float
-    ) -> tuple[str, ...]:
-        """Write the endings of this step to the ledger, and return the groups that are over."""
-        for candidate_id, group, _, length, last in self._ended:
-            self._alone(candidate_id.group_id, self._write, candidate_id, group, length, last)
-        for candidate_id in stop:
-            group = self._touched[candidate_id.group_id]
-            self._alone(candidate_id.group_id, self._write, candidate_id, group, num_tokens(candidate_id))
-        over = tuple(
-            group_id
-            for group_id, group in self._touched.items()
-            if self._alone(group_id, self._release, group_id, group, now_s)
-        )
-        self._ended.clear()
-        self._touched.clear()
-        self._cancelled.clear()
-        self._given_up.clear()
-        return over
+    def _stop_rest(self, step: Step, group_id: str, group: Group) -> None:
+        step.stopped(group_id, group.cancel(), "deferred")
+
+    def _drop_broken(self, step: Step) -> None:
+        for group_id in self._broken:
+            self.drop(group_id)
+        step.ended = self._ended
+        for id in [id for id in step.stop if id.group_id in self._broken]:
+            del step.stop[id]
 
     def _release(self, group_id: str, group: Group, now_s: float) -> bool:
         """Forget a group that is over, and return True. A group without running candidates starts to wait for
@@ -398,37 +458,19 @@ class GroupSteps:
             self._table.wait(group_id, now_s)
         return group.over
 
-    def _write(self, candidate_id: CandidateId, group: Group, num_tokens: int, last: Observation | None = None) -> None:
-        scored = self._scored.pop(candidate_id, None)
-        if scored is None:
-            return
-        index, entry = candidate_id.index, scored.entry
-        entry.state, entry.num_tokens = group.state(index), num_tokens
-        if last is not None and entry.state == "finished":
-            assessment = self.judge.value(entry, last)
-            if assessment is not None:
-                group.finals[index] = assessment
+    def _disagreement(self, terms: GroupTerms, others: GroupTerms) -> str:
+        """Message about the first term in which a candidate that joins a group disagrees."""
+        name, known, named = next(self._differences(terms, others))
+        return (
+            f"{name} of this group is {known!r}, as its first candidate said, got {named!r}. Every candidate "
+            "of a group must say the same: change it, or name another group."
+        )
 
-
-def _origin(group: Group, plan: PruningPlan) -> LabelOrigin:
-    """Kind of group that the labels come from."""
-    if plan.audit:
-        return "audit" if plan.is_instead_of_race else "plain_audit"
-    return "race" if group.terms.races else "plain"
-
-
-def _disagreement(terms: GroupTerms, others: GroupTerms) -> str:
-    """Message about the first term in which a candidate that joins a group disagrees."""
-    known, named = _fields(terms), _fields(others)
-    name = next(name for name in known if known[name] != named[name])
-    return (
-        f"{name} of this group is {known[name]!r}, as its first candidate said, got {named[name]!r}. Every candidate "
-        "of a group must say the same: change it, or name another group."
-    )
-
-
-def _fields(terms: GroupTerms) -> dict[str, object]:
-    """Terms by name. Fields of a missing pruning plan are None."""
-    said = {each.name: getattr(terms, each.name) for each in fields(GroupTerms) if each.name != "pruning"}
-    plan = terms.pruning
-    return said | {f"pruning.{each.name}": plan and getattr(plan, each.name) for each in fields(PruningPlan)}
+    def _differences(self, terms: GroupTerms, others: GroupTerms) -> Iterator[tuple[str, object, object]]:
+        for each in fields(GroupTerms):
+            if each.name != "parts" and getattr(terms, each.name) != getattr(others, each.name):
+                yield each.name, getattr(terms, each.name), getattr(others, each.name)
+        for name in [*self.parts, *terms.parts, *others.parts]:
+            ours, theirs = terms.parts.get(name), others.parts.get(name)
+            if ours != theirs:
+                yield self.parts[name].differing(ours, theirs) if name in self.parts else (name, ours, theirs)

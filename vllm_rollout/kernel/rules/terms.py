@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,10 @@ class GroupTerms:
     """Stop the others when `group_size` usable candidates have finished."""
     patience: float | None = None
     """The factor of `Group.length_cap`. Used without early stop."""
-    pruning: PruningPlan | None = None
     num_replaceable: int = 0
     """Lost candidates that may be replaced, each by one more launch."""
-    audit_ratio: float = 0.0
-    """Share of such groups that are audited (`parts/pruning/rules/audit.py`), if the audit is drawn when the first
-    candidate arrives."""
+    parts: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Terms with parts, by part."""
 
     @property
     def races(self) -> bool:

@@ -12,6 +12,7 @@ from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, ROWS, PruningFields
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, make_join, make_plan
 from vllm_rollout.kernel.rules.rows import Door, PlanError, rows
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
 
 PREFIX = "rollout_"
 NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
@@ -134,11 +135,12 @@ def _join(said: Mapping[str, Any], n: int, max_candidates: int) -> GroupJoin:
         )
     if (group_size := said.get("group_size")) is None:
         raise PlanError(NAMES["group_size"], "is required to join a group: how many siblings have to finish.")
+    pruning = _pruning(said)
     join = GroupJoin(
         group_size,
         said.get("num_candidates", group_size),
         said.get("early_stop") is not False,
-        pruning=_pruning(said),
+        parts={} if pruning is None else TERMS.value(PruningTerms(pruning)),
         name=name,
         namespace=said.get("namespace", ""),
     )

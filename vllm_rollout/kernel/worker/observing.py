@@ -15,6 +15,7 @@ from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.pruning.rules.step import TERMS
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -79,15 +80,15 @@ def _begin(tracker: CandidateTracker, request: NewRequestData) -> None:
     params = request.sampling_params
     if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
         return
-    if (plan := tag.terms.pruning) is not None:
-        first, *others = plan.scored_lengths
+    if (terms := TERMS.of(tag.terms.parts)) is not None:
+        first, *others = terms.plan.scored_lengths
         tracker.add(
             request.req_id,
             _num_prompt_tokens(request),
             first,
             num_before=tag.num_resumed,
             trial_lengths=others,
-            final=plan.final_score,
+            final=terms.plan.final_score,
             adapter=learned_name(request.lora_request),
         )
     elif tag.observed:

@@ -7,8 +7,12 @@ made without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from rich.table import Table
 
 from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
 from vllm_rollout.parts.drafts.rules import NUM_BINS, PLAIN_INTERVAL_STEPS, bin_of, least_worthy
@@ -136,15 +140,8 @@ def gains(
     return rows
 
 
-class Gained(NamedTuple):
-    """Table and numbers on drafts."""
-
-    tables: list[Table]
-    numbers: dict[str, Any]
-
-
-def gained_of(machine: Machine, group_size: int, contexts: Iterable[float]) -> Gained:
-    """Gain of drafts by batch size, for groups of `group_size`.
+def gained_of(machine: Machine, group_size: int, contexts: Iterable[float]) -> tuple[list[Table], dict[str, Any]]:
+    """Gain of drafts by batch size, for groups of `group_size`: a table, and its numbers.
 
     `contexts`: context of each candidate half way, in tokens.
     """
@@ -157,7 +154,7 @@ def gained_of(machine: Machine, group_size: int, contexts: Iterable[float]) -> G
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(f"{row.batch_size:,}", f"{row.drafts:.2f}", f"{row.tokens:.2f}", f"{row.faster:.2f}")
-    return Gained([table], {"drafts": [row._asdict() for row in rows]})
+    return [table], {"drafts": [row._asdict() for row in rows]}
 
 
 def as_measured() -> DraftSettings:

@@ -14,5 +14,6 @@ PART = Part(
         "device": "vllm_rollout.parts.emulation.device:device_of",
         "engine_args": "vllm_rollout.parts.emulation.api:on_device",
         "platform": "vllm_rollout.parts.emulation.command:needs_no_device",
+        "settings": "vllm_rollout.parts.emulation.settings:Settings",
     },
 )

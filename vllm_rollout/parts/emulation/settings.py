@@ -212,9 +212,9 @@ def settings_type() -> type[Settings]:
 
 def traced_prompts(path: str) -> Sequence[TracedPrompt]:
     """Prompts of a recording. Raises: ValueError for a file that is none, and where nothing reads recordings."""
-    if (read_trace := face("page", "traces")) is None:
+    if (traces := face("page", "traces")) is None:
         raise ValueError("lengths.trace: the part 'page' reads recordings, and it is left out")
-    prompts: Sequence[TracedPrompt] = read_trace(Path(path)).prompts
+    prompts: Sequence[TracedPrompt] = traces.read_trace(Path(path)).prompts
     return prompts
 
 

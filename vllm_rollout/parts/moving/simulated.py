@@ -10,16 +10,14 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.parts.moving.rules.load import GroupLoad, RankLoad, TransferCost
 from vllm_rollout.parts.moving.rules.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.moving.rules.scaling import Progress, plan_scale_down
 from vllm_rollout.parts.moving.rules.work import TokenCost, Work
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import Departed, Rank
@@ -97,8 +95,10 @@ class Mover:
         loads = [
             RankLoad(
                 number,
-                tuple(GroupLoad.of(id, race.prompt_tokens, num_tokens, race.lengths, race.max_tokens)
-                      for id, race, num_tokens in rank.running_at(seconds)),
+                tuple(
+                    GroupLoad.of(id, race.prompt_tokens, num_tokens, race.lengths, race.max_tokens)
+                    for id, race, num_tokens in rank.running_at(seconds)
+                ),
                 kv_capacity_tokens=machine.kv_capacity_tokens,
                 max_num_seqs=machine.num_slots,
                 is_held=number in self._freed,
@@ -142,9 +142,9 @@ class Mover:
             self._ranks[move.source].send_away(move.group_id, seconds + self._message_s, deliver)
 
 
-def run_fleet(machine: Machine, judges: Sequence[Judge], races: Sequence[Sequence[Race]]) -> FleetRun:
-    """Run all races to their end. `races`: by rank."""
-    ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
+def run_fleet(machine: Machine, learned: Sequence[GroupSteps], races: Sequence[Sequence[Race]]) -> FleetRun:
+    """Run all races to their end. `learned`, `races`: by rank."""
+    ranks = [Rank(machine, steps, f"{number}/") for number, steps in enumerate(learned)]
     for rank, own in zip(ranks, races, strict=True):
         for race in own:
             rank.launch(race)

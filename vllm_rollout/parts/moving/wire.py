@@ -9,7 +9,7 @@ Invariant: a packed candidate is in no scheduler. Tokens of it that the API proc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -18,8 +18,9 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_rollout.kernel.call_table import Features
+from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.tracker.tracker import TrackedCandidate
-from vllm_rollout.parts.moving.rules.detached import DetachedGroup
+from vllm_rollout.kernel.wire import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,10 @@ class Parcel:
 
     @classmethod
     def decode(cls, data: bytes) -> Parcel:
-        return MsgpackDecoder(cls).decode(msgspec.msgpack.decode(data, type=list[bytes]))
+        parcel: Parcel = MsgpackDecoder(cls).decode(msgspec.msgpack.decode(data, type=list[bytes]))
+        detached = parcel.detached
+        detached.group.terms = replace(detached.group.terms, parts=typed("terms", detached.group.terms.parts))
+        return replace(parcel, detached=replace(detached, parts=typed("taken", detached.parts)))
 
 
 def request_to_move(request: Request, cache_salt: str | None) -> EngineCoreRequest:

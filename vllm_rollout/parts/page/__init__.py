@@ -8,6 +8,7 @@ PART = Part(
     needs=("shaping",),
     faces={
         "commands": "vllm_rollout.parts.page.watching.command",
-        "traces": "vllm_rollout.parts.page.recording.file:read_trace",
+        "simulated": "vllm_rollout.parts.page.simulated:Recording",
+        "traces": "vllm_rollout.parts.page.recording.file",
     },
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from http import HTTPStatus
 from math import isnan
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.xargs import turn_from_xargs
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.step import SCORING
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SCORED, SessionService
 
@@ -71,13 +73,11 @@ def params_of(params: SamplingParams, turn: OpenTurn) -> SamplingParams:
 
 def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:
     interval = 1 if params.output_kind != RequestOutputKind.FINAL_ONLY else OUTPUT_INTERVAL_TOKENS
-    plan, terms, scoring = turn.group.race.plan, TERMS, None
+    terms, said = TERMS, {}
     if turn.is_scored:
-        terms = GroupTerms(plan.group_size, plan.num_candidates, early_stop=False, pruning=plan.pruning)
-        scoring = Scoring(turn.group.engine_id, SCORED, turn.group.seed)
-    return CandidateTag(
-        turn.engine_id, turn.index, terms, interval, scoring, observed=False, namespace=client_namespace()
-    )
+        terms = replace(turn.group.race.plan.terms, early_stop=False, patience=None, num_replaceable=0)
+        said = SCORING.value(Scoring(turn.group.engine_id, SCORED, turn.group.seed))
+    return CandidateTag(turn.engine_id, turn.index, terms, interval, said, observed=False, namespace=client_namespace())
 
 
 def begin(service: SessionService, turn: OpenTurn) -> bool:

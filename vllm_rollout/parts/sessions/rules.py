@@ -203,7 +203,7 @@ class SessionRace:
         if pruned:
             session.ended_by = "score"
             self._num_pruned += 1
-            self._group.prune([session.index])
+            self._group.rule_out([session.index], "pruned")
             self._ended.append(session)
         elif limits.max_tokens is not None and session.num_tokens >= limits.max_tokens:
             self._end(session, "last_turn" if last and not cut else "max_tokens")

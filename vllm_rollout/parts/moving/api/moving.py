@@ -49,9 +49,8 @@ from vllm_rollout.kernel.call_table import (
 from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.moving.api.rank_client import RankDied
-from vllm_rollout.parts.moving.rules.detached import MoveOutcome
 from vllm_rollout.parts.moving.rules.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
-from vllm_rollout.parts.moving.rules.migration import plan_drain
+from vllm_rollout.parts.moving.rules.migration import MoveOutcome, plan_drain
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping

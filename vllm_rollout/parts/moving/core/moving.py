@@ -26,10 +26,10 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.candidate import EngineCandidate
 from vllm_rollout.kernel.core.versions import leave_deferred
 from vllm_rollout.kernel.core.weights import Weights, salt_to_move
+from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.parts.moving.core.kv_moving import KVMoves
-from vllm_rollout.parts.moving.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.parts.moving.rules.placement import Holders
 from vllm_rollout.parts.moving.wire import KVBlocks, MovedCandidate, Parcel, request_to_move
 

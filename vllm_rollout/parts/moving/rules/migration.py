@@ -12,10 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm_rollout.parts.moving.rules.load import GroupLoad, RankLoad, end_s
 from vllm_rollout.parts.shaping.rules.cost import CostModel
+
+MoveOutcome = Literal["moved", "over", "stays", "failed", "lost"]
+"""Result of a move.
+
+moved   the group goes on in the other engine
+over    the group ended before it could leave
+stays   the group cannot leave, for a reason
+failed  the other engine did not take it, and it goes on where it was
+lost    neither engine could take it: its candidates fail
+"""
 
 MAX_DELAY = 0.05
 """Largest share by which a consolidation may delay the end of the step.

@@ -29,8 +29,6 @@ FORMS = (
 TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
 """That are read at once to find the last row."""
-MAX_REASONS = 3
-"""Number of broken rows whose reasons are reported."""
 
 
 class TraceError(ValueError):
@@ -70,13 +68,6 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
         said += f"; it has {trace.others}" if trace.others else ""
         raise TraceError(f"{path}: holds no row that can be replayed{said}. Every line is JSON: {FORMS}.")
     return trace
-
-
-def told_reasons(broken: tuple[str, ...]) -> str:
-    """A sentence with the number of skipped rows and the reasons of the first of them."""
-    rows = "1 broken row was skipped" if len(broken) == 1 else f"{len(broken)} broken rows were skipped"
-    more = "; …" if len(broken) > MAX_REASONS else ""
-    return f"{rows}: {'; '.join(broken[:MAX_REASONS])}{more}"
 
 
 def pieces(path: Path) -> list[Path]:

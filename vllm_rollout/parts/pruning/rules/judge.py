@@ -73,6 +73,44 @@ class Label:
         return {self.detection_length: Trial(self.observation, self.assessment), **self.trials}
 
 
+@dataclass(slots=True)
+class JudgedGroup:
+    """A group with pruning, and its scores."""
+
+    group: Group
+    plan: PruningPlan
+    """Pruning plan of the candidates."""
+    audit: bool = False
+    """True for an audit group (`parts/pruning/rules/step.py`)."""
+    places: set[int] = field(default_factory=set)
+    """Candidates of an audit group that have a place."""
+    assessments: dict[int, Assessment] = field(default_factory=dict)
+    """Decisions on scored candidates, by index."""
+    trials: dict[int, dict[int, Assessment]] = field(default_factory=dict)
+    """Decisions that each trial length would have made, by length and index."""
+    finals: dict[int, Assessment] = field(default_factory=dict)
+    """Assessments of finished candidates that were scored at their end, by index."""
+
+    @property
+    def num_holders(self) -> int:
+        """Number of running and finished candidates that have a place."""
+        return sum(self.group.state(index) in ("running", "finished") for index in self.places)
+
+    def num_needed(self, num_due: int, at_least: int) -> int:
+        """Number of `num_due` running candidates to keep, so that `at_least` candidates can finish.
+
+        Candidates that shadow mode marked count as stopped. So later verdicts are those that active mode would give.
+        """
+        group, marked = self.group, {i for i, assessment in self.assessments.items() if not assessment.keep}
+        num_able = sum(group.state(i) in ("running", "finished") and i not in marked for i in group.indices)
+        num_others = num_able - num_due + group.num_to_come
+        return min(num_due, max(0, at_least - num_others))
+
+    def num_unjudged(self, assessments: Mapping[int, Assessment]) -> int:
+        """Number of candidates that run or are to come, and have no assessment among these."""
+        return self.group.num_to_come + sum(index not in assessments for index in self.group.running)
+
+
 class Judge:
     """Judges the candidates of one engine, and keeps those that may still get a reward."""
 
@@ -85,15 +123,15 @@ class Judge:
         """Memory of the base model."""
         return self.memories.base
 
-    def judge(self, group: Group, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]) -> list[int]:
-        """Judge running siblings that are due in one step. Returns those to stop, which now count as pruned in the
-        group.
+    def judge(
+        self, group: JudgedGroup, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]
+    ) -> list[int]:
+        """Judge running siblings that are due in one step. Returns those to stop.
 
         No score is judged at a new length if `MAX_DETECTION_LENGTHS` lengths still await rewards, nor for a new adapter
         beyond `MAX_ADAPTERS`. No candidate is judged twice, though an engine may drop a token and sample it again.
         """
-        plan = group.pruning
-        assert plan is not None  # by which its candidates are scored
+        plan = group.plan
         for length in plan.tried_lengths:
             tried = group.trials.setdefault(length, {})
             here = {i: seen for i, seen in due.items() if seen[1].detection_length == length and i not in tried}
@@ -112,15 +150,12 @@ class Judge:
             entry.observation, entry.assessment = observation, assessment
         if plan.mode == "shadow":
             return []
-        pruned = [index for index, assessment in assessments.items() if not assessment.keep]
-        if pruned:
-            group.prune(pruned)
-        return pruned
+        return [index for index, assessment in assessments.items() if not assessment.keep]
 
     def _assess(
         self,
         length: int,
-        group: Group,
+        group: JudgedGroup,
         plan: PruningPlan,
         scoring: Scoring,
         due: Mapping[int, tuple[LedgerEntry, Observation]],
@@ -136,7 +171,7 @@ class Judge:
         siblings = Siblings(
             scoring.seed,
             scoring.prompt_id,
-            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.terms.group_size),
+            at_least=group.num_needed(len(due), 1 if plan.allow_fewer else group.group.terms.group_size),
             earlier=earlier,
             num_to_come=group.num_unjudged(earlier) - len(due),
             past=memory.successes.of(scoring.prompt_key),

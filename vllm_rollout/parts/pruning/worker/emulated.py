@@ -21,6 +21,7 @@ from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.parts.emulation.worker.ports import EmulatedPart, SaidRow
 from vllm_rollout.parts.emulation.worker.request import NO_NUMBER, EmulatedRequest
+from vllm_rollout.parts.pruning.rules.step import TERMS
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.features import attach, detach
 from vllm_rollout.parts.pruning.worker.last_states import EndedStates
@@ -55,9 +56,9 @@ class EmulatedHeads(EmulatedPart):
         """Candidates with scores, by request id."""
 
     def begin(self, request: EmulatedRequest, tag: CandidateTag, prompt: Sequence[int]) -> None:
-        if (plan := tag.terms.pruning) is not None:
+        if (terms := TERMS.of(tag.terms.parts)) is not None:
             request.observe()
-            self._scored[request.id] = Scored(request, plan.scored_lengths, plan.final_score)
+            self._scored[request.id] = Scored(request, terms.plan.scored_lengths, terms.plan.final_score)
 
     def end(self, request: EmulatedRequest) -> None:
         if (its := self._scored.pop(request.id, None)) is not None:

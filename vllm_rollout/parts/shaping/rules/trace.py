@@ -11,6 +11,8 @@ End = Literal["stop", "length", "surplus", "pruned", "deferred", "failed"]
 """Ended by itself; cut at `max_tokens`; stopped as surplus, by its score, because nobody wanted the group now; lost."""
 STOPPED: tuple[End, ...] = STOP_STATES
 """Ends that hide how long the candidate would have become."""
+MAX_REASONS = 3
+"""Number of broken rows whose reasons are reported."""
 
 
 class TracedCandidate(NamedTuple):
@@ -107,3 +109,10 @@ def end_of(ending: Ending) -> End:
         return "length" if ending.truncated else "stop"
     assert ending.state != "running", f"candidate {ending.index} has not ended"
     return ending.state
+
+
+def told_reasons(broken: tuple[str, ...]) -> str:
+    """A sentence with the number of skipped rows and the reasons of the first of them."""
+    rows = "1 broken row was skipped" if len(broken) == 1 else f"{len(broken)} broken rows were skipped"
+    more = "; …" if len(broken) > MAX_REASONS else ""
+    return f"{rows}: {'; '.join(broken[:MAX_REASONS])}{more}"

@@ -1,0 +1,1 @@
+from tests.kernel.core.conftest import loop, new_run  # noqa: F401

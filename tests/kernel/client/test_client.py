@@ -1,0 +1,632 @@
+"""The clients say what was asked, in the server's words, over connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, closing, contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import vllm_rollout
+from tests.kernel.http.fake_engine import MODEL, FakeEngine
+from tests.support.waiting import WAIT_S, eventually, wait_until
+from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
+from vllm_rollout.kernel.client.client import rollout_body
+from vllm_rollout.kernel.client.groups import GroupStream
+from vllm_rollout.kernel.http.answers import (
+    DoneEvent,
+    Event,
+    GroupAnswer,
+    RestartedEvent,
+    RewardEvent,
+    TokensEvent,
+    Trajectory,
+    TrajectoryEvent,
+)
+from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, Prompt, Pruning, RolloutRequest
+
+FAST = {"backoff_s": 0.01}
+ENDLESS = {"min_tokens": 4000}
+
+
+def test_importing_the_package_and_the_client_stays_light():
+    code = (
+        "import sys, vllm_rollout; assert 'httpx' not in sys.modules; assert 'RolloutClient' in dir(vllm_rollout); "
+        "from vllm_rollout import RolloutClient, AsyncRolloutClient, RolloutError; "
+        "assert not {'vllm', 'torch', 'fastapi'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+
+
+def test_unknown_names_of_the_package_are_attribute_errors():
+    assert all(getattr(vllm_rollout, name) for name in vllm_rollout.__all__)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        vllm_rollout.nothing_of_the_kind  # noqa: B018
+
+
+def test_both_clients_have_the_same_methods():
+    names = {name for name in dir(RolloutClient) if name == "__init__" or not name.startswith("_")}
+    assert names >= {"rollout", "post_rewards", "quality_head", "set_quality_head", "report", "state", "vote"}
+    for name in names:
+        ours, theirs = (signature(getattr(cls, name)) for cls in (RolloutClient, AsyncRolloutClient))
+        assert ours.parameters == theirs.parameters
+
+
+@pytest.mark.parametrize("cls", [RolloutClient, AsyncRolloutClient])
+@pytest.mark.parametrize(("name", "own"), [("rollout", set()), ("stream", {"stream_tokens"})])
+def test_help_names_every_option_with_its_default(cls, name, own):
+    method = getattr(cls, name)
+    mine, body = signature(method).parameters, RolloutRequest.model_fields
+    options = {name for name in body if name not in ("stream", "stream_tokens")}
+    assert mine.keys() - {"self", "timeout"} == options | own
+    known = {name: body[name] for name in options - {"prompts", "group_size", "sampling_params"}}
+    assert mine["sampling_params"].default is None
+    assert {name: mine[name].default for name in known} == {name: field.default for name, field in known.items()}
+    assert all(f"\n{name}: {known[name].description}" in method.__doc__ for name in known.keys() - {"redundancy"})
+
+
+@pytest.mark.parametrize("wrong", ["temperature", "stream", "stream_tokens"])
+def test_arguments_that_rollout_does_not_know_are_type_errors(client: RolloutClient, wrong):
+    with pytest.raises(TypeError, match=wrong):
+        client.rollout(["p"], 1, **{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("text", {"prompt": "text"}),
+        ([1, 2], {"prompt_token_ids": [1, 2]}),
+        ((1, 2), {"prompt_token_ids": [1, 2]}),
+        ([], {"prompt_token_ids": []}),
+        ([{"role": "user", "content": "hi"}], {"messages": [{"role": "user", "content": "hi"}]}),
+        ({"id": "q", "prompt": "text"}, {"id": "q", "prompt": "text"}),
+        (Prompt(id="q", prompt_token_ids=[1]), {"id": "q", "prompt_token_ids": [1]}),
+    ],
+)
+def test_prompts_come_in_every_form(prompt, sent):
+    assert rollout_body([prompt], 1)["prompts"] == [sent]
+
+
+def test_token_ids_may_be_numpy_integers():
+    numpy = pytest.importorskip("numpy")
+    sent = rollout_body([numpy.array([1, 2]), list(numpy.array([3], dtype=numpy.int32))], 1)["prompts"]
+    assert json.dumps(sent) == '[{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]'
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ("one text", r"Write \[prompt\]"),
+        ({"prompt": "text"}, r"Write \[prompt\]"),
+        ([1, 2, 3], r"prompts\[0\] must be text"),
+        (["text", [1, "x"]], r"prompts\[1\] must be text"),
+        ([[1.5]], r"prompts\[0\] must be text"),
+        ([b"text"], "decode it"),
+    ],
+)
+def test_prompts_of_no_known_form_are_type_errors(prompts, words):
+    with pytest.raises(TypeError, match=words):
+        rollout_body(prompts, 1)
+
+
+def test_every_argument_reaches_the_body():
+    body = rollout_body(
+        ["p"], 4, 2, early_stop=False, selection=DualEndSelection(dual_end=DualEnd(num_longest=2)),
+        pruning=Pruning(detection_length=5), sampling_params={"seed": 1}, include=["text", "stopped"],
+        model="m", stream=True, stream_tokens=8, audit_ratio=0.1, audit_unit="group",
+        migration="auto", scale_down="auto", on_engine_failure="retry", reward="math",
+        max_candidates=64, order="prompts", priority=-1,
+    )  # fmt: skip
+    request = RolloutRequest.model_validate(body)
+    assert request.model_fields_set == RolloutRequest.model_fields.keys()
+    assert request.model_dump(exclude={"prompts"}, exclude_unset=True) == {
+        k: v for k, v in body.items() if k != "prompts"
+    }
+
+
+def test_sync_and_async_give_the_same(server_url):
+    arguments: dict[str, Any] = {
+        "prompts": ["one", "two"],
+        "group_size": 2,
+        "redundancy": 2,
+        "sampling_params": {"seed": 3},
+    }
+
+    async def run() -> tuple[list[Any], list[Event], list[str], bool]:
+        async with AsyncRolloutClient(server_url) as client:
+            await client.wait_until_ready(5)
+            events = [event async for event in client.stream(**arguments, stream_tokens=2)]
+            groups = (await client.rollout(**arguments)).groups
+            return groups, events, await client.models(), await client.health()
+
+    groups, events, models, healthy = asyncio.run(run())
+    with RolloutClient(server_url + "/v1/") as client:
+        client.wait_until_ready(5)
+        assert [g.trajectories for g in client.rollout(**arguments).groups] == [g.trajectories for g in groups]
+        mine = [e for e in client.stream(**arguments, stream_tokens=2) if isinstance(e, TokensEvent)]
+        assert mine == [e for e in events if isinstance(e, TokensEvent)]
+        assert client.models() == models == [MODEL]
+        assert client.health() is healthy is True
+
+
+def test_errors_carry_the_servers_words(client: RolloutClient):
+    with pytest.raises(RolloutError, match="max_num_seqs") as raised:
+        client.rollout(["p"], 60, 60)
+    error = raised.value
+    assert (error.status, error.param, error.type) == (400, "redundancy", "BadRequest")
+    assert error.message in str(error)
+    with pytest.raises(RolloutError, match="max_num_seqs"):
+        next(client.stream(["p"], 60, 60))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.status, copy.message, copy.type, copy.param) == (400, error.message, error.type, "redundancy")
+
+
+def test_error_events_are_raised(server_url, engine: FakeEngine):
+    engine.dies_at_step = 2
+    seen: list[Event] = []
+
+    async def run() -> None:
+        async with AsyncRolloutClient(server_url) as client:
+            async for event in client.stream(["p"], 2, stream_tokens=1):
+                seen.append(event)
+
+    with pytest.raises(RolloutError, match="engine has stopped") as raised:
+        asyncio.run(run())
+    assert raised.value.status == 503
+    assert seen
+    assert engine.num_running == 0
+
+
+def test_errors_that_are_not_ours_are_told_in_short(server_url):
+    with RolloutClient(server_url + "/elsewhere") as client, pytest.raises(RolloutError, match="Not Found") as raised:
+        client.rollout(["p"], 1)
+    assert raised.value.status == 404
+
+
+def test_leaving_a_stream_early_aborts_its_candidates(server_url, engine: FakeEngine):
+    engine.step_s = 0.001
+    with RolloutClient(server_url) as client:
+        for _ in client.stream(["p"], 4, sampling_params=ENDLESS, stream_tokens=1):
+            break
+        wait_until(lambda: engine.num_aborted == 4)
+        with closing(client.stream(["p"], 4, sampling_params=ENDLESS, stream_tokens=1)) as events:
+            next(events)
+        wait_until(lambda: engine.num_aborted == 8)
+
+    async def run() -> None:
+        async with AsyncRolloutClient(server_url) as client:
+            async with aclosing(client.stream(["p"], 4, sampling_params=ENDLESS, stream_tokens=1)) as events:
+                await anext(events)
+            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 12)
+            waiting = asyncio.create_task(client.rollout(["p"], 4, sampling_params=ENDLESS))
+            await asyncio.to_thread(wait_until, lambda: engine.num_launched == 16)
+            waiting.cancel()
+            await asyncio.to_thread(wait_until, lambda: engine.num_aborted == 16)
+
+    asyncio.run(run())
+    assert engine.num_running == 0
+
+
+@pytest.mark.thorough
+def test_read_timeout_is_told_and_not_retried(server_url, engine: FakeEngine):
+    engine.step_s = 0.01
+    # Long enough for the candidates to be launched on a loaded machine.
+    with RolloutClient(server_url, read_timeout_s=3) as client:
+        for call in (client.rollout, lambda *args, **fields: list(client.stream(*args, **fields))):
+            with pytest.raises(RolloutError, match="read_timeout_s") as raised:
+                call(["p"], 2, sampling_params=ENDLESS)
+            assert (raised.value.status, raised.value.type) == (None, "ReadTimeout")
+        assert client.rollout(["p"], 1, timeout=30, sampling_params={"max_tokens": 20, "min_tokens": 20}).groups
+    assert engine.num_launched == 5
+
+
+def test_api_key_is_sent():
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"data": [{"id": "m"}]})
+
+    with RolloutClient("http://host/v1", api_key="secret", transport=httpx.MockTransport(answer)) as client:
+        assert client.models() == ["m"]
+    assert seen[0].headers["authorization"] == "Bearer secret"
+    assert seen[0].url == "http://host/v1/models"
+
+
+def test_waits_are_as_stated():
+    seen: list[dict[str, float | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.extensions["timeout"])
+        return httpx.Response(404)
+
+    for settings, timeout in (({}, None), ({}, 5.0), ({"connect_timeout_s": 1, "read_timeout_s": 2}, None)):
+        with RolloutClient(transport=httpx.MockTransport(answer), **settings) as client, pytest.raises(RolloutError):
+            client.rollout(["p"], 1, timeout=timeout)
+    assert [(waits.pop("connect"), waits.pop("read")) for waits in seen] == [(10.0, None), (10.0, 5.0), (1, 2)]
+    assert seen == [{"write": None, "pool": None}] * 3
+
+
+@contextmanager
+def raw_server(answers: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
+    """Accepts one connection per answer, reads a request, sends the answer as it is and closes."""
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    received.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", received
+        thread.join(5)
+
+
+def http_answer(body: bytes, kind: str = "application/json", length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    return f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n".encode() + body
+
+
+MODELS = http_answer(b'{"data": [{"id": "m"}]}')
+
+
+def models(url: str, **settings: Any) -> list[str]:
+    with RolloutClient(url, **settings) as client:
+        return client.models()
+
+
+def test_connection_lost_before_the_answer_is_retried():
+    with raw_server([b"", b"", MODELS]) as (url, received):
+        assert models(url, **FAST) == ["m"]
+    assert len(received) == 3
+
+
+def test_connection_refused_is_retried_then_told():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(RolloutError, match="in 3 attempts") as raised:
+        models(url, num_retries=2, **FAST)
+    assert (raised.value.status, raised.value.type) == (None, "ConnectError")
+    assert "vllm-rollout serve" in raised.value.message
+
+
+def test_backoff_doubles(monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr("vllm_rollout.kernel.client.client.time.sleep", waits.append)
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    with RolloutClient(transport=httpx.MockTransport(refuse)) as client, pytest.raises(RolloutError):
+        client.models()
+    assert waits == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "call", "words"),
+    [
+        (http_answer(b": comment\n\n", "text/event-stream"), "stream", "ended before its done event"),
+        (b"HTTP/1.1 308 Permanent Redirect\r\ncontent-length: 0\r\n\r\n", "stream", "308: Permanent Redirect"),
+        (http_answer(b'{"object": "rollout"}'), "rollout", "not of this client's version"),
+        (http_answer(b'{"data"', length=100), "rollout", "incomplete|peer closed|reset by peer"),
+    ],
+)
+def test_an_answer_that_is_cut_or_of_another_version_is_an_error_and_not_asked_for_again(answer, call, words):
+    with (
+        raw_server([answer]) as (url, received),
+        RolloutClient(url, **FAST) as client,
+        pytest.raises(RolloutError, match=words),
+    ):
+        list(getattr(client, call)(["p"], 1))
+    assert len(received) == 1
+
+
+def test_events_survive_any_split_of_the_bytes(client: RolloutClient, server_url):
+    body = rollout_body(["p"], 2, include=["text", "logprobs"], stream_tokens=1, stream=True)
+    content = httpx.post(f"{server_url}/v1/rollouts", json=body).content
+    assert "\u2028".encode() in content
+
+    def in_pieces(size: int, ends: bytes) -> list[Event]:
+        text = content.replace(b"\n", ends)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=iter(pieces)))
+        with RolloutClient(transport=transport) as split:
+            return list(split.stream(["p"], 2))
+
+    whole = in_pieces(len(content), b"\n")
+    assert isinstance(whole[-1], DoneEvent)
+    assert in_pieces(1, b"\n") == in_pieces(7, b"\r\n") == whole
+
+
+def test_examples_run(server_url, capsys):
+    folder = Path(__file__).parents[3] / "examples"
+    runpy.run_path(str(folder / "rollout.py"))["main"](server_url)
+    assert "poem: complete" in capsys.readouterr().out
+    asyncio.run(runpy.run_path(str(folder / "stream.py"))["main"](server_url))
+    assert "group 0: complete" in capsys.readouterr().out
+    asyncio.run(runpy.run_path(str(folder / "stream_tokens.py"))["main"](server_url))
+    assert "0: complete, selected [" in (out := capsys.readouterr().out)
+    assert ": surplus, dropped" in out
+    runpy.run_path(str(folder / "rounds.py"))["main"](server_url)
+    assert "50 prompts back, 0 wait" in capsys.readouterr().out
+    runpy.run_path(str(folder / "trainer_loop.py"))["main"](server_url, 2)
+    out = capsys.readouterr().out
+    assert "step 1: " in out
+    assert "cold start" in out
+    assert "confidence: 0 positive" in out  # the fake engine cannot add
+    assert "0 of 8 groups teach" in out
+
+
+def test_the_trainers_loop_standardizes_rewards_within_a_group():
+    advantages = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "trainer_loop.py"))["advantages"]
+    assert advantages([1, 0, 0, 0]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+    assert advantages([1, 1]) == [0, 0]
+    assert advantages([]) == []
+
+
+def test_health_is_false_without_a_server_or_an_engine(client: RolloutClient, app):
+    assert client.health()
+    app.state.healthy = False
+    assert not client.health()
+    with pytest.raises(TimeoutError, match=r"not ready within 0\.05 s"):
+        client.wait_until_ready(0.05)
+    timer = threading.Timer(0.1, lambda: setattr(app.state, "healthy", True))
+    timer.start()
+    client.wait_until_ready(5)
+    timer.join(WAIT_S)
+    with RolloutClient("http://127.0.0.1:9") as nobody:
+        assert not nobody.health()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "localhost:8000", ""])
+def test_an_address_without_http_is_told_at_once_and_not_waited_for(address):
+    with pytest.raises(ValueError, match="base_url must begin with http://"):
+        RolloutClient(address)
+
+
+PROMPTS = [{"id": f"q{i}", "prompt": f"question {i}"} for i in range(5)]
+
+
+def what_is_said(group: GroupAnswer) -> dict[str, Any]:
+    said = group.model_dump(mode="json", exclude={"group_id"})
+    said["candidates"].sort(key=lambda candidate: candidate["index"])
+    return said
+
+
+def test_they_are_those_of_a_rollout(client: RolloutClient) -> None:
+    asked = {
+        "group_size": 2,
+        "redundancy": 2,
+        "sampling_params": {"seed": 3},
+        "include": ["text", "logprobs", "stopped"],
+    }
+    stream = GroupStream(client.stream(PROMPTS, **asked))
+    assert stream.summary is None
+    groups = {group.prompt_id: what_is_said(group) for group in stream}
+    answer = client.rollout(PROMPTS, **asked)
+    assert groups == {group.prompt_id: what_is_said(group) for group in answer.groups}
+    assert stream.summary is not None
+    for name in ("usage", "model", "weight_version", "budget"):
+        assert getattr(stream.summary, name) == getattr(answer, name)
+
+
+def test_rewards_come_later_and_a_group_that_runs_again_forgets(client: RolloutClient) -> None:
+    events = list(client.stream(PROMPTS[:1], 2, sampling_params={"seed": 3}))
+    name = {"prompt_id": "q0", "group_id": events[0].group_id}
+    lost = TrajectoryEvent(**name, trajectory=Trajectory(index=9, num_tokens=1, token_ids=[1], finish_reason="stop"))
+    again = RestartedEvent(**name, reason="the engine died")
+    last = next(place for place, event in enumerate(events) if event.type == "group")
+    rewards = [RewardEvent(**name, index=index, reward=float(index)) for index in (0, 1)]
+    (group,) = GroupStream([lost, again, *events[:last], *rewards, *events[last:]])
+    assert [(t.index, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0)]
+    assert group.candidates == []
+
+
+def test_the_key_of_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return httpx.Response(200)
+
+    for key, asked in ((None, None), ("", None), ("theirs", None), ("theirs", "ours")):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False) if key is None else monkeypatch.setenv("VLLM_API_KEY", key)
+        with RolloutClient(api_key=asked, transport=httpx.MockTransport(answer)) as client:
+            client.health()
+    assert seen == [None, None, "Bearer theirs", "Bearer ours"]
+
+
+def test_a_proxy_in_front_of_a_server_that_starts_is_waited_for() -> None:
+    statuses = iter([502, 504, 503, 200])
+    with RolloutClient(transport=httpx.MockTransport(lambda _: httpx.Response(next(statuses)))) as client:
+        client.wait_until_ready(60)
+    assert next(statuses, None) is None
+
+
+def test_a_run_that_is_made_by_a_request_that_is_sent_again_is_one_run() -> None:
+    ids: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        ids.append(json.loads(request.content)["id"])
+        if len(ids) == 1:
+            raise httpx.ConnectError("the answer was lost")
+        return httpx.Response(418)
+
+    with RolloutClient(transport=httpx.MockTransport(answer)) as client, pytest.raises(RolloutError, match="418"):
+        client.run(2, 4)
+    assert (len(ids), len(set(ids))) == (2, 1)
+
+
+LOAD, NAME, RECOMPUTE = "/collective_rpc", "/update_weight_version", "/v1/weights/recompute"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+
+
+class Routes:
+    """vLLM's routes, of which some fail, and what was asked of them."""
+
+    def __init__(self, **statuses: int) -> None:
+        self.asked: list[str] = []
+        self.bodies: dict[str, bytes] = {}
+        self._statuses = {f"/{path}": status for path, status in statuses.items()}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.asked.append(path)
+        self.bodies[path] = request.content
+        return httpx.Response(self._statuses.get(path, 200), json={})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def give(routes: Routes, weights: Path | Callable[[], object]) -> str | None:
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        return client.give_weights(weights, "step-3").version
+
+
+def test_a_folder_is_read_by_the_server_between_pause_and_resume(folder: Path) -> None:
+    routes = Routes()
+    assert give(routes, folder) == "step-3"
+    assert routes.asked == ["/pause", LOAD, NAME, RECOMPUTE, "/resume"]
+    assert str(folder).encode() in routes.bodies[LOAD]
+    assert b"step-3" in routes.bodies[NAME]
+
+
+def test_kv_of_answers_that_run_is_kept_where_that_is_asked_for(folder: Path) -> None:
+    routes = Routes()
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        client.give_weights(folder, "step-3", kv="keep")
+        with pytest.raises(ValueError, match='kv must be "keep" or "recompute", got \'drop\''):
+            client.give_weights(folder, "step-3", kv="drop")
+    assert routes.asked == ["/pause", LOAD, NAME, "/resume"]
+
+
+def test_an_adapters_weights_take_the_place_of_those_of_its_name(folder: Path) -> None:
+    routes = Routes()
+    with RolloutClient(transport=httpx.MockTransport(routes)) as client:
+        client.give_weights(folder, "step-3", kv="keep", adapter="sql")
+        with pytest.raises(ValueError, match="weights of the adapter 'sql' must be a folder, got a function"):
+            client.give_weights(lambda: None, "step-3", adapter="sql")
+    assert routes.asked == ["/pause", LOAD_ADAPTER, NAME, "/resume"]
+    assert json.loads(routes.bodies[LOAD_ADAPTER]) == {
+        "lora_name": "sql", "lora_path": str(folder), "load_inplace": True,
+    }  # fmt: skip
+    refuses = httpx.MockTransport(Routes(**{LOAD_ADAPTER.removeprefix("/"): 404}))
+    with RolloutClient(transport=refuses) as client, pytest.raises(RolloutError, match="RUNTIME_LORA_UPDATING=1"):
+        client.give_weights(folder, "step-3", adapter="sql")
+
+
+def test_a_function_sends_while_the_server_pauses() -> None:
+    routes = Routes()
+    give(routes, lambda: routes.asked.append("sent"))
+    expected = ["/pause", "sent", NAME, RECOMPUTE, "/resume"]
+    assert routes.asked == expected
+
+    async def give_async() -> None:
+        async with AsyncRolloutClient(transport=httpx.MockTransport(again)) as client:
+            await client.give_weights(lambda: again.asked.append("sent"), "step-3")
+
+    again = Routes()
+    asyncio.run(give_async())
+    assert again.asked == expected
+
+
+def test_an_async_function_is_waited_for_and_needs_the_async_client() -> None:
+    routes = Routes()
+
+    async def send() -> None:
+        await asyncio.sleep(0)
+        routes.asked.append("sent")
+
+    async def give_async() -> None:
+        async with AsyncRolloutClient(transport=httpx.MockTransport(routes)) as client:
+            await client.give_weights(send, "step-3")
+
+    asyncio.run(give_async())
+    assert routes.asked == ["/pause", "sent", NAME, RECOMPUTE, "/resume"]
+    routes.asked.clear()
+    with pytest.raises(TypeError, match="AsyncRolloutClient"):
+        give(routes, send)
+    assert routes.asked == ["/pause", "/resume"]
+
+
+def test_who_is_cancelled_leaves_no_server_paused_and_no_thread_that_sends() -> None:
+    """While the server pauses, and while the weights are sent."""
+    asked: list[str] = []
+
+    async def give_async(during: str) -> None:
+        may_go_on = threading.Event()
+
+        async def slow(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            if request.url.path == during:
+                await asyncio.sleep(60)
+            return httpx.Response(200, json={"success": True})
+
+        def send() -> None:
+            asked.append("begun")
+            may_go_on.wait(60)
+            asked.append("sent")
+
+        async with AsyncRolloutClient(transport=httpx.MockTransport(slow)) as client:
+            giving = asyncio.create_task(client.give_weights(send, "step-3"))
+            await eventually(lambda: during in asked, every_s=0.001)
+            giving.cancel()
+            await asyncio.sleep(0.05)
+            may_go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await giving
+
+    asyncio.run(give_async("/pause"))
+    assert asked == ["/pause", "/resume"]
+    asked.clear()
+    asyncio.run(give_async("begun"))
+    assert asked == ["/pause", "begun", "sent", "/resume"]
+
+
+def fail() -> None:
+    raise ConnectionError("the trainer's side")
+
+
+@pytest.mark.parametrize(
+    ("routes", "weights", "said"),
+    [
+        *((Routes(**{path.removeprefix("/"): 500}), None, "500") for path in ("/pause", LOAD, NAME, RECOMPUTE)),
+        (Routes(), fail, "the trainer's side"),
+    ],
+)
+def test_a_server_is_resumed_when_something_fails(folder: Path, routes: Routes, weights: Any, said: str) -> None:
+    with pytest.raises((RolloutError, ConnectionError), match=said):
+        give(routes, weights or folder)
+    assert (routes.asked[0], routes.asked[-1]) == ("/pause", "/resume")
+    assert weights is None or len(routes.asked) == 2
+
+
+def test_what_cannot_be_given_is_refused_before_anything_is_asked(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    routes = Routes()
+    with pytest.raises(ValueError, match=r"has no weights .*safetensors"):
+        give(routes, tmp_path / "empty")
+    assert routes.asked == []
+    with pytest.raises(RolloutError, match="VLLM_SERVER_DEV_MODE=1"):
+        give(Routes(pause=404), folder)
+    assert give(Routes(update_weight_version=404), folder) is None  # a vLLM that knows no names

@@ -1,0 +1,233 @@
+"""An exception in our code fails the candidate or the group that it concerns: the engine, and all others, go on."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
+from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
+from tests.parts.drafts.test_drafts import Runner as DraftingRunner
+from tests.support.steps import judge_of, races_of
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
+from vllm_rollout.kernel.worker import runner as runner_module
+from vllm_rollout.kernel.worker.observing import NOT_FINITE
+from vllm_rollout.kernel.worker.runner import observe_runner
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import PruningStep
+
+LENGTHS = [30, 40, 50, 60]
+PRUNING = PruningPlan(detection_length=8, keep_ratio=0.5)
+PLANTED = "planted"
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(PLANTED)
+
+
+def only_for(wanted: Callable[..., bool], method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, which raises where `wanted` says so."""
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        return fail() if wanted(*args, **kwargs) else method(*args, **kwargs)
+
+    return planted
+
+
+def of_group_g(run: TracedRun, place: str) -> tuple[Any, Callable[..., bool]]:
+    """The object of a method, and a test of which calls of it are about group g."""
+    steps = run.scheduler.group_steps
+    group = run.scheduler._by_id[("g", 0)].group
+    return {
+        "settle": (Group, lambda self, *_: self is group),
+        "end": (Group, lambda self, *_: self is group),
+        "judge": (judge_of(steps), lambda group, scoring, due: scoring.prompt_id == "g"),
+        "_release": (steps, lambda group_id, *_: group_id == "g"),
+        "_write_end": (steps.part(PruningStep), lambda id, *_: id.group_id == "g"),
+    }[place]
+
+
+@pytest.fixture
+def run(new_run) -> TracedRun:
+    """With groups g and h of two of four, where candidate 3 is pruned, and an ordinary request o."""
+    run = new_run()
+    prune_by_sign(run, 8)
+    for group_id in ("g", "h"):
+        add_group(run, group_id, LENGTHS, 2, pruning=PRUNING, logits=[1, 1, 1, -1], stop=["never said"])
+    run.add("o", 70)
+    return run
+
+
+def assert_others_go_on(run: TracedRun) -> None:
+    assert run.ends([f"h-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
+    assert run.tokens("h-1")[:39] == run.own_tokens("h-1", 39)
+    assert len(run.tokens("o")) == 70
+    assert_nothing_left(run)
+    assert run.scheduler.load.num_internal_errors > 0
+
+
+@pytest.mark.parametrize("place", ["settle", "end", "judge", "_release", "_write_end"])
+def test_a_group_whose_rules_raise_fails_alone(run, monkeypatch, place):
+    run.step()
+    owner, wanted = of_group_g(run, place)
+    monkeypatch.setattr(owner, place, only_for(wanted, getattr(owner, place)))
+    run.run()
+    states = [run.state(f"g-{index}") for index in range(4)]
+    assert "failed" in states
+    for index, state in enumerate(states):
+        assert (PLANTED in str(run.note(f"g-{index}").error)) == (state == "failed")
+    assert_others_go_on(run)
+
+
+CANDIDATES: dict[str, tuple[str, str]] = {
+    "held outputs": ("held", "add"), "last output": ("held", "finish"), "stop strings": ("stop_strings", "found_at"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", CANDIDATES.values(), ids=CANDIDATES)
+def test_a_candidate_whose_outputs_cannot_be_made_fails_alone(run, place):
+    of, name = place
+    run.step()
+    candidate = run.scheduler._by_id[("g", 0)]
+    methods = {method: getattr(getattr(candidate, of), method) for method in ("add", "finish") if of == "held"}
+    setattr(candidate, of, SimpleNamespace(**{**methods, name: fail}))
+    run.run()
+    assert run.state("g-0") == "failed"
+    assert PLANTED in run.note("g-0").error
+    assert run.state("g-1") == "finished"
+    assert_others_go_on(run)
+
+
+@pytest.mark.parametrize("place", ["launch", "_launch"])
+def test_a_request_that_cannot_be_launched_fails(run, monkeypatch, place):
+    owner = run.scheduler.group_steps if place == "launch" else run.scheduler
+    monkeypatch.setattr(owner, place, fail)
+    add_group(run, "i", LENGTHS[:2], 1)
+    monkeypatch.undo()
+    run.run()
+    assert [run.state(f"i-{index}") for index in range(2)] == ["failed"] * 2
+    assert PLANTED in run.note("i-0").error
+    assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
+    assert_others_go_on(run)
+
+
+@pytest.mark.parametrize(
+    "place", ["_close_step", "_pass_outputs", "_forget_ended", "_stop", "_end_by_stop_strings", "settle"]
+)
+def test_whatever_else_raises_in_a_step_fails_its_candidates_and_nobody_else(run, monkeypatch, place):
+    run.step()
+    # Races are settled in a step in which a candidate has ended: it has its own last output, without a note.
+    monkeypatch.setattr(races_of(run.scheduler) if place == "settle" else run.scheduler, place, fail)
+    while run.scheduler.group_steps and run.step():
+        if place == "_forget_ended" and run.scheduler.faults.num:
+            break
+    monkeypatch.undo()
+    add_group(run, "i", LENGTHS, 2)
+    run.run()
+    assert all(run.state(f"g-{index}") == "failed" for index in range(3))
+    assert run.ends([f"i-{index}" for index in range(4)]) == [WON, WON, LOST, LOST]
+    assert len(run.tokens("o")) == 70
+    assert_nothing_left(run)
+
+
+@pytest.mark.parametrize("place", ["_most_running", "step_times"])
+def test_what_only_advises_is_left_out_where_it_raises(run, monkeypatch, place):
+    if place == "step_times":
+        monkeypatch.setattr(run.scheduler.step_times, "step", fail)
+    else:
+        monkeypatch.setattr(run.scheduler, place, fail)
+    run.run()
+    assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
+    assert_others_go_on(run)
+
+
+def test_candidates_that_the_worker_could_not_observe_fail(run):
+    sample, told = run.sample, []
+
+    def sample_and_fail(scheduled: Any) -> Any:
+        output = sample(scheduled)
+        if not told and run.num_steps > 3:
+            told.append(True)
+            report = RunnerReport(output.__dict__[REPORT_ATTRIBUTE].confidence, failed={"g-1": PLANTED, "gone": "?"})
+            setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=2))
+        return output
+
+    run.sample = sample_and_fail
+    run.run()
+    assert run.note("g-1").error == PLANTED
+    assert run.ends(["g-0", "g-2"]) == [WON, WON]
+    assert run.scheduler.load.num_internal_errors == 2
+    assert_others_go_on(run)
+
+
+RUNNERS = [(RunnerV1, False), (RunnerV1, True), (RunnerV2, False), (RunnerV2, True)]
+
+
+@pytest.fixture(params=RUNNERS, ids=lambda each: f"{each[0].__name__}-{'async' if each[1] else 'sync'}")
+def runner(request):
+    cls, asynchronous = request.param
+    runner = cls(asynchronous)
+    observe_runner(runner, new_ring(), v2=cls is RunnerV2, cpu=False)
+    if cls is RunnerV2:
+        runner.load_model()
+    return runner
+
+
+def step(runner: Any, rows: list[Row], new: tuple[Any, ...] = ()) -> RunnerReport | None:
+    runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
+    output = runner.sample_tokens()
+    output = output.get_output() if runner.asynchronous else output
+    assert list(output.req_ids) == [row.request_id for row in rows]
+    return output.__dict__.get(REPORT_ATTRIBUTE)
+
+
+IN_TRACKER = ["add", "start_step", "see_hidden_states", "observe"]
+
+
+@pytest.mark.parametrize("method", IN_TRACKER)
+def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch, method):
+    monkeypatch.setattr(runner.candidate_tracker, method, fail)
+    new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
+    report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
+    assert report is not None
+    assert list(report.failed) == ["a"]
+    assert PLANTED in report.failed["a"]
+    assert report.num_internal_errors
+    monkeypatch.undo()
+    report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3, 1),))
+    assert not report.failed
+    assert list(report.due) == ["c"]
+
+
+def test_exceptions_of_drafts_are_reported_too(monkeypatch):
+    monkeypatch.setattr(runner_module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    runner = RunnerV1()
+    runner.speculative_config, runner.drafter = object(), DraftingRunner().drafts
+    observe_runner(runner, new_ring(), v2=False, cpu=False)
+    monkeypatch.setattr(runner.drafts, "_see_step", fail)
+    report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
+    assert (report.failed, report.num_internal_errors) == ({}, 1)
+
+
+def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(runner, monkeypatch):
+    monkeypatch.setattr(runner.feature_ring, "put", fail)
+    new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
+    report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
+    assert list(report.failed) == ["a"]
+
+
+def test_a_candidate_whose_logits_are_not_finite_fails(runner, monkeypatch):
+    """As those of a policy whose weights are broken: its tokens would be chance."""
+    new = (new_request("a", 3, 9), new_request("b", 3, 9))
+    new_logits = runner.new_logits
+
+    def broken() -> Any:
+        logits = new_logits()
+        logits[1, 2] = float("nan")
+        return logits
+
+    assert not step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new).failed
+    monkeypatch.setattr(runner, "new_logits", broken)
+    assert step(runner, [Row("a", 4, 4), Row("b", 4, 4)]).failed == {"b": NOT_FINITE}

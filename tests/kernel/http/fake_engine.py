@@ -1,0 +1,456 @@
+"""An engine that really runs groups, without a model.
+
+Invariant: the same seed, prompt and index make the same candidate. A step of virtual time adds one token to every
+running candidate of a group; `GroupSteps` decides who stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from tests.kernel.http.fake_parts import FakeMoves, FakeShaping
+from tests.parts.pruning.fake_learning import MODEL, FakeLearning
+from tests.support.steps import group_steps, is_lost, judged, races_of, said
+from vllm_rollout.kernel.http.engine import (
+    CandidateEnd,
+    CandidateTokens,
+    GroupLost,
+    GroupOrder,
+    Outlook,
+    PreparedPrompt,
+    PromptInput,
+    RequestError,
+)
+from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import (
+    BASE_MODEL,
+    WHOLE,
+    CandidateId,
+    CandidateState,
+    Ending,
+    EndReason,
+    HeldGroups,
+)
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.step import PRUNING
+from vllm_rollout.parts.rounds.rules.step import RoundsStep
+
+VOCAB_SIZE = 1000
+
+
+class Sampling(BaseModel):
+    """The sampling fields that mean something here."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: StrictInt = 0
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: list[StrictStr] | StrictStr | None = None
+    logprobs: Annotated[StrictInt, Field(ge=-1, le=20)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    sampling: Sampling
+    want_logprobs: bool
+    want_text: bool
+    adapter: str = BASE_MODEL
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One candidate: what it will say, and how much of it is out."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    end_reason: EndReason
+    num_tokens: int = 0
+    num_sent: int = 0
+    before: list[int] = field(default_factory=list)
+    """Tokens of the candidate from an earlier round."""
+
+    def take_chunk(self, min_tokens: int) -> CandidateTokens | None:
+        start, end = self.num_sent, self.num_tokens
+        if end - start < min_tokens:
+            return None
+        self.num_sent = end
+        return CandidateTokens(self.index, start, self.token_ids[start:end], self.logprobs[start:end])
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """Implements `vllm_rollout.kernel.http.engine.Engine`."""
+
+    learning: FakeLearning = field(default_factory=FakeLearning)
+    shaping: FakeShaping = field(init=False)
+    moves: FakeMoves = field(init=False)
+    adapters: Sequence[str] = ()
+    """Adapters that are served beside the model."""
+    max_num_seqs: int = 64
+    max_model_len: int = 4096
+    max_length: int = 40
+    """Candidates that nothing makes longer have 1 to this many tokens."""
+    step_s: float = 0.0
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """Number of tokens of a candidate, by index, in place of a random one."""
+    failures: Mapping[int, int] = field(default_factory=dict)
+    """Candidate index -> tokens after which it fails."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """Prompt id -> the step of its group at which its rank dies, once."""
+    dies_at_step: int | None = None
+    """The engine dies at that step of a group."""
+    weight_version: str | None = None
+    weight_version_from: Mapping[int, str] = field(default_factory=dict)
+    """Output token -> the weight version from there on, after `weight_version`."""
+    num_launch_places: int = 128
+    preemptions: Callable[[int], int] = lambda num_tokens: 0
+    """Preemptions of a candidate, by its number of tokens."""
+    outlooks: dict[str, Outlook | None] = field(default_factory=dict)
+    """Outlook of every launched group, by its prompt."""
+    most_last_tokens: int = 512
+    num_launched: int = 0
+    num_ended: int = 0
+    num_aborted: int = 0
+    """Aborted candidates, deferred ones included."""
+    groups: dict[str, GroupSteps] = field(default_factory=dict)
+    """Running groups by id."""
+    races: dict[str, GroupSteps] = field(default_factory=dict)
+    """Groups of one race share their steps."""
+    candidates: dict[CandidateId, Candidate] = field(default_factory=dict)
+    """Candidates of all running groups."""
+    stops: dict[str, list[CandidateId]] = field(default_factory=dict)
+    """Verdicts on candidates of a group, to be carried out in its next step."""
+    launched_at_cuts: list[int] = field(default_factory=list)
+    """Number of launched candidates at each `cut_race`."""
+    recomputed: list[Sequence[str] | None] = field(default_factory=list)
+    """Arguments of each call that recomputes KV."""
+    last_step_s: float = 0.0
+    """Time of the last step of any group."""
+
+    def __post_init__(self) -> None:
+        self.shaping = FakeShaping(self.learning)
+        self.moves = FakeMoves(self.groups, lambda: self.num_running)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_launched - self.num_ended - self.num_aborted
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no group has made a step for 0.2 s: the readers of the groups make them wait."""
+        return time.monotonic() - self.last_step_s > 0.2
+
+    def adapter_name(self, model: str | None) -> str:
+        if model in (None, MODEL):
+            return BASE_MODEL
+        if model not in self.adapters:
+            raise RequestError(
+                f"model: {model!r} is not served; served here: {MODEL}. Leave the field out to use the first.",
+                status=HTTPStatus.NOT_FOUND,
+                param="model",
+            )
+        return model
+
+    async def prepare(
+        self,
+        prompts: Sequence[PromptInput],
+        model: str | None,
+        sampling: dict[str, Any],
+        *,
+        want_logprobs: bool,
+        want_text: bool,
+    ) -> tuple[str, list[PreparedPrompt]]:
+        handle = Handle(_sampling(sampling), want_logprobs, want_text, self.adapter_name(model))
+        prepared = []
+        for prompt in prompts:
+            token_ids = self._tokenize(prompt)
+            room = self.max_model_len - len(token_ids)
+            max_tokens = min(handle.sampling.max_tokens or room, room)
+            refusal = (
+                RequestError("resume: not with sampling_params.stop", param="resume") if handle.sampling.stop else None
+            )
+            prepared.append(PreparedPrompt(prompt.id, token_ids, handle, max_tokens, refusal))
+        return model or MODEL, prepared
+
+    async def run_group(self, order: GroupOrder) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
+        group_id, plan, prompt, stream_tokens = order.group_id, order.plan, order.prompt, order.stream_tokens
+        place, beginnings = order.place, order.beginnings
+        self.outlooks[prompt.id] = order.outlook
+        handle: Handle = prompt.handle
+        scoring = None
+        if plan.pruning is not None:
+            scoring = Scoring(
+                order.rollout_id,
+                prompt.id,
+                order.pruning_seed,
+                prompt_key=order.prompt_key,
+                adapter=handle.adapter,
+            )
+        steps = group_steps(self.learning.judge)
+        if place is not None:
+            steps = self.races.setdefault(place.race_id, steps)
+        running: dict[CandidateId, Candidate] = {}
+        started = dict.fromkeys(range(plan.num_candidates), ()) if beginnings is None else beginnings.token_ids
+        next_index = plan.num_candidates if beginnings is None else beginnings.next_index
+
+        def launch(index: int) -> Group:
+            name = f"{group_id}-c{index}"
+            id, group = steps.launch(
+                group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said(scoring, place)
+            )
+            running[id] = self.candidates[id] = self._candidate(index, prompt, order.seed_name, started.get(index, ()))
+            self.num_launched += 1
+            return group
+
+        group, *_ = [launch(index) for index in started]
+        self.groups[group_id] = steps
+        step = 0
+        try:
+            while running:
+                await asyncio.sleep(self.step_s)
+                self.last_step_s = time.monotonic()
+                if step == self.dies_at_step:
+                    raise RequestError(
+                        "the engine has stopped; restart the server and see its log for the reason.",
+                        status=HTTPStatus.SERVICE_UNAVAILABLE,
+                    )
+                if step == self.losses.get(prompt.id):
+                    del self.losses[prompt.id]
+                    for id, candidate in running.items():
+                        steps.ended(id, group, "failed", candidate.num_tokens)
+                    steps.close_step({}, lambda id: self.candidates[id].num_tokens)
+                    for candidate in running.values():
+                        self.num_ended += 1
+                        yield self._end(candidate, group, handle)
+                    running.clear()
+                    if place is not None:  # another rank knows nothing of it
+                        self.races.pop(place.race_id, None)
+                    raise GroupLost("rank 1 of the engine died")
+                ended = self._step(steps, group, running, scoring)
+                num_deferred = sum(group.state(candidate.index) == "deferred" for candidate in ended)
+                self.num_aborted += num_deferred
+                self.num_ended += len(ended) - num_deferred
+                for candidate in ended:
+                    if stream_tokens is not None and (rest := candidate.take_chunk(1)) is not None:
+                        yield rest
+                    if group.is_replaced(candidate.index):
+                        launch(next_index)
+                        next_index += 1
+                    yield self._end(candidate, group, handle)
+                for candidate in tuple(running.values()):
+                    if stream_tokens is not None and (chunk := candidate.take_chunk(stream_tokens)) is not None:
+                        yield chunk
+                step += 1
+        finally:
+            self.num_aborted += len(running)
+            del self.groups[group_id]
+            self.stops.pop(group_id, None)
+            for id in [id for id in self.candidates if id.group_id == group_id]:
+                del self.candidates[id]
+
+    def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
+        return _text(token_ids)
+
+    def prompt_text(self, prompt: PreparedPrompt) -> str:
+        return _text(prompt.token_ids)
+
+    async def current_weight_version(self) -> str | None:
+        self.learning.check_alive()
+        return self.weight_version
+
+    async def recompute(self, request_ids: Sequence[str] | None) -> int:
+        self.learning.check_alive()
+        self.recomputed.append(request_ids)
+        return 3
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        self.learning.check_alive()
+        for group_id in group_ids:
+            if group_id in self.groups:
+                self.groups[group_id].cancel(group_id)
+
+    async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
+        self.learning.check_alive()
+        for group_id, indices in candidates.items():
+            if group_id in self.groups:
+                self.groups[group_id].give_up(group_id, indices)
+
+    async def cut_race(self, race_id: str) -> None:
+        self.learning.check_alive()
+        self.launched_at_cuts.append(self.num_launched)
+        if race_id in self.races:
+            steps = self.races[race_id]
+            steps.part(RoundsStep).cut(race_id, steps)
+
+    async def widen_race(self, race_id: str, num_wanted: int) -> None:
+        self.learning.check_alive()
+        assert race_id in self.races, "a race that nobody entered"
+        races_of(self.races[race_id]).widen(race_id, num_wanted)
+
+    async def forget_race(self, race_id: str) -> None:
+        self.learning.check_alive()
+        self.races.pop(race_id, None)
+
+    async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
+        self.learning.check_alive()
+        running = [each for id, each in self.candidates.items() if id.group_id == group_id]
+        offsets = [max(0, each.num_tokens - self.most_last_tokens) for each in running]
+        return [
+            CandidateTokens(each.index, offset, each.token_ids[offset : each.num_tokens], logprobs=None)
+            for each, offset in zip(running, offsets, strict=True)
+        ]
+
+    async def held_groups(self) -> HeldGroups:
+        return HeldGroups(len(self.groups), 0, len(self.races))
+
+    def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
+        sampling: Sampling = prompt.handle.sampling
+        chance = random.Random(f"{sampling.seed}/{seed_name}/{list(prompt.token_ids)}/{index}")
+        room = prompt.max_tokens or 0
+        length = self.lengths.get(index) or chance.randint(1, self.max_length)
+        length = max(length, sampling.min_tokens)
+        end_reason: EndReason = "length" if length > room else "stop"
+        length = min(length, room)
+        if self.failures.get(index, length) < length:
+            end_reason, length = "failed", self.failures[index]
+        tokens = [chance.randrange(VOCAB_SIZE) for _ in range(length)]
+        logprobs = [-chance.expovariate(1.0) for _ in range(length)]
+        num = len(before)
+        assert tokens[:num] == list(before), f"candidate {index} of this prompt has never said {before}"
+        return Candidate(index, tokens[num:], logprobs[num:], end_reason, before=tokens[:num])
+
+    def _step(
+        self, steps: GroupSteps, group: Group, running: dict[CandidateId, Candidate], scoring: Scoring | None
+    ) -> list[Candidate]:
+        """One token for every running candidate; takes out and returns those that ended or were stopped."""
+        own = next(iter(running)).group_id
+        if stopped := self.stops.pop(own, None):
+            return [running.pop(id) for id in stopped]
+        ended, due = [], {}
+        for id, candidate in running.items():
+            candidate.num_tokens = min(candidate.num_tokens + 1, len(candidate.token_ids))
+            if candidate.num_tokens == len(candidate.token_ids):
+                seen = {}
+                if scoring is not None and judged(group).plan.final_score:
+                    seen[PRUNING] = self.learning.observe(candidate.token_ids, WHOLE)
+                steps.ended(id, group, candidate.end_reason, candidate.num_tokens, seen)
+                ended.append(id)
+            elif scoring is not None:
+                reached = len(candidate.before) + candidate.num_tokens
+                if reached in judged(group).plan.scored_lengths:
+                    due[id] = self.learning.observe(candidate.before + candidate.token_ids, reached, scoring.adapter)
+        verdicts = steps.close_step({PRUNING: due} if due else {}, lambda id: self.candidates[id].num_tokens)
+        for id in verdicts.stop:
+            self.stops.setdefault(id.group_id, []).append(id)
+        return [running.pop(id) for id in (*ended, *self.stops.pop(own, ()))]
+
+    def _spans(self, num_tokens: int) -> list[dict[str, Any]]:
+        if self.weight_version is None:
+            return []
+        starts = {0: self.weight_version, **{at: v for at, v in self.weight_version_from.items() if at < num_tokens}}
+        ends = [*list(starts)[1:], num_tokens]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (start, version), end in zip(starts.items(), ends, strict=True)
+        ]
+
+    def _end(self, candidate: Candidate, group: Group, handle: Handle) -> CandidateEnd:
+        state: CandidateState = group.state(candidate.index)
+        num_tokens = candidate.num_tokens
+        by_itself = state == "finished"
+        truncated = by_itself and candidate.end_reason == "length"
+        exact = state != "pruned" and candidate.end_reason == "stop" and num_tokens == len(candidate.token_ids)
+        tokens = candidate.token_ids[:num_tokens]
+        return CandidateEnd(
+            ending=Ending(
+                candidate.index,
+                state,
+                num_tokens,
+                truncated,
+                group.end_step(candidate.index),
+                exact,
+                num_preemptions=self.preemptions(num_tokens),
+            ),
+            token_ids=tokens,
+            logprobs=candidate.logprobs[:num_tokens] if handle.want_logprobs else None,
+            text=_text(tokens) if handle.want_text else None,
+            finish_reason=candidate.end_reason if by_itself else "error" if state == "failed" else "abort",
+            stop_reason=state if state in ("surplus", "pruned") else None,
+            confidence=None,
+            weight_versions=self._spans(num_tokens),
+            assessment=None if judged(group) is None else judged(group).assessments.get(candidate.index),
+            final=None if judged(group) is None else judged(group).finals.get(candidate.index),
+            is_replaced=group.is_replaced(candidate.index),
+            group_lost=is_lost(group),
+        )
+
+    def _tokenize(self, prompt: PromptInput) -> list[int]:
+        if prompt.messages is not None:
+            form = "messages"
+            try:
+                text = "".join(f"{message['role']}: {message['content']}\n" for message in prompt.messages)
+            except KeyError as error:
+                raise RequestError(
+                    f"prompt {prompt.id!r} cannot be rendered: a message has no {error}",
+                    status=HTTPStatus.BAD_REQUEST,
+                    param=f"prompts.{prompt.id}.messages",
+                ) from error
+            token_ids = [ord(c) % VOCAB_SIZE for c in text]
+        elif prompt.prompt is not None:
+            form, token_ids = "prompt", [ord(c) % VOCAB_SIZE for c in prompt.prompt]
+        else:
+            form, token_ids = "prompt_token_ids", list(prompt.prompt_token_ids or ())
+        param = f"prompts.{prompt.id}.{form}"
+        if not token_ids:
+            raise RequestError(f"prompt {prompt.id!r} is empty after tokenization.", param=param)
+        if max(token_ids) >= VOCAB_SIZE:
+            raise RequestError(
+                f"prompt {prompt.id!r}: token id {max(token_ids)} is out of vocabulary ({VOCAB_SIZE}).",
+                status=HTTPStatus.BAD_REQUEST,
+                param=param,
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"prompt {prompt.id!r} has {len(token_ids)} tokens and must leave room for an answer within "
+                f"max_model_len ({self.max_model_len}). Shorten it or start the server with a larger --max-model-len.",
+                status=HTTPStatus.BAD_REQUEST,
+                param=param,
+            )
+        return token_ids
+
+
+def _text(token_ids: Sequence[int]) -> str:
+    return "".join(f"t{token}\u2028" for token in token_ids)
+
+
+def _sampling(fields: dict[str, Any]) -> Sampling:
+    if "n" in fields:
+        raise RequestError(
+            "sampling_params.n: is not a sampling field here: use group_size.", param="sampling_params.n"
+        )
+    for name in fields:
+        if name not in Sampling.model_fields:
+            raise RequestError(
+                f"sampling_params.{name}: vLLM 0.32.0 has no such sampling field; "
+                f"allowed: {', '.join(sorted(Sampling.model_fields))}.",
+                param=f"sampling_params.{name}",
+            )
+    try:
+        return Sampling.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = f"sampling_params.{problem['loc'][0]}"
+        raise RequestError(f"{name}: {problem['msg']}, got {problem['input']!r}", param=name) from error

@@ -1,0 +1,90 @@
+"""The parts of the fake engine that shape rollouts and move groups."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from tests.parts.pruning.fake_learning import FakeLearning
+from vllm_rollout.kernel.http.engine import Drained, RequestError
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.moving.rules.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER, Holders
+from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.parts.shaping.rules.cost import CostModel
+from vllm_rollout.parts.shaping.rules.drift import StepDrift
+from vllm_rollout.parts.shaping.rules.history import ObservedLength
+from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
+
+
+@dataclass(slots=True)
+class FakeShaping:
+    """Implements `vllm_rollout.kernel.http.engine.ShapingPart`; lengths are part of what is learned."""
+
+    learning: FakeLearning
+    cost_model: CostModel | None = None
+    drift: Sequence[StepDrift] = ()
+
+    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
+        self.learning.check_alive()
+        memory = self.learning.judge.memory_of(adapter)
+        if memory is not None:
+            memory.lengths.observe(key, lengths)
+
+    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
+        self.learning.check_alive()
+        return self.learning.memory(adapter).lengths.statistics(keys)
+
+    async def step_drift(self) -> Sequence[StepDrift]:
+        return self.drift
+
+
+@dataclass(slots=True)
+class FakeMoves:
+    """Implements `vllm_rollout.kernel.http.engine.MovesPart`. Everything runs on rank 0."""
+
+    groups: Mapping[str, GroupSteps] = field(default_factory=dict)
+    """Running groups by id."""
+    count_running: Callable[[], int] = lambda: 0
+    """Counts running candidates."""
+    num_ranks: int = 1
+    holders: defaultdict[int, Holders] = field(default_factory=lambda: defaultdict(Holders))
+    """Holders of each rank."""
+    arrived: dict[int, tuple[float, ArrivedKV]] = field(default_factory=dict)
+    """By rank: seconds spent on moves, and the KV that came along."""
+
+    @property
+    def held(self) -> set[int]:
+        return {rank for rank, holders in self.holders.items() if holders}
+
+    def refusal(self, *, priced: bool) -> str | None:
+        return None if self.num_ranks > 1 else "needs several ranks."
+
+    async def engine_loads(self) -> list[EngineLoad]:
+        return [
+            EngineLoad(
+                rank in self.held, 0 if rank else self.count_running(), 0, 0.0, 0, 0, 0, [], *self.arrived.get(rank, ())
+            )
+            for rank in range(self.num_ranks)
+        ]
+
+    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
+        if self.held | {rank} == set(range(self.num_ranks)):
+            raise RequestError("the last one", status=HTTPStatus.CONFLICT, param="rank")
+        self.holders[rank].change(owner, held=True)
+        load = (await self.engine_loads())[rank]
+        return Drained(load.is_held, 0, load.num_running, {}, 0.0)
+
+    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
+        self.holders[rank].change(owner, held=False)
+
+    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
+        groups = [GroupLoad.of(id, 10, [5] * steps.held.num_running, None, 100) for id, steps in self.groups.items()]
+        loads = [
+            RankLoad(rank, tuple(groups[rank :: self.num_ranks]), is_held=rank in self.held)
+            for rank in range(self.num_ranks)
+        ]
+        return plan_scale_down(progress, loads)

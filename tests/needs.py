@@ -1,0 +1,210 @@
+"""Parts that tests need. `python -m tests.needs PART...` prints options of pytest that leave out the tests of parts.
+
+A test needs the part in whose folder it stands (`tests/parts/NAME`), and the parts that it imports. It also needs what
+the test modules that it imports, and the `conftest.py` above it, need. `NEEDS` has what else a file needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from tests.support.imports import imported_modules
+from vllm_rollout.kernel import parts
+
+TESTS = Path(__file__).parent
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "kernel/api/stepped_llm.py": ("moving",),
+    "kernel/api/test_back_pressure.py": ("pruning",),
+    "kernel/api/test_engine_calls.py": ("moving",),
+    "kernel/api/test_flags.py": ("front_ends", "moving"),
+    "kernel/api/test_group_routes.py": ("moving", "shaping"),
+    "kernel/api/test_keys.py": ("pruning", "trainers"),
+    "kernel/api/test_open_paths.py": ("moving",),
+    "kernel/api/test_outputs.py": ("sessions",),
+    "kernel/core/scheduler_runs.py": ("pruning", "rounds"),
+    "kernel/core/test_internal_errors.py": ("pruning",),
+    "kernel/core/test_joined_groups.py": ("pruning",),
+    "kernel/core/test_joining.py": ("emulation", "pruning"),
+    "kernel/core/test_races.py": ("rounds",),
+    "kernel/core/test_scheduler_properties.py": ("pruning",),
+    "kernel/http/conftest.py": ("page", "rewards", "rounds", "sessions"),
+    "kernel/http/fake_engine.py": ("pruning",),
+    "kernel/http/fake_parts.py": ("moving", "shaping"),
+    "kernel/http/test_body.py": ("sessions",),
+    "kernel/http/test_launch.py": ("shaping",),
+    "kernel/http/test_renamed.py": ("rounds", "sessions"),
+    "kernel/http/test_serialised.py": ("pruning",),
+    "kernel/http/test_work.py": ("rewards", "sessions"),
+    "kernel/rules/group_steps.py": ("pruning",),
+    "kernel/rules/test_sibling_table.py": ("moving",),
+    "kernel/rules/test_step.py": ("pruning",),
+    "kernel/rules/test_xargs.py": ("pruning",),
+    "kernel/test_output_text.py": ("rewards", "rounds"),
+    "kernel/test_wire.py": ("pruning", "rounds"),
+    "kernel/tracker/test_launches.py": ("pruning",),
+    "kernel/tracker/test_tracker.py": ("pruning",),
+    "kernel/tracker/test_verified.py": ("pruning",),
+    "kernel/worker/test_runner.py": ("moving", "pruning"),
+    "parts/drafts/test_emulated_drafts.py": ("emulation", "pruning"),
+    "parts/drafts/test_simulated_drafts.py": ("emulation", "pruning"),
+    "parts/drafts/test_simulator.py": ("emulation", "shaping"),
+    "parts/emulation/emulated_run.py": ("drafts", "pruning"),
+    "parts/emulation/test_fate.py": ("page", "shaping"),
+    "parts/moving/test_failing_moves.py": ("rounds",),
+    "parts/moving/test_forecast.py": ("pruning",),
+    "parts/moving/test_moving.py": ("pruning", "rounds"),
+    "parts/moving/test_moving_schedules.py": ("rounds",),
+    "parts/moving/test_resizing.py": ("rounds",),
+    "parts/page/test_page.py": ("pruning",),
+    "parts/page/test_recorded_sessions.py": ("sessions",),
+    "parts/page/test_recorder.py": ("pruning",),
+    "parts/page/test_watch.py": ("moving",),
+    "parts/pruning/test_known_prompts.py": ("shaping",),
+    "parts/pruning/test_learning_calls.py": ("shaping",),
+    "parts/pruning/test_memories.py": ("shaping",),
+    "parts/pruning/test_memory.py": ("shaping",),
+    "parts/pruning/test_state_file.py": ("rounds", "shaping"),
+    "parts/rounds/test_agent_rounds.py": ("sessions",),
+    "parts/rounds/test_ended_groups.py": ("rewards",),
+    "parts/rounds/test_parallelism.py": ("moving", "shaping"),
+    "parts/rounds/test_race.py": ("pruning",),
+    "parts/rounds/test_resume.py": ("page", "pruning", "shaping"),
+    "parts/rounds/test_resuming.py": ("pruning",),
+    "parts/rounds/test_session_rounds.py": ("sessions",),
+    "parts/shaping/test_admission.py": ("emulation",),
+    "parts/shaping/test_played_budget.py": ("pruning",),
+    "parts/shaping/test_ran_steps.py": ("page",),
+    "parts/shaping/test_remaining.py": ("moving",),
+    "parts/shaping/test_shaping.py": ("moving",),
+    "parts/shaping/test_shaping_calls.py": ("moving", "pruning"),
+    "engine/test_audits.py": ("emulation", "pruning"),
+    "engine/test_data_parallel.py": ("moving", "pruning", "rounds"),
+    "engine/test_drafts.py": ("drafts",),
+    "engine/test_emulation.py": ("drafts", "emulation", "moving", "pruning", "rounds"),
+    "engine/test_front_ends.py": ("emulation", "front_ends", "pruning", "rounds"),
+    "engine/test_gpu_check.py": ("drafts", "emulation", "moving", "pruning", "rounds", "shaping"),
+    "engine/test_grpo.py": ("pruning", "rewards"),
+    "engine/test_in_process.py": ("in_process", "pruning"),
+    "engine/test_judge.py": ("rewards",),
+    "engine/test_learning.py": ("pruning",),
+    "engine/test_moving.py": ("moving", "pruning"),
+    "engine/test_moving_kills.py": ("emulation", "moving"),
+    "engine/test_neighbours.py": ("drafts", "pruning", "rounds"),
+    "engine/test_other_models.py": ("in_process", "pruning", "rewards"),
+    "engine/test_page.py": ("emulation", "moving", "page", "pruning", "rounds", "sessions"),
+    "engine/test_parallelism.py": ("emulation", "moving", "pruning", "rounds"),
+    "engine/test_plain_async_llm.py": ("in_process", "pruning"),
+    "engine/test_profile.py": ("shaping",),
+    "engine/test_race.py": ("pruning", "rounds"),
+    "engine/test_ray.py": ("moving", "pruning"),
+    "engine/test_recipes.py": ("pruning",),
+    "engine/test_resume.py": ("pruning", "rounds"),
+    "engine/test_rounds.py": ("pruning", "rounds"),
+    "engine/test_serve.py": ("moving", "page", "pruning", "rewards", "rounds", "sessions", "shaping", "trainers"),
+    "engine/test_server.py": ("pruning", "rewards"),
+    "engine/test_session_rounds.py": ("emulation", "rounds", "sessions"),
+    "engine/test_sessions.py": ("emulation", "moving", "page", "rewards", "sessions"),
+    "engine/test_shaping.py": ("page", "pruning", "rounds", "shaping"),
+    "engine/test_soak.py": ("emulation", "moving", "page", "pruning", "rewards", "rounds", "sessions"),
+    "engine/test_somebody_elses.py": ("in_process",),
+    "engine/test_tracing.py": ("emulation", "page"),
+    "engine/test_trainer_actors.py": ("in_process",),
+    "engine/test_weights.py": ("sessions",),
+}
+"""File below `tests/` -> parts.
+
+Below `kernel/`, a row has the parts that the file imports: wiring that is still to be undone. Below `parts/`, it has
+the parts that the file imports, but for its own and those that its own needs. Below `engine/`, a row has all that the
+test needs: it asks a server, so that imports do not show it."""
+
+
+def left_out(*names: str) -> list[Path]:
+    """Test files and folders that need one of these parts. A folder stands for all that is in it."""
+    found: list[Path] = []
+    for path in sorted(TESTS.rglob("*.py"), key=lambda path: (path.name != "conftest.py", path)):
+        if found_in(path, found) or needs(path).isdisjoint(names):
+            continue
+        if path.name == "conftest.py":
+            found.append(path.parent)
+        elif path.name.startswith("test_"):
+            found.append(path)
+    return sorted(found)
+
+
+def found_in(path: Path, folders: list[Path]) -> bool:
+    return not set(path.parents).isdisjoint(folders)
+
+
+def needs(path: Path) -> set[str]:
+    """Names of all parts without which a test file does not run."""
+    files = read_with(path) if path.parent.name != "engine" else ()
+    direct = {*row(path)}.union(*({*own(file), *imported_parts(file), *row(file)} for file in files))
+    return set().union(*(with_needs(name) for name in direct))
+
+
+def with_needs(name: str) -> set[str]:
+    """A part and those that it needs, by the list of parts."""
+    listed = {part.name: part.needs for part in parts.parts()}
+    return {name}.union(*(with_needs(need) for need in listed.get(name, ())))
+
+
+def own(path: Path) -> tuple[str, ...]:
+    """The part in whose folder a file stands."""
+    ring, *where = path.relative_to(TESTS).parts
+    return (where[0],) if ring == "parts" and len(where) > 1 else ()
+
+
+def row(path: Path) -> tuple[str, ...]:
+    return NEEDS.get(path.relative_to(TESTS).as_posix(), ())
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Modules, and names of modules, that a file imports."""
+    return frozenset(imported_modules(path.read_text()))
+
+
+@cache
+def imported_parts(path: Path) -> frozenset[str]:
+    """Parts of which a file imports something, also a name that a part gives to the package."""
+    exports = {f"vllm_rollout.{name}": place for name, place in parts.exports().items()}
+    modules = (exports.get(name, name).split(".") for name in imported(path))
+    return frozenset(module[2] for module in modules if module[:2] == ["vllm_rollout", "parts"] and len(module) > 2)
+
+
+def read_with(path: Path) -> set[Path]:
+    """A test file, the test modules that it imports, and the `conftest.py` above each of them."""
+    return closure(path, lambda file: [*imported_tests(file), *conftests(file)])
+
+
+def closure(path: Path, following: Callable[[Path], Iterable[Path]]) -> set[Path]:
+    """A file, those that follow it, those that follow these, and so on."""
+    found, left = set(), [path]
+    while left:
+        if (file := left.pop()) not in found:
+            found.add(file)
+            left += following(file)
+    return found
+
+
+def imported_tests(path: Path) -> list[Path]:
+    return [file for name in imported(path) if name.startswith("tests.") and (file := file_of(name)) is not None]
+
+
+def conftests(path: Path) -> list[Path]:
+    return list(filter(Path.exists, (TESTS / folder / "conftest.py" for folder in path.relative_to(TESTS).parents)))
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module of this repository, or of the module that has this name."""
+    words = name.split(".")
+    files = (TESTS.parent.joinpath(*words[:end]).with_suffix(".py") for end in (None, -1))
+    return next(filter(Path.exists, files), None)
+
+
+if __name__ == "__main__":
+    print(*(f"--ignore={path.relative_to(TESTS.parent)}" for path in left_out(*sys.argv[1:])), sep="\n")

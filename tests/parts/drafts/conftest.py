@@ -1,0 +1,1 @@
+from tests.tools.simulator.conftest import invoke, numbers, run  # noqa: F401

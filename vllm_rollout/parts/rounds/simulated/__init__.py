@@ -1,0 +1,1 @@
+"""Runs of rounds in a simulation."""
