@@ -87,17 +87,22 @@ def has(name: str) -> bool:
 
 def faces(face: str) -> Iterator[tuple[str, Any]]:
     """Name of each part with this face, and the face, in the order of the parts."""
-    for part in parts():
-        if (place := part.faces.get(face)) is not None:
-            yield part.name, load(place)
-        for other, its in part.also.items():
-            if face in its and has(other):
-                yield part.name, load(its[face])
+    for part, place in _places(face):
+        yield part, load(place)
 
 
 def face(name: str, face: str) -> Any | None:
     """This face of one part. None if the part is not there, or has no such face."""
-    return next((found for part, found in faces(face) if part == name), None)
+    return next((load(place) for part, place in _places(face) if part == name), None)
+
+
+def _places(face: str) -> Iterator[tuple[str, str]]:
+    for part in parts():
+        if (place := part.faces.get(face)) is not None:
+            yield part.name, place
+        for other, its in part.also.items():
+            if face in its and has(other):
+                yield part.name, its[face]
 
 
 @cache

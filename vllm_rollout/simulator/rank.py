@@ -83,7 +83,7 @@ class Rank:
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
         self._transfer = machine.transfer
-        self._group_steps = (learned or new_steps()).fresh()
+        self._group_steps = new_steps() if learned is None else learned.fresh()
         self._step = 0
         self._between_s = 0.0
         """Time at which the last step ended."""

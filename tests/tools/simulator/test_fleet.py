@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
+from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, scored, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import TransferCost
 from vllm_rollout.parts.moving.simulated import run_fleet

@@ -263,8 +263,8 @@ def test_a_group_that_moved_leaves_the_place_where_it_was_launched():
     its = conditions(GeneratedDataSet(SMALL), epochs=2, num_ranks=3, migration="consolidate", scale_down="auto")
     replayed = _RunReplay(its, parse_rounds("prompts_per_round=12,prompt_speculation=1,response_speculation=1", 4))
     assert replayed.run(lambda done: None).num_moves > 0
-    assert replayed._placement.loads == [0, 0, 0]
-    assert replayed._placement.num_candidates == [0, 0, 0]
+    assert replayed._places._placement.loads == [0, 0, 0]
+    assert replayed._places._placement.num_candidates == [0, 0, 0]
 
 
 @pytest.mark.parametrize("text", ["prompts_per_round=6", "prompts_per_round=6,selection=dual_end,patience=1.5"])

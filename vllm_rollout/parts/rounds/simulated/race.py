@@ -103,7 +103,7 @@ class RoundRace:
 
     def freed_s(self, seconds: float) -> float:
         """Seconds for which ranks were free in a round that ended at `seconds`, summed."""
-        return 0.0 if self._mover is None else self._mover.freed_s(seconds)
+        return 0 if self._mover is None else self._mover.freed_s(seconds)
 
     def _hear(self, seconds: float, told: Closed) -> None:
         self._window.release(told.num_ended)
