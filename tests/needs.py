@@ -19,31 +19,31 @@ TESTS = Path(__file__).parent
 NEEDS: dict[str, tuple[str, ...]] = {
     "kernel/api/stepped_llm.py": ("moving",),
     "kernel/api/test_back_pressure.py": ("pruning",),
-    "kernel/api/test_engine_calls.py": ("moving",),
+    "kernel/api/test_engine_calls.py": ("pruning", "rounds"),
     "kernel/api/test_flags.py": ("front_ends", "moving"),
     "kernel/api/test_group_routes.py": ("moving", "shaping"),
-    "kernel/api/test_keys.py": ("pruning", "trainers"),
+    "kernel/api/test_keys.py": ("trainers",),
     "kernel/api/test_open_paths.py": ("moving",),
     "kernel/api/test_outputs.py": ("sessions",),
     "kernel/core/scheduler_runs.py": ("pruning", "rounds"),
     "kernel/core/test_internal_errors.py": ("pruning",),
     "kernel/core/test_joined_groups.py": ("pruning",),
-    "kernel/core/test_joining.py": ("emulation", "pruning"),
+    "kernel/core/test_joining.py": ("emulation",),
     "kernel/core/test_races.py": ("rounds",),
     "kernel/core/test_scheduler_properties.py": ("pruning",),
     "kernel/http/conftest.py": ("page", "rewards", "rounds", "sessions"),
-    "kernel/http/fake_engine.py": ("pruning",),
+    "kernel/http/fake_engine.py": ("pruning", "rounds"),
     "kernel/http/fake_parts.py": ("moving", "shaping"),
     "kernel/http/test_body.py": ("sessions",),
+    "kernel/http/test_fuzz.py": ("pruning",),
     "kernel/http/test_launch.py": ("shaping",),
     "kernel/http/test_renamed.py": ("rounds", "sessions"),
-    "kernel/http/test_serialised.py": ("pruning",),
     "kernel/http/test_work.py": ("rewards", "sessions"),
-    "kernel/rules/group_steps.py": ("pruning",),
+    "kernel/rules/group_steps.py": ("pruning", "rounds"),
     "kernel/rules/test_sibling_table.py": ("moving",),
     "kernel/rules/test_step.py": ("pruning",),
     "kernel/rules/test_xargs.py": ("pruning",),
-    "kernel/test_output_text.py": ("rewards", "rounds"),
+    "kernel/test_output_text.py": ("rewards",),
     "kernel/test_wire.py": ("pruning", "rounds"),
     "kernel/tracker/test_launches.py": ("pruning",),
     "kernel/tracker/test_tracker.py": ("pruning",),
@@ -54,15 +54,17 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/drafts/test_simulator.py": ("emulation", "shaping"),
     "parts/emulation/emulated_run.py": ("drafts", "pruning"),
     "parts/emulation/test_fate.py": ("page", "shaping"),
+    "parts/moving/ranked_llm.py": ("rounds",),
     "parts/moving/test_failing_moves.py": ("rounds",),
-    "parts/moving/test_forecast.py": ("pruning",),
+    "parts/moving/test_forecast.py": ("pruning", "rounds"),
     "parts/moving/test_moving.py": ("pruning", "rounds"),
     "parts/moving/test_moving_schedules.py": ("rounds",),
+    "parts/moving/test_planner.py": ("rounds",),
     "parts/moving/test_resizing.py": ("rounds",),
     "parts/page/test_page.py": ("pruning",),
     "parts/page/test_recorded_sessions.py": ("sessions",),
     "parts/page/test_recorder.py": ("pruning",),
-    "parts/page/test_watch.py": ("moving",),
+    "parts/page/test_watch.py": ("moving", "sessions"),
     "parts/pruning/test_known_prompts.py": ("shaping",),
     "parts/pruning/test_learning_calls.py": ("shaping",),
     "parts/pruning/test_memories.py": ("shaping",),
@@ -75,6 +77,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/rounds/test_resume.py": ("page", "pruning", "shaping"),
     "parts/rounds/test_resuming.py": ("pruning",),
     "parts/rounds/test_session_rounds.py": ("sessions",),
+    "parts/rounds/typed.py": ("sessions",),
     "parts/shaping/test_admission.py": ("emulation",),
     "parts/shaping/test_played_budget.py": ("pruning",),
     "parts/shaping/test_ran_steps.py": ("page",),
@@ -173,7 +176,10 @@ def imported_parts(path: Path) -> frozenset[str]:
     """Parts of which a file imports something, also a name that a part gives to the package."""
     exports = {f"vllm_rollout.{name}": place for name, place in parts.exports().items()}
     modules = (exports.get(name, name).split(".") for name in imported(path))
-    return frozenset(module[2] for module in modules if module[:2] == ["vllm_rollout", "parts"] and len(module) > 2)
+    folders = [module[2:4] for module in modules if module[:2] == ["vllm_rollout", "parts"]]
+    return frozenset(
+        name.removeprefix("with_") for its in folders for name in its if name == its[0] or name.startswith("with_")
+    )
 
 
 def read_with(path: Path) -> set[Path]:

@@ -22,8 +22,8 @@ NOT_FOR_DECISIONS = {"random", "time", "logging"}
 
 KNOWS_VLLM = {"api", "core", "worker"}
 """Rooms that import vllm: one per process."""
-MAY_KNOW_VLLM = {"kernel", "wire"}
-"""Modules that several of these processes share: files of the kernel itself, and `wire.py` of a part."""
+MAY_KNOW_VLLM = {"kernel", "options", "plugin", "wire"}
+"""Modules that several of these processes share: files of the kernel itself, and three files of a part."""
 
 
 def room(path: Path) -> str:
@@ -33,7 +33,8 @@ def room(path: Path) -> str:
     if parts[0] == "kernel":
         return parts[1] if len(parts) > 2 else "kernel"
     if parts[0] == "parts":
-        return parts[2] if len(parts) > 2 else "parts"
+        rooms = parts[3:] if len(parts) > 3 and parts[2].startswith("with_") else parts[2:]
+        return rooms[0] if rooms else "parts"
     return parts[0]
 
 
@@ -58,7 +59,7 @@ def torch_or_vllm(module: str) -> bool:
 def not_for_rules(module: str) -> bool:
     if is_within(module, "vllm_rollout.kernel.rules", "vllm_rollout.config"):
         return False
-    if re.match(r"vllm_rollout\.parts\.\w+\.rules\b", module):
+    if re.match(r"vllm_rollout\.parts\.\w+(\.with_\w+)?\.rules\b", module):
         return False
     top = module.partition(".")[0]
     return top not in sys.stdlib_module_names or top in NOT_FOR_DECISIONS

@@ -46,6 +46,13 @@ def test_every_place_of_a_part_is_there(part):
         assert load(place) is not None, place
 
 
+@pytest.mark.parametrize("part", parts.parts(), ids=lambda part: part.name)
+def test_what_needs_another_part_stands_in_its_folder(part):
+    for other, its in part.also.items():
+        folder = f"vllm_rollout.parts.{part.name}.with_{other}."
+        assert [place for place in its.values() if not place.startswith(folder)] == []
+
+
 def test_needs_form_no_circle_and_name_parts():
     assert {need for part in parts.parts() for need in part.needs} <= {part.name for part in parts.parts()}
 
@@ -55,7 +62,7 @@ def listing(monkeypatch):
     """Lists these parts in place of the installed ones."""
 
     def instead(*those: Part, without: str = "") -> None:
-        monkeypatch.setattr(parts, "_installed", lambda: listed(*those))
+        monkeypatch.setattr(parts, "installed_parts", lambda: listed(*those))
         monkeypatch.setenv(parts.WITHOUT, without)
         parts.parts.cache_clear()
 

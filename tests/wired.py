@@ -4,8 +4,10 @@
     rounds -> moving 10                a part names another part, though its `needs` do not: 0 is the aim
     page -> simulator 6                a part names a tool: 0 is the aim
 
-A file that a part names in `also` may import the other part. Files of a part's face for a tool (`TOOLS`) may import the
-tool: nothing else loads them.
+Files that need another part beside the needs of their own stand in a folder `with_OTHER`, and are reached by `also` of
+their part. They may name the other part and its needs. The rest of their part may not name them.
+
+Files that only a tool loads have the name of the tool's face (`TOOLS`), and may name the tool.
 
 `tests/wired.txt` has the counts. A test fails if a count differs: a larger one is new wiring, a smaller one is written
 down, so that it stays small. Run from the repository root: python -m tests.wired --write
@@ -16,7 +18,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_rollout.kernel.parts import parts
@@ -36,29 +38,28 @@ def wiring(package: Path) -> dict[str, int]:
     """Counts by what is wired, sorted."""
     found: Counter[str] = Counter()
     needs = {part.name: part.needs for part in parts()}
-    pairs = {
-        (place.partition(":")[0], other)
-        for part in parts()
-        for other, its in part.also.items()
-        for place in its.values()
-    }
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)
         ring, owner = where.parts[0], where.parts[1] if len(where.parts) > 2 else ""
         if ring not in ("kernel", "parts"):
             continue
-        file = ".".join([package.name, *where.with_suffix("").parts])
-        face = where.with_suffix("").parts[2] if ring == "parts" and owner else ""
+        rooms = where.with_suffix("").parts if ring == "parts" else ()
         for module in imports(path.read_text()):
             _, *rest = module.split(".")
             if rest[:1] == ["parts"] and len(rest) > 1 and ring == "kernel":
                 found[f"{where} {rest[1]}"] += 1
-            elif rest[:1] == ["parts"] and len(rest) > 1 and rest[1] != owner:
-                if rest[1] not in needs.get(owner, ()) and (file, rest[1]) not in pairs:
-                    found[f"{owner} -> {rest[1]}"] += 1
-            elif rest and rest[0] in TOOLS and (ring == "kernel" or face != TOOLS[rest[0]]):
+            elif rest[:1] == ["parts"] and len(rest) > 1:
+                allowed = {owner, *others(where.parts)}
+                allowed.update(need for part in list(allowed) for need in needs.get(part, ()))
+                found.update(f"{owner} -> {other}" for other in {rest[1], *others(rest)} - allowed)
+            elif rest and rest[0] in TOOLS and TOOLS[rest[0]] not in rooms:
                 found[f"{where if ring == 'kernel' else owner} -> {rest[0]}"] += 1
     return dict(sorted(found.items()))
+
+
+def others(names: Sequence[str]) -> set[str]:
+    """The parts that a module needs because of its folder."""
+    return {name.removeprefix("with_") for name in names[2:3] if name.startswith("with_")}
 
 
 def imports(source: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from benchmarks.agents.world import PROMPT_TOKENS, TERMS, course_of
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.sessions.simulated.sessions import MORE_SESSIONS, SessionGroup, run_sessions
+from vllm_rollout.parts.sessions.with_shaping.simulated import MORE_SESSIONS, SessionGroup, run_sessions
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
 

@@ -16,9 +16,9 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.kernel.call_table import GroupToAdopt, GroupToRelease
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.moving.calls import GroupToAdopt, GroupToRelease
 from vllm_rollout.parts.moving.wire import Parcel
 
 EPOCH = 1

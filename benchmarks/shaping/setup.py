@@ -14,9 +14,8 @@ from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive
 from benchmarks.prompts import PROMPTS
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.kernel.rules.fields import SelectionRule
-from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan
+from vllm_rollout.kernel.rules.plan import MAX_BUDGET_RATIO, GroupPlan, make_plan
 from vllm_rollout.models import DEFAULT_MODEL
-from vllm_rollout.parts.shaping.rules.allocation import MAX_BUDGET_RATIO
 
 WayName = Literal[
     "uniform", "early_stop", "dual_end", "dual_end_patience", "pool", "auto", "auto_dual_end", "auto_patience"

@@ -15,15 +15,15 @@ import pytest
 
 from tests.engine.conftest import Server, emulating, lives, said_in, serve_command
 from tests.engine.run_rounds import assert_nothing_left
-from vllm_rollout.kernel.client.client import RolloutClient
+from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.parts.emulation.fate import Fate, Fates
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.emulation.step_log import LoggedSteps, read_steps
 from vllm_rollout.parts.emulation.tokens import succeeded
+from vllm_rollout.parts.pruning.api.state_file import LEARNED
 from vllm_rollout.parts.rounds.http.saved import parse_saved
-from vllm_rollout.parts.rounds.http.store import LEARNED
 
 SEED = 1000
 AUC = 0.85

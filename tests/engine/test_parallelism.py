@@ -12,7 +12,7 @@ import pytest
 from tests.engine.conftest import Server, emulating, serve_command
 from tests.engine.run_rounds import make_run, play
 from vllm_rollout.parts.emulation.step_log import read_steps
-from vllm_rollout.parts.moving.rules.planner import QUIET_ROUNDS
+from vllm_rollout.parts.rounds.rules.planner import QUIET_ROUNDS
 
 NUM_PROMPTS, GROUP_SIZE = 4, 4
 KV_BYTES_PER_WORKER = 4 * 2**20

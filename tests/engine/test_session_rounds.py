@@ -14,7 +14,7 @@ import pytest
 from tests.engine.conftest import Server, emulating, serve_command
 from tests.support.waiting import WAIT_S
 from vllm_rollout import AgentSession, AsyncRolloutClient, RolloutError
-from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound
+from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRound
 
 DEVICE = {"step": {"ms": 4.0}, "lengths": {"log_normal": {"mean": 20, "sigma": 0.3}}}
 TERMS = {"prompt_speculation": 1.5, "response_speculation": 1.5, "sessions": {"max_turns": 4}}

@@ -28,7 +28,8 @@ from tests.kernel.http.fake_engine import MODEL, FakeEngine
 from tests.parts.rewards.test_grading import FakeGraders, by_length
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.kernel.http.answers import GroupAnswer
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.parts.rewards.grading.values import Trajectory
 
 LOST = RolloutError(None, "no connection", "ConnectError")
 

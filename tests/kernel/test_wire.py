@@ -14,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.steps import group_terms, said
+from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation
 from vllm_rollout.kernel.wire import (
@@ -23,7 +24,7 @@ from vllm_rollout.kernel.wire import (
     LastLogits,
     RunnerReport,
 )
-from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORES, Scores
 from vllm_rollout.parts.rounds.rules.race import RacePlace

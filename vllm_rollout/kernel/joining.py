@@ -13,9 +13,10 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_rollout.kernel.rules.plan import GroupJoin
 from vllm_rollout.kernel.rules.prompt_key import key_of_content, num_bytes, seed_for
+from vllm_rollout.kernel.rules.rewards import AnswerName, request_name
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.pruning.rules.ledger import AnswerName, Scoring, request_name
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.step import SCORING
 
 MAX_ID_BYTES = 512

@@ -31,11 +31,11 @@ from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.serve import parse
-from vllm_rollout.kernel.call_table import RECORD_STEPS, TAKE_STEPS
 from vllm_rollout.kernel.compat import check_vllm_version
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of, versions
+from vllm_rollout.parts.shaping.calls import RECORD_STEPS, TAKE_STEPS
 from vllm_rollout.parts.shaping.rules.cost import StepTime
 
 UNTIMED_STEPS = 2

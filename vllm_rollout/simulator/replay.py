@@ -50,7 +50,7 @@ def replay(
 ) -> SimulationOutcome:
     """Run every rollout of the trace, `epochs` times over.
 
-    `sessions`: terms of the sessions that take the candidates' place (`parts/sessions/simulated/sessions.py`).
+    `sessions`: terms of the sessions that take the candidates' place (`parts/sessions/with_shaping/simulated.py`).
     `recording` takes each rollout as a row (`parts/page/simulated.py`).
 
     Raises: PlanError for a setting that no engine would take. ValueError for a candidate that the KV cache cannot hold.

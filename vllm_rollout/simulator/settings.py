@@ -22,9 +22,8 @@ from vllm_rollout.kernel.rules.fields import (
     LaunchRule,
     SelectionRule,
 )
-from vllm_rollout.kernel.rules.plan import GroupPlan, default_num_longest, make_plan
+from vllm_rollout.kernel.rules.plan import GroupPlan, default_num_longest, make_plan, upper_bound
 from vllm_rollout.kernel.rules.rows import Either, Flag, Names, PlanError, Row, Text
-from vllm_rollout.parts.shaping.rules.allocation import upper_bound
 from vllm_rollout.simulator.parts import simulated
 
 

@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
     trace: Trace | None = None
     """None: lengths are generated."""
     sessions: Any = None
-    """Recorded groups of sessions that are replayed (`parts/sessions/simulated/recorded.py`)."""
+    """Recorded groups of sessions that are replayed (`parts/sessions/with_page/simulated.py`)."""
 
 
 def run(options: SimulateOptions) -> None:

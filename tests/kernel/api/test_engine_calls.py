@@ -9,9 +9,11 @@ import pytest
 from tests.support.time_limit import end_within
 from vllm_rollout.kernel.api import engine_calls
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import CUT_RACE, HEADS, HELD_GROUPS
+from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.call_table import RANK_COUNTS
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.moving.api.rank_client import RankDied
+from vllm_rollout.parts.pruning.calls import HEADS
+from vllm_rollout.parts.rounds.calls import CUT_RACE
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +67,7 @@ async def test_what_every_rank_knows_the_next_one_says_when_the_first_dies() -> 
 
 
 @pytest.mark.parametrize("calls", [
-    lambda engine: engine.call_rank(0, CUT_RACE, "race"), lambda engine: engine.call_all(HELD_GROUPS, None)
+    lambda engine: engine.call_rank(0, CUT_RACE, "race"), lambda engine: engine.call_all(RANK_COUNTS, None)
 ])  # fmt: skip
 async def test_a_call_that_is_on_its_way_when_the_engine_dies_ends(calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_calls, "LOOK_S", 0.01)

@@ -18,9 +18,9 @@ from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, expected_remaining

@@ -22,8 +22,8 @@ from vllm_rollout.kernel import plugin
 from vllm_rollout.kernel.api.serve import parse
 from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.kernel.http.admin import AdminKey
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.http.origins import AllowedHosts
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 from vllm_rollout.parts.trainers.api.trainers import COMPAT
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_rollout.kernel.api.outputs import pad_prompt_logprobs
-from vllm_rollout.parts.sessions.api import ended_at_once, heard
+from vllm_rollout.parts.sessions.api.turns import ended_at_once, heard
 
 PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7]}
 

@@ -9,10 +9,10 @@ from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, add_group, assert_nothing_left
 from tests.support.steps import races_of
-from vllm_rollout.kernel.call_table import CUT_RACE, FORGET_RACE, HELD_GROUPS, WIDEN_RACE, Operation, WiderRace
+from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.core.calls import rollout_call
-from vllm_rollout.kernel.rules.types import HeldGroups
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, NUM_RACES, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.step import LOST
 
@@ -35,9 +35,9 @@ def call(run: TracedRun, operation: Operation[Any, Any], argument: Any) -> Any:
 
 
 def forget(run: TracedRun) -> None:
-    assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 1)
+    assert call(run, NUM_RACES, None) == 1
     call(run, FORGET_RACE, "round")
-    assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 0)
+    assert call(run, NUM_RACES, None) == 0
     assert races_of(run.scheduler)._race_of == {}
     assert_nothing_left(run)
 
@@ -148,5 +148,5 @@ def test_a_race_that_is_forgotten_leaves_its_groups_to_themselves(new_run):
     call(run, FORGET_RACE, "round")
     run.run()
     assert [run.state(id) for ids in groups for id in ids] == ["finished"] * 4
-    assert call(run, HELD_GROUPS, None) == HeldGroups(0, 0, 0)
+    assert call(run, NUM_RACES, None) == 0
     assert_nothing_left(run)

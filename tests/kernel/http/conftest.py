@@ -22,12 +22,14 @@ from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.rewards.http.service import Graders
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism
+from vllm_rollout.parts.rewards.http.service import Graders, GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RunStore
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
 from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.with_page.http.seen import observers
 
 DEADLINE_S = 60.0
 
@@ -85,23 +87,24 @@ def make_app(
     app.include_router(router)
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    app.state.rollout_service = RolloutService(
-        engine, metrics, recorder=recorder, audit_ratio=audit_ratio, graders=graders
-    )
+    page, rewards = PagePart(engine), RewardsPart(engine)
+    page.recorder, rewards.grading = recorder, GradingService(graders, metrics)
+    engine.parts = [page, rewards]
+    app.state.rollout_service = RolloutService(engine, metrics, audit_ratio=audit_ratio)
     app.state.session_service = SessionService(
         engine.give_up,
         app.state.rollout_service.grading,
-        app.state.rollout_service.learning,
+        app.state.rollout_service.rewards,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
-        recorder=recorder,
+        pruning_refusal=lambda: app.state.rollout_service.learning.pruning_refusal,
+        observers=observers(app.state.rollout_service.viewers, recorder),
     )
-    app.state.rollout_service.viewers.sessions = app.state.session_service.seen
-    store = RunStore(database)
-    parallelism = None if make_parallelism is None else make_parallelism(metrics)
-    app.state.run_service = RunService(
-        app.state.rollout_service, engine, store, metrics, parallelism, app.state.session_service
-    )
+    app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
+    app.state.run_service.sessions = app.state.session_service
+    app.state.run_service.length_history = lambda *asked: engine.shaping.length_history(*asked)
+    if make_parallelism is not None:
+        app.state.run_service.resize_by(make_parallelism(metrics))
     app.state.healthy = True
 
     @app.get("/health", include_in_schema=False)

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -19,16 +19,19 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from tests.kernel.http.fake_parts import FakeMoves, FakeShaping
 from tests.parts.pruning.fake_learning import MODEL, FakeLearning
 from tests.support.steps import group_steps, is_lost, judged, races_of, said
+from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
     GroupLost,
     GroupOrder,
+    Kind,
     Outlook,
     PreparedPrompt,
     PromptInput,
     RequestError,
 )
+from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import (
@@ -39,10 +42,12 @@ from vllm_rollout.kernel.rules.types import (
     Ending,
     EndReason,
     HeldGroups,
+    RankCounts,
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import PRUNING
-from vllm_rollout.parts.rounds.rules.step import RoundsStep
+from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING
+from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, NUM_RACES, WIDEN_RACE
+from vllm_rollout.parts.rounds.rules.step import PLACE, RoundsStep
 
 VOCAB_SIZE = 1000
 
@@ -97,6 +102,8 @@ class FakeEngine:
     learning: FakeLearning = field(default_factory=FakeLearning)
     shaping: FakeShaping = field(init=False)
     moves: FakeMoves = field(init=False)
+    parts: list[ApiPart] = field(default_factory=list)
+    """Other parts."""
     adapters: Sequence[str] = ()
     """Adapters that are served beside the model."""
     max_num_seqs: int = 64
@@ -145,6 +152,36 @@ class FakeEngine:
         self.moves = FakeMoves(self.groups, lambda: self.num_running)
 
     @property
+    def calls(self) -> FakeEngine:
+        return self
+
+    def part(self, kind: type[Kind]) -> Kind:
+        found = self.find(kind)
+        assert found is not None, kind
+        return found
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        parts = (self.learning, self.shaping, self.moves, *self.parts)
+        return next((part for part in parts if isinstance(part, kind)), None)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.moves.num_ranks
+
+    async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """Results of an operation, as of one rank."""
+        self.learning.check_alive()
+        answers: dict[Any, Callable[[Any], Any]] = {
+            CUT_RACE: self._cut_race,
+            WIDEN_RACE: lambda race: races_of(self.races[race.race_id]).widen(*race),
+            FORGET_RACE: lambda race_id: self.races.pop(race_id, None),
+            NUM_RACES: lambda _: len(self.races),
+        }
+        return [answers[operation](argument)]
+
+    tell_groups = call_all
+
+    @property
     def num_running(self) -> int:
         return self.num_launched - self.num_ended - self.num_aborted
 
@@ -187,18 +224,11 @@ class FakeEngine:
 
     async def run_group(self, order: GroupOrder) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         group_id, plan, prompt, stream_tokens = order.group_id, order.plan, order.prompt, order.stream_tokens
-        place, beginnings = order.place, order.beginnings
+        place, beginnings = PLACE.of(order.said_once), order.beginnings
         self.outlooks[prompt.id] = order.outlook
         handle: Handle = prompt.handle
-        scoring = None
-        if plan.pruning is not None:
-            scoring = Scoring(
-                order.rollout_id,
-                prompt.id,
-                order.pruning_seed,
-                prompt_key=order.prompt_key,
-                adapter=handle.adapter,
-            )
+        if (scoring := SCORING.of(order.said)) is not None:
+            scoring = replace(scoring, adapter=handle.adapter)
         steps = group_steps(self.learning.judge)
         if place is not None:
             steps = self.races.setdefault(place.race_id, steps)
@@ -288,21 +318,11 @@ class FakeEngine:
             if group_id in self.groups:
                 self.groups[group_id].give_up(group_id, indices)
 
-    async def cut_race(self, race_id: str) -> None:
-        self.learning.check_alive()
+    def _cut_race(self, race_id: str) -> None:
         self.launched_at_cuts.append(self.num_launched)
         if race_id in self.races:
             steps = self.races[race_id]
             steps.part(RoundsStep).cut(race_id, steps)
-
-    async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        self.learning.check_alive()
-        assert race_id in self.races, "a race that nobody entered"
-        races_of(self.races[race_id]).widen(race_id, num_wanted)
-
-    async def forget_race(self, race_id: str) -> None:
-        self.learning.check_alive()
-        self.races.pop(race_id, None)
 
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
         self.learning.check_alive()
@@ -313,8 +333,9 @@ class FakeEngine:
             for each, offset in zip(running, offsets, strict=True)
         ]
 
-    async def held_groups(self) -> HeldGroups:
-        return HeldGroups(len(self.groups), 0, len(self.races))
+    async def rank_counts(self) -> dict[int, RankCounts]:
+        groups = HeldGroups(len(self.groups), 0)
+        return {rank: RankCounts(HeldGroups(0, 0) if rank else groups) for rank in range(self.moves.num_ranks)}
 
     def _candidate(self, index: int, prompt: PreparedPrompt, seed_name: str, before: Sequence[int]) -> Candidate:
         sampling: Sampling = prompt.handle.sampling

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from tests.parts.pruning.fake_learning import FakeLearning
-from vllm_rollout.kernel.http.engine import Drained, RequestError
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.moving.rules.load import ArrivedKV, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.kernel.rules.types import BASE_MODEL, EngineLoad
+from vllm_rollout.parts.moving.http.engine import Drained, MovesPart
+from vllm_rollout.parts.moving.rules.load import ArrivedKV, GroupLoad, RankLoad, RankState
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER, Holders
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
+from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
@@ -21,8 +23,8 @@ from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
 
 
 @dataclass(slots=True)
-class FakeShaping:
-    """Implements `vllm_rollout.kernel.http.engine.ShapingPart`; lengths are part of what is learned."""
+class FakeShaping(ShapingPart):
+    """Lengths are part of what is learned."""
 
     learning: FakeLearning
     cost_model: CostModel | None = None
@@ -43,8 +45,8 @@ class FakeShaping:
 
 
 @dataclass(slots=True)
-class FakeMoves:
-    """Implements `vllm_rollout.kernel.http.engine.MovesPart`. Everything runs on rank 0."""
+class FakeMoves(MovesPart):
+    """Everything runs on rank 0."""
 
     groups: Mapping[str, GroupSteps] = field(default_factory=dict)
     """Running groups by id."""
@@ -63,10 +65,14 @@ class FakeMoves:
     def refusal(self, *, priced: bool) -> str | None:
         return None if self.num_ranks > 1 else "needs several ranks."
 
-    async def engine_loads(self) -> list[EngineLoad]:
+    async def rank_states(self) -> list[RankState]:
         return [
-            EngineLoad(
-                rank in self.held, 0 if rank else self.count_running(), 0, 0.0, 0, 0, 0, [], *self.arrived.get(rank, ())
+            RankState(
+                EngineLoad(0 if rank else self.count_running(), 0, 0.0, 0, []),
+                rank in self.held,
+                0,
+                0,
+                *self.arrived.get(rank, ()),
             )
             for rank in range(self.num_ranks)
         ]
@@ -75,8 +81,8 @@ class FakeMoves:
         if self.held | {rank} == set(range(self.num_ranks)):
             raise RequestError("the last one", status=HTTPStatus.CONFLICT, param="rank")
         self.holders[rank].change(owner, held=True)
-        load = (await self.engine_loads())[rank]
-        return Drained(load.is_held, 0, load.num_running, {}, 0.0)
+        its = (await self.rank_states())[rank]
+        return Drained(its.is_held, 0, its.num_requests, {}, 0.0)
 
     async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         self.holders[rank].change(owner, held=False)

@@ -21,8 +21,8 @@ from schemathesis.specs.openapi.checks import (
 from tests.kernel.http.conftest import DEADLINE_S, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.pruning.fake_learning import FakeLearning
-from vllm_rollout.kernel.http.engine import HeadInfo
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 APP = make_app(FakeEngine(max_num_seqs=16, max_model_len=200))
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)

@@ -22,7 +22,7 @@ from vllm_rollout.kernel.http.launch import Launcher
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.parts.shaping.http import history_key
+from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 ENDLESS = {"min_tokens": 4000}

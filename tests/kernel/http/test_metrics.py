@@ -18,12 +18,12 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel.http import gauges
+from vllm_rollout.kernel.http import engine_totals, gauges, metrics
 from vllm_rollout.kernel.http.answers import RolloutAnswer, Usage
 from vllm_rollout.kernel.http.engine_totals import FOLDER_VARIABLE, EngineTotals, Reading
 from vllm_rollout.kernel.http.gauges import FreshGauges
 from vllm_rollout.kernel.http.metrics import PREFIX, Metrics
-from vllm_rollout.kernel.rules.types import HeldGroups
+from vllm_rollout.kernel.rules.types import HeldGroups, RankCounts
 
 
 async def samples(http: httpx.AsyncClient) -> dict[str, float]:
@@ -72,29 +72,43 @@ def fresh(app) -> None:
     app.add_middleware(FreshGauges)
 
 
-async def held(numbers: HeldGroups) -> HeldGroups:
-    return numbers
+async def told(*each: RankCounts) -> dict[int, RankCounts]:
+    return dict(enumerate(each))
 
 
 @pytest.mark.usefixtures("fresh")
-async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, monkeypatch):
-    monkeypatch.setattr(FakeEngine, "held_groups", lambda _: held(HeldGroups(2, 3, 0, 4)))
+async def test_groups_that_wait_for_requests_are_seen_without_a_rollout(http, engine: FakeEngine, monkeypatch):
+    counts = RankCounts(HeldGroups(2, 3), 4, 5, 6), RankCounts(HeldGroups(1, 0), 1)
+    engine.races.update(a=None, b=None)
+    monkeypatch.setattr(FakeEngine, "rank_counts", lambda _: told(*counts))
     values = await samples(http)
-    assert (values["groups_held.running"], values["groups_held.idle"]) == (2, 3)
-    assert values["joined_groups_unmet_total"] == 4
+    assert (values["groups_held.running"], values["groups_held.idle"], values["races_held"]) == (3, 3, 2)
+    assert values["joined_groups_unmet_total"] == 5
+    assert (values["internal_errors_total.0"], values["weight_changes_total.0"]) == (5, 6)
+    assert values["internal_errors_total.1"] == values["weight_changes_total.1"] == 0
+
+
+@pytest.mark.usefixtures("fresh")
+async def test_a_scrape_reads_the_files_of_all_processes_once(http, engine: FakeEngine, monkeypatch):
+    read: list[int] = []
+    engine.moves.num_ranks = 2
+    monkeypatch.setattr(engine_totals, "_counted_by_all", lambda: read.append(1) or {})
+    values = await samples(http)
+    assert values["joined_groups_unmet_total"] == values["weight_changes_total.1"] == values["moving_seconds_total.1"]
+    assert len(read) == 1
 
 
 @pytest.mark.usefixtures("fresh")
 async def test_an_engine_that_does_not_answer_holds_nobody_up(http, monkeypatch):
     monkeypatch.setattr(gauges, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(FakeEngine, "held_groups", lambda _: asyncio.Event().wait())
+    monkeypatch.setattr(FakeEngine, "rank_counts", lambda _: asyncio.Event().wait())
     for _ in range(2):
         assert (await http.get("/metrics")).status_code == 200
 
 
 @pytest.mark.usefixtures("fresh")
 async def test_other_paths_ask_nothing_of_the_engine(http: httpx.AsyncClient, monkeypatch):
-    monkeypatch.setattr(FakeEngine, "held_groups", None)
+    monkeypatch.setattr(FakeEngine, "rank_counts", None)
     assert (await http.get("/health")).status_code == 200
 
 
@@ -130,19 +144,34 @@ def test_a_name_says_type_and_unit(family: Metric) -> None:
         assert "since" not in family.documentation, "a counter"
 
 
+def test_without_parts_there_are_the_metrics_of_the_kernel(monkeypatch) -> None:
+    monkeypatch.setattr(metrics, "faces", lambda face: iter(()))
+    names = {each.name.removeprefix(PREFIX) for each in families()}
+    assert names == {
+        *("groups", "candidates", "clients_left", "tokens", "group_latency_seconds", "group_wasted_ratio"),
+        *("groups_held", "joined_groups_unmet", "internal_errors", "weight_changes", "background_task_errors"),
+    }
+
+
 # -- Numbers that every API process reads from the engine
 
 EACH = """
-import json, sys
+import asyncio, json, sys
 from prometheus_client import CollectorRegistry
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from tests.kernel.http.fake_engine import FakeEngine
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.types import HeldGroups, RankCounts
+from vllm_rollout.parts.sessions.http.metrics import SessionMetrics
+
+class Engine(FakeEngine):
+    async def rank_counts(self):
+        return {rank: RankCounts(HeldGroups(0, 0), num_internal_errors=each) for rank, each in enumerate(numbers)}
 
 metrics = Metrics(CollectorRegistry())
 for line in sys.stdin:
     numbers = json.loads(line)
-    metrics.ranks_moved([EngineLoad(False, 0, 0, 0.0, 0, 0, 0, [], num_internal_errors=each) for each in numbers])
-    metrics.turn_over()
+    asyncio.run(metrics.refresh(Engine()))
+    metrics.of(SessionMetrics).turn_over()
     print("done", flush=True)
 """
 

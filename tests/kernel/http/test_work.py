@@ -11,9 +11,9 @@ from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.xargs import turn_from_xargs
-from vllm_rollout.parts.rewards.grading.values import Grade
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 from vllm_rollout.parts.sessions.http.body import FinishRequest, SessionGroupRequest
 from vllm_rollout.parts.sessions.http.service import SessionService

@@ -17,13 +17,13 @@ from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, EndingNote
 from vllm_rollout.parts.drafts.acceptance import DraftSettings
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, bin_of
-from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts
+from vllm_rollout.parts.drafts.with_emulation.worker import EmulatedDrafts
 from vllm_rollout.parts.emulation.device import StepWork
 from vllm_rollout.parts.emulation.settings import settings_type
 from vllm_rollout.parts.emulation.worker.ports import SaidRow
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.worker.emulated import HIDDEN_SIZE
+from vllm_rollout.parts.pruning.with_emulation.worker import HIDDEN_SIZE
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 

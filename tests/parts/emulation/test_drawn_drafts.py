@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.parts.drafts.acceptance import REFERENCE_SIBLINGS, DraftKind, DraftSettings, share_factor
-from vllm_rollout.parts.drafts.worker.emulated import NO_DRAFTS, draw
+from vllm_rollout.parts.drafts.with_emulation.worker import NO_DRAFTS, draw
 from vllm_rollout.parts.emulation.settings import Settings, settings_type
 
 DEFAULT = DraftSettings()

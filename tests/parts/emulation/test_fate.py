@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.prompt_key import digest_of
+from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
 from vllm_rollout.parts.emulation.fate import ENDLESS, Fates, TracedLengths, forced_length
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.shaping.http import history_key
 from vllm_rollout.parts.shaping.rules.trace import TracedCandidate, TracedPrompt
 
 

@@ -6,7 +6,7 @@ from vllm.v1.request import Request
 
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from tests.parts.moving.kv_worker import KVWorker
-from vllm_rollout.kernel.call_table import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
+from vllm_rollout.parts.moving.calls import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
 from vllm_rollout.parts.moving.wire import WorkerState
 from vllm_rollout.parts.moving.worker.shared_kv import SharedKV
 

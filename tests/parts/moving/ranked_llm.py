@@ -36,6 +36,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.moving.api.deaths import Death
+from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
@@ -179,6 +180,12 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.routes.bury(rank)
 
 
+class RankedEngine(VLLMEngine):
+    @property
+    def moves(self) -> EngineMoves:
+        return self.part(EngineMoves)
+
+
 class Cluster:
     """Ranks, the API processes before them, and what came of the groups that were started."""
 
@@ -190,7 +197,7 @@ class Cluster:
             core.clients = clients
         self.llms = [RankedLLM(self.cores, index, num_api_processes) for index in range(num_api_processes)]
         names = SimpleNamespace(openai_serving_models=None, online_renderer=None)
-        self.engines = [VLLMEngine(llm, names) for llm in self.llms]
+        self.engines = [RankedEngine(llm, names) for llm in self.llms]
         self.engine, self.llm = self.engines[0], self.llms[0]
         self.ends: dict[tuple[str, int], list[str]] = {}
         """End states of each candidate, in order."""

@@ -9,9 +9,10 @@ import pytest
 from vllm import SamplingParams
 
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.parts.moving.api import moving
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.http.engine import Drained
+from vllm_rollout.parts.moving.rules.load import RankState
 
 pytestmark = pytest.mark.anyio
 
@@ -134,16 +135,16 @@ async def test_a_process_follows_holds_on_after_a_look_that_failed(new_cluster, 
     monkeypatch.setattr(moving, "FOLLOW_S", 0.02)
     cluster = new_cluster(num_api_processes=2)
     moves, second = cluster.engines[1].moves, cluster.llms[1]
-    loads, num_looks = moves.engine_loads, 0
+    states, num_looks = moves.rank_states, 0
 
-    async def fails_at_first() -> list[EngineLoad]:
+    async def fails_at_first() -> list[RankState]:
         nonlocal num_looks
         num_looks += 1
         if num_looks == 1:
             raise error
-        return await loads()
+        return await states()
 
-    monkeypatch.setattr(moves, "engine_loads", fails_at_first)
+    monkeypatch.setattr(moves, "rank_states", fails_at_first)
     moves.follow_holds()
     await cluster.until(lambda: num_looks >= 1)
     await cluster.done(drain(cluster, 0))

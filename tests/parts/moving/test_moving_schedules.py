@@ -12,15 +12,16 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.ranked_llm import Cluster
-from vllm_rollout.kernel.call_table import OPERATIONS
+from vllm_rollout.kernel.core.calls import answered
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.moving.rules.placement import TRAINER
+from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 NUM_SCHEDULES = 6
 NUM_EVENTS = 60
 MAX_GROUPS = 10
-CALLS_THAT_COME_THROUGH = OPERATIONS.keys() - {"release_group", "adopt_group"}
+CALLS_THAT_COME_THROUGH = answered().keys() - {"release_group", "adopt_group"}
 
 
 class Schedule:
@@ -85,12 +86,12 @@ class Schedule:
             self.call(self.cluster.engines[self.process_of[group_id]].cancel_groups([group_id]))
 
     def cut(self) -> None:
-        self.call(self.engine().cut_race(self.chance.choice(list(self.num_wanted))))
+        self.call(self.engine().calls.tell_groups(CUT_RACE, self.chance.choice(list(self.num_wanted))))
 
     def widen(self) -> None:
         race = self.chance.choice(list(self.num_wanted))
         self.num_wanted[race] += 1
-        self.call(self.engine().widen_race(race, self.num_wanted[race]))
+        self.call(self.engine().calls.tell_groups(WIDEN_RACE, WiderRace(race, self.num_wanted[race])))
 
     async def run(self) -> None:
         events = [self.start, self.drain, self.restore, self.move, self.leave, self.cancel, self.cut, self.widen]
@@ -116,7 +117,7 @@ class Schedule:
         )
         for engine in self.cluster.engines:
             for race in self.num_wanted:
-                await self.cluster.done(asyncio.create_task(engine.forget_race(race)))
+                await self.cluster.done(asyncio.create_task(engine.calls.tell_groups(FORGET_RACE, race)))
         for _ in range(5):
             await self.cluster.turn()
         self.left_nothing()
@@ -131,7 +132,7 @@ class Schedule:
         cluster = self.cluster
         where = [request_id for core in cluster.cores for request_id in core.scheduler.requests]
         assert len(where) == len(set(where)), "a candidate is in two engine cores"
-        decides = any(engine.moves._one_move.locked() for engine in cluster.engines)
+        decides = any(engine.calls.none_moves.locked() for engine in cluster.engines)
         if self.alone or not decides:
             assert len(cluster.held) < len(cluster.cores), "nobody takes groups"
         if self.alone:

@@ -26,8 +26,8 @@ from vllm_rollout.parts.page.recording.session_rows import (
     TurnRow,
     add_session_rewards,
 )
-from vllm_rollout.parts.sessions.http import seen
 from vllm_rollout.parts.sessions.http.service import SessionService
+from vllm_rollout.parts.sessions.with_page.http import seen
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ async def test_a_group_that_is_over_is_one_row_with_all_that_became_of_it(servic
     assert (nothing, lost) == ([], [TurnRow(4.0, 6.25, 4, 2, None, "first")])
     assert row.sessions[0].gaps_s == [0.5]
     assert (row.name, row.began) == (losing.group.engine_id, losing.group.began)
-    (live,) = service.seen.rows()
+    (live,) = seen_of(service).rows()
     assert SessionGroupRow.model_validate(live) == row, "viewers are told the same"
     assert SessionGroupRow.model_validate({**live, "until": "complete"}) == row, "as earlier versions wrote it"
     assert "token_ids" not in path.read_text()
@@ -167,9 +167,15 @@ async def test_names_may_be_anything(service, http, path, word):
     assert (row.id, row.sessions[0].id, len(row.sessions[0].turns)) == (word, f"{word} ", 2)
 
 
+def seen_of(service: SessionService) -> seen.SeenSessions:
+    observer = service._observers[0]
+    assert isinstance(observer, seen.SeenSessions)
+    return observer
+
+
 def only(service: SessionService) -> dict[str, Any]:
     """The only group that has changed."""
-    (row,), gone = service.seen.news()
+    (row,), gone = seen_of(service).news()
     assert gone == []
     return row
 
@@ -191,8 +197,8 @@ async def test_a_group_is_told_with_the_times_of_its_turns(service, http, clock)
         [(1.0, 3.5, 7, 2, None, "first")],
         7,
     )
-    assert service.seen.news() == ([], [])
-    assert [row["id"] for row in service.seen.rows()] == [group["id"]]
+    assert seen_of(service).news() == ([], [])
+    assert [row["id"] for row in seen_of(service).rows()] == [group["id"]]
 
 
 async def test_a_turn_that_came_to_no_end_is_not_told(service, http):
@@ -218,16 +224,16 @@ async def test_groups_that_are_over_give_way_first(service, http, monkeypatch, b
     groups = [await declared(http, group_size=1, id=f"g{i}") for i in range(3)]  # each may have two sessions
     play(service, groups[1]["to_begin"][0])
     await http.post(f"/v1/sessions/{groups[1]['to_begin'][0]}/finish", json={})
-    names = {row["id"]: row["name"] for row in service.seen.news()[0]}
+    names = {row["id"]: row["name"] for row in seen_of(service).news()[0]}
     await declared(http, id="g3")
-    rows, gone = service.seen.news()
+    rows, gone = seen_of(service).news()
     assert ([row["id"] for row in rows], gone) == (["g3"], [names["g1"]])
     await declared(http, id="g4")
-    rows, gone = service.seen.news()
+    rows, gone = seen_of(service).news()
     assert ([row["id"] for row in rows], gone) == (["g4"], [names["g0"]]), "all run: the oldest"
     play(service, groups[0]["to_begin"][0])
-    assert service.seen.news() == ([], []), "nobody is told of what was forgotten"
-    assert [row["id"] for row in service.seen.rows()] == ["g2", "g3", "g4"]
+    assert seen_of(service).news() == ([], []), "nobody is told of what was forgotten"
+    assert [row["id"] for row in seen_of(service).rows()] == ["g2", "g3", "g4"]
 
 
 async def test_viewers_see_sessions_as_they_go_and_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually, wait_until
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording import file as trace_file
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.pruning.rules.ledger import Reward
 from vllm_rollout.parts.shaping.rules.trace import TracedCandidate
 
 

@@ -18,12 +18,14 @@ from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import CandidateTokens
-from vllm_rollout.parts.moving.rules.load import EngineLoad, RunningGroup
+from vllm_rollout.kernel.rules.types import RunningGroup
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.seen import SeenGroup, SeenRollout
 from vllm_rollout.parts.page.http.viewers import MAX_BEHIND, Viewer
 from vllm_rollout.parts.page.recording.rows import RolloutRow
+from vllm_rollout.parts.sessions.with_page.http.seen import SeenSessions
 
 Event = tuple[str, Any]
 
@@ -103,13 +105,13 @@ async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_
 
 async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
-    loads = engine.moves.engine_loads
+    states = engine.moves.rank_states
 
-    async def counted() -> list[EngineLoad]:
+    async def counted() -> list[RankState]:
         asked.append(asyncio.get_running_loop().time())
-        return await loads()
+        return await states()
 
-    monkeypatch.setattr(type(engine.moves), "engine_loads", lambda self: counted())
+    monkeypatch.setattr(type(engine.moves), "rank_states", lambda self: counted())
     app = make_app(engine)
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -127,10 +129,10 @@ async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine,
 
 
 async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monkeypatch, caplog):
-    async def fails(self: Any) -> list[EngineLoad]:
+    async def fails(self: Any) -> list[RankState]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(type(engine.moves), "engine_loads", fails)
+    monkeypatch.setattr(type(engine.moves), "rank_states", fails)
     with serving(make_app(engine)) as url:
         async with watching(url) as viewer:
             for _ in range(2):
@@ -139,16 +141,16 @@ async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monke
 
 
 async def test_viewers_are_told_on_after_a_tick_that_failed(engine, monkeypatch):
-    sessions, num_failed = viewers._sessions, 0
+    changes, num_failed = SeenSessions.changes, 0
 
-    def fails_at_first(seen: Any) -> list[bytes]:
+    def fails_at_first(self: SeenSessions) -> list[bytes]:
         nonlocal num_failed
         num_failed += 1
         if num_failed < 3:
             raise ZeroDivisionError
-        return sessions(seen)
+        return changes(self)
 
-    monkeypatch.setattr(viewers, "_sessions", fails_at_first)
+    monkeypatch.setattr(SeenSessions, "changes", fails_at_first)
     with serving(make_app(engine)) as url:
         async with watching(url) as viewer:
             await viewer.until(lambda name, _: name == "ranks" and num_failed > 3)

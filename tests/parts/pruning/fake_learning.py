@@ -20,21 +20,17 @@ import numpy as np
 from safetensors.numpy import save
 
 from tests.parts.pruning.reports import report_of
-from vllm_rollout.kernel.http.engine import (
-    EngineStopped,
-    HeadInfo,
-    KeepState,
-    LearningReport,
-    RequestError,
-    RewardsReceipt,
-)
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
+from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts, prompt_rows
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
+from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
 MODEL = "fake-model"
@@ -51,8 +47,8 @@ def succeeded(token_ids: Sequence[int]) -> bool:
 
 
 @dataclass(slots=True)
-class FakeLearning:
-    """Implements `vllm_rollout.kernel.http.engine.LearningPart`, and scores candidates."""
+class FakeLearning(LearningPart):
+    """Learns, and scores candidates."""
 
     pruning_refusal: str | None = None
     dead: bool = False

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.prompt_key import MAX_KEPT_BYTES, num_bytes
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Confidence
-from vllm_rollout.parts.pruning.rules.ledger import EntryKey, Ledger, LedgerEntry, NamedReward, Reward, Scoring
+from vllm_rollout.parts.pruning.rules.ledger import EntryKey, Ledger, LedgerEntry, Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 PLAN = PruningPlan(detection_length=8)

@@ -16,8 +16,8 @@ from tests.parts.pruning.learning_steps import teach
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_BODY_BYTES, MAX_STATE_BYTES
 from vllm_rollout.kernel.http.admin import AdminKey
-from vllm_rollout.kernel.http.engine import HeadInfo
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
+from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 HEAD = "/v1/quality_head"
 REPORT = "/v1/quality_head/report"

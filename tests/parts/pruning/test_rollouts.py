@@ -10,9 +10,9 @@ from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, body, 
 from vllm_rollout import RolloutClient
 from vllm_rollout.config import MAX_DETECTION_LENGTHS, TRIAL_LENGTHS
 from vllm_rollout.kernel.http.answers import EndedCandidate, RolloutAnswer
-from vllm_rollout.kernel.http.engine import HeadInfo
 from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
 from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.parts.pruning.rules.report import HeadInfo
 
 NO_SCORE = dict.fromkeys(
     ("score", "success_probability", "survival_probability", "signal", "head_version", "confidence",

@@ -6,9 +6,10 @@ import msgspec
 import numpy
 import pytest
 
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.builtin import exact, math, regex
 from vllm_rollout.parts.rewards.grading.functions import caller, grade, load
-from vllm_rollout.parts.rewards.grading.values import VOID, Grade, Trajectory
+from vllm_rollout.parts.rewards.grading.values import VOID, Trajectory
 
 
 def grade_by(function, text="42", data=None, prompt="6 * 7?", token_ids=()):

@@ -26,8 +26,9 @@ from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.slices import SLICE_S
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.slots import Urgency
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http import service
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 

@@ -14,7 +14,7 @@ import pytest
 from tests.parts.sessions.test_agents import FAST, LONG, USER, within
 from tests.support.waiting import WAIT_S
 from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError
-from vllm_rollout.parts.rounds.http import session_round
+from vllm_rollout.parts.rounds.with_sessions.http import session_round
 from vllm_rollout.parts.sessions.http import service as sessions_module
 
 TERMS: dict[str, Any] = {"prompt_speculation": 1.5, "response_speculation": 1.5, "sessions": {}}

@@ -15,7 +15,8 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.parts.rounds.test_run_faults import locked
 from tests.parts.rounds.test_runs import ROUNDS, look, make, play, prompts
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rounds.http.body import RoundRequest
 from vllm_rollout.parts.rounds.http.stored import EndedGroup
 

@@ -14,9 +14,9 @@ from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.parts.moving.rules.forecast import EngineSize
-from vllm_rollout.parts.moving.rules.planner import ParallelismPlanner
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism, Resized
+from vllm_rollout.parts.rounds.rules.planner import ParallelismPlanner
+from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism, Resized
+from vllm_rollout.parts.rounds.with_shaping.rules.forecast import EngineSize
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 
 TOKENS_PER_DEVICE = 10
@@ -120,7 +120,7 @@ async def test_a_round_that_preempts_makes_the_engine_larger_before_the_next(htt
 
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
 async def test_a_round_of_another_run_is_waited_for_but_not_for_ever(http, devices, engine, monkeypatch, patience_s):
-    monkeypatch.setattr("vllm_rollout.parts.rounds.http.parallelism.PATIENCE_S", patience_s)
+    monkeypatch.setattr("vllm_rollout.parts.rounds.with_shaping.http.parallelism.PATIENCE_S", patience_s)
     await make(http, "b")
     engine.step_s = 0.005
     slow = asyncio.create_task(play(http, 40, "b"))

@@ -12,12 +12,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
 from tests.support.steps import said
-from vllm_rollout.kernel.http.engine import Beginnings
-from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import SCORING
-from vllm_rollout.parts.rounds.api import (
+from vllm_rollout.kernel.api.continued import (
     READS_OUTPUT_TOKENS,
     prompt_text,
     resume_refusal,
@@ -25,6 +20,11 @@ from vllm_rollout.parts.rounds.api import (
     resumed_prompt,
     text_of,
 )
+from vllm_rollout.kernel.http.engine import Beginnings
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORING
 
 pytestmark = pytest.mark.anyio
 

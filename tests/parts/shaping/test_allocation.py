@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
-from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan, upper_bound
 from vllm_rollout.parts.shaping.rules.allocation import (
     BatchPrompt,
     Budget,
@@ -17,7 +17,6 @@ from vllm_rollout.parts.shaping.rules.allocation import (
     extreme_tails,
     normalized_weights,
     optimal_budget,
-    upper_bound,
 )
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments

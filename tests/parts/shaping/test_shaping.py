@@ -10,10 +10,11 @@ from tests.kernel.http.conftest import DEADLINE_S, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.fake_parts import FakeShaping
 from tests.support.waiting import eventually
-from vllm_rollout.kernel.http.engine import Outlook, RequestError, StepDrift
+from vllm_rollout.kernel.http import gauges
+from vllm_rollout.kernel.http.engine import Outlook, RequestError
 from vllm_rollout.parts.moving.rules.load import ArrivedKV
-from vllm_rollout.parts.shaping import http as shaping
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 
 FLAT = CostModel(((100.0, PTLCurve((1.0, 64.0), (0.01, 0.011))),))
@@ -200,7 +201,7 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
 
 
 async def test_metrics_tell_what_moved_to_each_rank_and_what_groups_the_engine_holds(engine, http, monkeypatch):
-    monkeypatch.setattr(shaping, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(gauges, "REPORT_INTERVAL_S", 0.0)
     engine.groups = dict.fromkeys("abc")
     engine.moves.num_ranks = 2
     engine.moves.arrived[1] = 0.25, ArrivedKV(2, 24, 1)

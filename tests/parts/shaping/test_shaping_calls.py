@@ -13,24 +13,15 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.support.steps import judge_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
-from vllm_rollout.kernel.call_table import (
-    OPERATIONS,
-    RECORD_STEPS,
-    SET_COST_MODEL,
-    STEP_DRIFT,
-    TAKE_STEPS,
-    Argument,
-    CostToCompare,
-    Operation,
-    Result,
-)
-from vllm_rollout.kernel.core.calls import ANSWERS, rollout_call
+from vllm_rollout.kernel.call_table import Argument, Operation, Result
+from vllm_rollout.kernel.core.calls import rollout_call
+from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.moving.rules.work import TokenCost
-from vllm_rollout.parts.pruning.core.readings import Readings
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
+from vllm_rollout.parts.shaping.calls import RECORD_STEPS, SET_COST_MODEL, STEP_DRIFT, TAKE_STEPS, CostToCompare
 from vllm_rollout.parts.shaping.core import StepTimes
 from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Point, Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, StepTime
@@ -82,10 +73,6 @@ def cores() -> list[Core]:
 def engine(cores) -> EngineShaping:
     client = Client(*cores)
     return EngineShaping(client, EngineCalls(client))
-
-
-def test_every_operation_has_who_answers_it():
-    assert ANSWERS.keys() == OPERATIONS.keys()
 
 
 def test_an_observed_group_is_known_on_every_rank(engine, cores):

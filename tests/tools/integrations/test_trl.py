@@ -19,7 +19,7 @@ from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.integrations.trl import TRLRollouts
 from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, tokenized
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.kernel.rules.rewards import Grade
 
 PRUNING = {"detection_length": 4, "keep_ratio": 0.5, "min_labels": 1}
 

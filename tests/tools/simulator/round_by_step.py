@@ -18,7 +18,7 @@ from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import Run
 from vllm_rollout.parts.rounds.rules.step import RoundsStep
-from vllm_rollout.parts.rounds.simulated.data import Trainer
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import Trainer
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, observed_lengths
 from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
 from vllm_rollout.parts.shaping.rules.moments import expected_remaining

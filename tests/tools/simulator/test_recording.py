@@ -11,7 +11,7 @@ from tests.tools.simulator.traces import FLAT, LINEAR, traced
 from vllm_rollout.parts.page.recording.file import parse_row, read_trace
 from vllm_rollout.parts.page.simulated import Recording
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.sessions.simulated.sessions import SessionTerms
+from vllm_rollout.parts.sessions.with_shaping.simulated import SessionTerms
 from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine

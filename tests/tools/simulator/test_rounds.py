@@ -5,10 +5,15 @@ import pytest
 
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
-from vllm_rollout.parts.rounds.simulated.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet
-from vllm_rollout.parts.rounds.simulated.outcome import fairness_of, rank_correlation
-from vllm_rollout.parts.rounds.simulated.replay import _RunReplay, replay_run, sweep_rounds
-from vllm_rollout.parts.rounds.simulated.settings import (
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import (
+    DataPrompt,
+    GeneratedDataSet,
+    RunConditions,
+    TracedDataSet,
+)
+from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import fairness_of, rank_correlation
+from vllm_rollout.parts.rounds.with_shaping.simulated.replay import _RunReplay, replay_run, sweep_rounds
+from vllm_rollout.parts.rounds.with_shaping.simulated.settings import (
     RoundSetting,
     default_rounds,
     parse_rounds,

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.sessions.simulated.sessions import Course, SessionGroup, SessionTerms, draw_course, run_sessions
+from vllm_rollout.parts.sessions.with_shaping.simulated import (
+    Course,
+    SessionGroup,
+    SessionTerms,
+    draw_course,
+    run_sessions,
+)
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome

@@ -29,6 +29,7 @@ from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.life import Life
 from vllm_rollout.kernel.api.lost_weights import LostWeights
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -36,7 +37,6 @@ from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.output_text import keep_to_output_text
 from vllm_rollout.kernel.rules.request_names import may_name_rollout, names_of_request
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.moving.rules.placement import Placement
 
 ABORT_AGAIN_S = 0.1

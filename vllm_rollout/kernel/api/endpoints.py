@@ -1,4 +1,7 @@
-"""Endpoint plugin: our routes on vLLM's app. Invariant: vLLM loads it only if VLLM_PLUGINS names us."""
+"""Endpoint plugin: our routes on vLLM's app. A part adds middleware and other routes by its face `app`: a function.
+
+Invariant: vLLM loads it only if VLLM_PLUGINS names us.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class RolloutEndpoints:
         from vllm_rollout.kernel.http.misplaced import MisplacedFields
         from vllm_rollout.kernel.http.origins import OwnPages
         from vllm_rollout.kernel.http.routes import router
-        from vllm_rollout.parts.trainers.api.trainers import attach_compat
+        from vllm_rollout.kernel.parts import faces
 
         refuse_our_fields_in_beam_search()
         refuse_full_turns()
@@ -33,14 +36,16 @@ class RolloutEndpoints:
         app.add_middleware(MisplacedFields)
         app.add_middleware(OpenPaths)
         app.add_middleware(FreshGauges)
-        attach_compat(app)
+        for _, attach in faces("app"):
+            attach(app)
         app.add_middleware(ClientNamespaces)
         app.add_middleware(OwnPages)
         self._app = app
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-        from vllm_rollout.kernel.api.services import build_services, keys_of
+        from vllm_rollout.kernel.api.open_paths import keys_of
+        from vllm_rollout.kernel.api.services import build_services
         from vllm_rollout.kernel.http.origins import AllowedHosts
 
         if not isinstance(engine_client, RolloutAsyncLLM):

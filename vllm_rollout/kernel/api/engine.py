@@ -23,48 +23,35 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
-from vllm_rollout.kernel.call_table import (
-    CANCEL_GROUPS,
-    CUT_RACE,
-    FORGET_RACE,
-    GIVE_UP,
-    HELD_GROUPS,
-    LAST_TOKENS,
-    RECOMPUTE,
-    WIDEN_RACE,
-    WiderRace,
-)
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS, RECOMPUTE
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
     GroupLost,
     GroupOrder,
     Happening,
+    Kind,
     PreparedPrompt,
     PromptInput,
     RequestError,
 )
+from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, HeldGroups
-from vllm_rollout.parts.moving.api.migration import MigrationWatch
-from vllm_rollout.parts.moving.api.moving import EngineMoves
-from vllm_rollout.parts.moving.api.rank_client import RankDied
-from vllm_rollout.parts.pruning.api.learning import EngineLearning
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
-from vllm_rollout.parts.rounds.api import prompt_text, resume_refusal, text_of
-from vllm_rollout.parts.rounds.rules.step import LOST, PLACE
-from vllm_rollout.parts.shaping.api.lengths import EngineShaping
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
+from vllm_rollout.parts.pruning.rules.step import SCORES
+from vllm_rollout.parts.rounds.rules.step import LOST
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -74,32 +61,43 @@ class VLLMEngine:
     """Runs the service's groups on a RolloutAsyncLLM."""
 
     def __init__(self, client: RolloutAsyncLLM, state: State) -> None:
-        self._client = client
-        self.calls = calls = EngineCalls(client)
-        self.learning = EngineLearning(calls, ServeOptions.of(client.vllm_config))
-        self.shaping = EngineShaping(client, calls)
-        self.moves = EngineMoves(client, calls, self.shaping)
-        self._migration = MigrationWatch(client, self.moves, self.shaping)
+        self.client = client
+        self.calls = EngineCalls(client)
         self._models = state.openai_serving_models
         self._renderer = state.online_renderer
         self._default_sampling = client.model_config.get_diff_sampling_param()
+        self.parts: list[ApiPart] = []
+        for _, part in faces("api"):
+            self.parts.append(part(self))
+
+    def part(self, kind: type[Kind]) -> Kind:
+        if (found := self.find(kind)) is None:
+            raise LookupError(f"no part has {kind.__name__} in this API process")
+        return found
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def max_num_seqs(self) -> int:
-        return self._client.max_candidates
+        return self.client.max_candidates
 
     @property
     def max_model_len(self) -> int:
-        return self._client.model_config.max_model_len
+        return self.client.model_config.max_model_len
+
+    @property
+    def num_ranks(self) -> int:
+        return self.calls.num_ranks
 
     @property
     def num_launch_places(self) -> int:
-        return num_launch_places(self.max_num_seqs, self.moves.num_ranks, self._client.num_api_processes)
+        return num_launch_places(self.max_num_seqs, self.num_ranks, self.client.num_api_processes)
 
     @property
     def is_busy(self) -> bool:
-        """True while several calls or a training belong together: an engine must get all of them or none."""
-        return self.calls.is_busy or self.learning.is_training
+        """True while several calls belong together: an engine must get all of them or none."""
+        return self.calls.is_busy or any(part.is_busy for part in self.parts)
 
     async def prepare(
         self,
@@ -110,9 +108,9 @@ class VLLMEngine:
         want_logprobs: bool,
         want_text: bool,
     ) -> tuple[str, list[PreparedPrompt]]:
-        await self._client.door.opened()  # a rebuilt engine has lost its weights
+        await self.client.door.opened()  # a rebuilt engine has lost its weights
         try:
-            await self._client.lost_weights.found(self._client.get_weight_version)
+            await self.client.lost_weights.found(self.client.get_weight_version)
         except GracefulHTTPError as error:
             raise RequestError(str(error), status=error.http_status) from error
         except EngineDeadError as error:
@@ -136,8 +134,8 @@ class VLLMEngine:
 
     async def run_group(self, order: GroupOrder) -> AsyncGenerator[Happening, None]:
         plan, prompt, stream_tokens = order.plan, order.prompt, order.stream_tokens
-        if (outlook := order.outlook) is not None and outlook.migration != "off":
-            self._migration.let_migrate()
+        for part in self.parts:
+            part.group_begins(order)
         rendered, params, lora = prompt.handle
         params = copy(params)  # run_candidates makes the deep copy
         if params.seed is not None:
@@ -147,19 +145,14 @@ class VLLMEngine:
             params.output_kind, params.stream_interval = RequestOutputKind.DELTA, stream_tokens
         indices = range(plan.num_candidates) if order.beginnings is None else order.beginnings.token_ids
         logs = {index: _CandidateLog(index) for index in indices}
-        said: dict[str, Any] = {}
-        if plan.pruning is not None:
-            said |= SCORING.value(Scoring(order.rollout_id, prompt.id, order.pruning_seed, prompt_key=order.prompt_key))
-        if order.place is not None:
-            said |= PLACE.value(order.place)
-        stream = self._client.run_candidates(
+        stream = self.client.run_candidates(
             order.group_id,
             plan,
             rendered,
             params,
-            said=said,
+            said={**order.said_once, **order.said},
             beginnings=order.beginnings,
-            outlook=outlook,
+            outlook=order.outlook,
             lora_request=lora,
             trace_headers=order.trace_headers,
             priority=order.priority,
@@ -198,15 +191,15 @@ class VLLMEngine:
 
     def text_of(self, prompt: PreparedPrompt, token_ids: Sequence[int], *, stopped: bool) -> str:
         _, params, _ = prompt.handle
-        return text_of(self._client.model_config, prompt.token_ids, params, token_ids, stopped=stopped)
+        return text_of(self.client.model_config, prompt.token_ids, params, token_ids, stopped=stopped)
 
     def prompt_text(self, prompt: PreparedPrompt) -> str:
         _, params, _ = prompt.handle
-        return prompt_text(self._client.model_config, prompt.token_ids, params)
+        return prompt_text(self.client.model_config, prompt.token_ids, params)
 
     async def current_weight_version(self) -> str | None:
         try:
-            version = await self._client.get_weight_version()
+            version = await self.client.get_weight_version()
         except EngineDeadError as error:
             raise engine_stopped() from error
         return None if version == UNNAMED_WEIGHTS else version
@@ -216,26 +209,17 @@ class VLLMEngine:
         return sum(await self.calls.call_all(RECOMPUTE, names))
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
-        await self.moves.tell_all_groups(CANCEL_GROUPS, list(group_ids))
+        await self.calls.tell_groups(CANCEL_GROUPS, list(group_ids))
 
     async def give_up(self, candidates: Mapping[str, Sequence[int]]) -> None:
-        await self.moves.tell_all_groups(GIVE_UP, {group_id: list(each) for group_id, each in candidates.items()})
-
-    async def cut_race(self, race_id: str) -> None:
-        await self.moves.tell_all_groups(CUT_RACE, race_id)
-
-    async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        await self.moves.tell_all_groups(WIDEN_RACE, WiderRace(race_id, num_wanted))
-
-    async def forget_race(self, race_id: str) -> None:
-        await self.moves.tell_all_groups(FORGET_RACE, race_id)
+        await self.calls.tell_groups(GIVE_UP, {group_id: list(each) for group_id, each in candidates.items()})
 
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
         each = await self.calls.call_all(LAST_TOKENS, group_id)
         return [CandidateTokens(*told, logprobs=None) for rank in each for told in rank]
 
-    async def held_groups(self) -> HeldGroups:
-        return HeldGroups(*map(sum, zip(*await self.calls.call_all(HELD_GROUPS, None), strict=True)))
+    async def rank_counts(self) -> dict[int, RankCounts]:
+        return await self.calls.call_each(RANK_COUNTS, None)
 
     def adapter_name(self, model: str | None) -> str:
         return learned_name(self._adapter_of(model))
@@ -255,7 +239,7 @@ class VLLMEngine:
     def _limited(self, params: SamplingParams, prompt: PromptInput, token_ids: Sequence[int]) -> SamplingParams:
         """The parameters with `max_tokens` limited by the context that the prompt leaves. Raises: RequestError."""
         max_model_len = self.max_model_len
-        vocab_size = self._client.model_config.get_vocab_size()
+        vocab_size = self.client.model_config.get_vocab_size()
         if prompt.prompt_token_ids is not None and max(token_ids) >= vocab_size:
             raise _bad_prompt(
                 prompt,
@@ -290,13 +274,13 @@ class VLLMEngine:
 
     async def _try_out(self, prompts: Sequence[PreparedPrompt]) -> None:
         """Run vLLM's own checks on every prompt before anything is launched."""
-        tasks = await self._client.get_supported_tasks()
+        tasks = await self.client.get_supported_tasks()
         slices = Slices()
         for prompt in prompts:
             await slices.turn()
             rendered, params, lora = prompt.handle
             try:
-                self._client.input_processor.process_inputs(
+                self.client.input_processor.process_inputs(
                     "check", rendered, params, supported_tasks=tasks, lora_request=lora
                 )
             except (VLLMClientError, ValueError, TypeError) as error:

@@ -16,9 +16,9 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.background import begin, heard
+from vllm_rollout.kernel.api.rank_died import RankDied, answers_of_the_living
 from vllm_rollout.kernel.call_table import CALL_METHOD, READ, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
-from vllm_rollout.parts.moving.api.rank_client import RankDied, answers_of_the_living
 
 Value = TypeVar("Value")
 
@@ -56,12 +56,16 @@ class CalledCores:
 
 
 class EngineCalls:
-    """Calls through one engine client, shared by the parts of the service's engine."""
+    """Implements `kernel.http.engine.CoreCalls` through one engine client."""
 
     def __init__(self, client: CalledClient) -> None:
         self._client = client
         self.after_change: Callable[[], None] = lambda: None
         """Called after training and after new lengths: there is new state to save."""
+        self.none_moves = asyncio.Lock()
+        """Held while a group is in no engine core, while ranks are held or restored, and by calls that must reach all
+        groups.
+        """
         self._reading = asyncio.Lock()
         self._turn_of: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One lock per rank: calls run one at a time, so that no two of them run between the same two steps."""
@@ -147,6 +151,11 @@ class EngineCalls:
     async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
         """Results of `call_each` as a list, without ranks."""
         return list((await self.call_each(operation, argument)).values())
+
+    async def tell_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
+        """Run one operation on every rank while no group moves: it would miss a group that is in no engine core."""
+        async with self.none_moves:
+            await self.call_all(operation, argument)
 
     async def unless_dead(self, call: Awaitable[Value]) -> Value:
         """Await a call. If the engine dies, vLLM would wait for ever: here the call ends.

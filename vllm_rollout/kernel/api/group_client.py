@@ -26,6 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
@@ -58,6 +59,7 @@ from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
+from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
 from vllm_rollout.kernel.rules.xargs import (
@@ -69,11 +71,9 @@ from vllm_rollout.kernel.rules.xargs import (
 )
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
-from vllm_rollout.parts.pruning.rules.ledger import AnswerName
 from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
-from vllm_rollout.parts.rounds.api import resumed_params, resumed_prompt
-from vllm_rollout.parts.sessions import api as session_turns
+from vllm_rollout.parts.sessions.api import turns as session_turns
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 
@@ -377,7 +377,7 @@ class GroupClient:
         for index in range(plan.num_candidates):
             endings.setdefault(index, Ending(index, "failed", 0))
         result = conclude(plan, endings.values())
-        self.rollout_metrics.group_over(result, time.monotonic() - started, audit=plan.audit)
+        self.rollout_metrics.group_over(result, time.monotonic() - started, plan)
         if not finals:
             raise RuntimeError(f"all {plan.num_candidates} candidates of request {request_id} failed")
         indices = chosen(plan, result, finals)

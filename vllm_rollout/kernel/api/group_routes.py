@@ -13,9 +13,9 @@ from http import HTTPStatus
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from vllm_rollout.kernel.api.door import Door
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.rules.fields import Migration
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 from vllm_rollout.parts.moving.rules.placement import OtherRequests, Placement
 from vllm_rollout.parts.moving.rules.work import TokenCost, Work
 from vllm_rollout.parts.shaping.rules.cost import CostModel

@@ -15,8 +15,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.parts.moving.api.deaths import Death, Deaths
-from vllm_rollout.parts.moving.api.rank_client import RankDied
 
 logger = init_logger("vllm.vllm_rollout")
 

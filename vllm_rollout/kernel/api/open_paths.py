@@ -9,6 +9,7 @@ vLLM guards the paths that begin with one of its prefixes. /invocations generate
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -17,6 +18,7 @@ from fastapi import Depends, HTTPException, Request
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
@@ -51,6 +53,11 @@ def refuse_on_open_path(fields: Iterable[str]) -> None:
         "/v1/completions, /v1/chat/completions or /inference/v1/generate.",
         parameter=field,
     )
+
+
+def keys_of(settings: Namespace) -> list[str]:
+    """API keys by vLLM's rule: those of --api-key, or VLLM_API_KEY."""
+    return [key for key in (settings.api_key or [envs.VLLM_API_KEY]) if key]
 
 
 def has_key(app: Starlette, headers: Headers) -> bool:

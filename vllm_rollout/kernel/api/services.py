@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
-from vllm import envs
 
 from vllm_rollout import background
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
@@ -18,33 +17,9 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.first import Listener
 from vllm_rollout.kernel.api.open_paths import lacks_key
 from vllm_rollout.kernel.api.state_folder import FolderLock
-from vllm_rollout.kernel.http.clients import namespace_of
 from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.parts.moving.api.parallelism import parallelism_of
-from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.pruning.api.state_file import StateFile
-from vllm_rollout.parts.rewards.api.graded_answers import AnswerGrader
-from vllm_rollout.parts.rewards.api.rewards import begin_grading
-from vllm_rollout.parts.rewards.grading.grader import default_num_processes
-from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
-from vllm_rollout.parts.rounds.api import whole_text
-from vllm_rollout.parts.rounds.http.service import RunService
-from vllm_rollout.parts.rounds.http.store import LEARNED, RUNS, RunStore
-from vllm_rollout.parts.sessions.http.service import SessionService
-
-LIMITS = "time_limits.json"
-"""File in the folder of --rollout-state with the time limits of test cases."""
-
-
-def keys_of(settings: Namespace) -> list[str]:
-    """API keys by vLLM's rule: those of --api-key, or VLLM_API_KEY."""
-    return [key for key in (settings.api_key or [envs.VLLM_API_KEY]) if key]
-
-
-def _namespace_of_the_first(keys: list[str]) -> str:
-    return namespace_of(f"Bearer {keys[0]}") if keys else ""
 
 
 async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namespace) -> VLLMEngine:
@@ -53,67 +28,32 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     The state already has models and renderer. `settings`: our flags. Raises: RuntimeError, which ends the start, for
     flags that do not work here.
     """
-    state = app.state
+    state, is_first = app.state, client.client_index == 0
     engine = VLLMEngine(client, state)
-    await engine.shaping.use_costs(settings)
-    recorder = None
-    if settings.rollout_record is not None:
-        recorder = TraceRecorder(Path(settings.rollout_record), settings.rollout_record_max_mib << 20)
-    is_first = client.client_index == 0
-    store = RunStore()
-    if settings.rollout_state is not None:
-        folder = Path(settings.rollout_state)
-        state_file = StateFile(folder / LEARNED, engine.learning, engine.calls, client)
-        if is_first:
-            state.rollout_folder = FolderLock(folder)
-            store = RunStore(folder / RUNS, keyless=_namespace_of_the_first(keys_of(settings)))
-            await state_file.load(store.staged)
+    folder = None if settings.rollout_state is None or not is_first else Path(settings.rollout_state)
+    if folder is not None:
+        state.rollout_folder = FolderLock(folder)
+    for part in engine.parts:
+        await part.start(settings)
+    if folder is not None:
+        staged = "".join(part.staged for part in engine.parts)
+        for part in engine.parts:
+            await part.take_up(folder, staged)
     client.life.watch()
-    engine.moves.follow_holds()
-    grader = await begin_grading(
-        dict(settings.rollout_reward),
-        settings.rollout_reward_processes or max(1, default_num_processes() // client.num_api_processes),
-        settings.rollout_reward_limits,
-    )
-    kept_limits = None
-    if settings.rollout_state is not None:
-        try:
-            kept_limits = KeptLimits(Path(settings.rollout_state) / LIMITS, grader.limits)
-        except ValueError as error:
-            raise RuntimeError(f"--rollout-state: {error}") from error
     metrics = client.rollout_metrics
     background.count_with(metrics.task_failed)
-    service = RolloutService(
-        engine,
-        metrics,
-        recorder=recorder,
-        admin_key=settings.rollout_admin_key,
-        audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
-        graders=grader,
-        kept_limits=kept_limits,
+    audit_ratio = ServeOptions.of(client.vllm_config).audit_ratio
+    state.rollout_service = RolloutService(
+        engine, metrics, admin_key=settings.rollout_admin_key, audit_ratio=audit_ratio
     )
-    state.rollout_service, state.rollout_page = service, settings.enable_rollout_page
-    client.answer_grader = AnswerGrader(service.grading, service.learning)
-    listener = Listener() if client.num_api_processes > 1 else None
-    if listener is not None and not is_first:
-        # Around all middleware: a request for another process passes that process's middleware.
-        own = app.middleware_stack or app.build_middleware_stack()
-        app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
-        return engine
-    sessions = SessionService(
-        engine.give_up,
-        service.grading,
-        service.learning,
-        metrics,
-        partial(whole_text, client.model_config),
-        recorder=recorder,
-        audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
-        begin=None if listener is None else listener.has_sessions,
-    )
-    client.sessions = state.session_service = sessions
-    service.viewers.sessions = sessions.seen
-    parallelism = parallelism_of(settings, client, engine)
-    state.run_service = RunService(service, engine, store, metrics, parallelism, sessions)
-    if listener is not None:
-        listener.serve(app)
+    for part in engine.parts:
+        part.serve(app)
+    if client.num_api_processes > 1:
+        listener = Listener()
+        if is_first:
+            listener.serve(app)
+        else:
+            # Around all middleware: a request for another process passes that process's middleware.
+            own = app.middleware_stack or app.build_middleware_stack()
+            app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
     return engine

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Discriminator, Tag, TypeAdapter, ValidationError
 
 from vllm_rollout.kernel.client.joints import Joints
 from vllm_rollout.kernel.http.answers import DoneEvent, ErrorAnswer, ErrorBody, ErrorEvent, Event, RoundDoneEvent
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 10.0

@@ -27,6 +27,7 @@ from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, con
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
 from vllm_rollout.kernel.core.parent import end_with_parent
+from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.core.versions import admitting, num_deferred
@@ -38,14 +39,12 @@ from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
-from vllm_rollout.kernel.rules.types import CandidateId, Observation
+from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
 from vllm_rollout.kernel.rules.xargs import as_written
 from vllm_rollout.kernel.weights import listen_to_calls
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.parts.moving.core.moving import GroupMoves
-from vllm_rollout.parts.moving.rules.load import EngineLoad, RunningGroup
 from vllm_rollout.parts.moving.wire import MovedCandidate
-from vllm_rollout.parts.pruning.core.readings import Readings
 from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
 from vllm_rollout.parts.shaping.core import StepTimes
 from vllm_rollout.parts.shaping.rules.admission import most_running
@@ -102,6 +101,11 @@ class GroupSchedulerMixin:
         """Joined groups whose siblings did not come."""
 
     @property
+    def num_internal_errors(self) -> int:
+        """Exceptions of ours that were caught, here and in the worker."""
+        return self.faults.num + self._num_worker_errors
+
+    @property
     def load(self) -> EngineLoad:
         num_running, num_waiting = self.get_request_counts()
         by_group: dict[str, list[Request]] = {}
@@ -116,19 +120,13 @@ class GroupSchedulerMixin:
             )
             for group_id, requests in by_group.items()
         ]
-        moves = self.moves
         return EngineLoad(
-            moves.is_held,
             num_running,
             num_waiting,
             self.get_kv_cache_usage(),
             self.num_preemptions,
-            moves.num_in,
-            moves.num_out,
             groups,
-            moves.seconds,
-            moves.kv.arrived,
-            num_internal_errors=self.faults.num + self._num_worker_errors,
+            num_internal_errors=self.num_internal_errors,
             num_weight_changes=self.weights.num_changes,
             weight_version=self.weights.newest,
         )

@@ -9,8 +9,8 @@ from http import HTTPStatus
 
 from fastapi import Request
 
+from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.parts.pruning.http.body import ADMIN_HEADER
 
 
 class AdminKey:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from vllm_rollout.kernel.rules.fields import SelectionRule
+from vllm_rollout.kernel.rules.rewards import GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupStatus, Signal
-from vllm_rollout.parts.moving.rules.planner import Reason
 from vllm_rollout.parts.page.rules.receipt import Receipt
-from vllm_rollout.parts.rewards.grading.values import RewardStatus
 from vllm_rollout.parts.rewards.rules.estimates import Estimator
+from vllm_rollout.parts.rounds.rules.planner import Reason
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind
 
@@ -60,7 +60,7 @@ class RewardFields(BaseModel):
     reward: float | None = None
     """0 for a time-out. Null for an error and for a void candidate."""
     reward_parts: dict[str, float] | None = None
-    reward_status: RewardStatus | None = None
+    reward_status: GradeStatus | None = None
     reward_reason: str | None = None
     """Reason for a status other than `ok`."""
     reward_s: float | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupLost, Happening
 from vllm_rollout.kernel.rules.fields import OnEngineFailure
-from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.kernel.rules.rewards import Grade
 
 Attempt = Callable[[], AsyncGenerator[Happening, None]]
 """Starts a group, and yields its tokens and ends."""

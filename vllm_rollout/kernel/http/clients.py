@@ -6,15 +6,21 @@ Invariant: no key is kept, only its hash.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+ADMIN_HEADER = "x-rollout-admin-key"
+"""Header with the admin key, needed if the server has --rollout-admin-key."""
+
 _namespace: ContextVar[str] = ContextVar("namespace", default="")
 _request: ContextVar[str | None] = ContextVar("request", default=None)
 _session: ContextVar[str | None] = ContextVar("session", default=None)
+_headers: ContextVar[Mapping[str, str] | None] = ContextVar("headers", default=None)
 
 
 class ClientNamespaces:
@@ -56,6 +62,21 @@ def client_session() -> str | None:
 def client_request() -> str | None:
     """The id that the header X-Request-ID gives the current request."""
     return _request.get()
+
+
+@contextmanager
+def answering(headers: Mapping[str, str]) -> Iterator[None]:
+    """Note the headers of a request while an endpoint of ours answers it."""
+    token = _headers.set(headers)
+    try:
+        yield
+    finally:
+        _headers.reset(token)
+
+
+def client_headers() -> Mapping[str, str]:
+    """The headers of the request that an endpoint of ours answers. Empty outside of such a request."""
+    return _headers.get() or {}
 
 
 def namespace_of(authorization: str | None) -> str:

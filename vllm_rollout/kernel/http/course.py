@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any
 
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
-from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 
 
@@ -26,9 +26,9 @@ class Course(ABC):
         """True if the prompt starts, now that there are places for its group."""
         return True
 
-    def place(self, position: int) -> RacePlace | None:
-        """The group's place in a race against the rollout's other groups. None without a race."""
-        return None
+    def said(self, position: int) -> dict[str, Any]:
+        """Values that the group's candidates carry for a part, by part."""
+        return {}
 
     def candidate_ended(self, position: int, ending: Ending) -> None:  # noqa: B027  # few courses care
         """A candidate of this prompt's group has ended."""

@@ -11,9 +11,9 @@ from vllm_rollout.kernel.http.answers import Candidate, ConfidenceAnswer, Stoppe
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens
 from vllm_rollout.kernel.http.protocol import Included
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.types import Confidence
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.rewards.grading.values import Grade
 from vllm_rollout.parts.rounds.rules.resumption import is_off_policy
 
 

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, Ending, HeadKey, HeldGroups, Signal
-from vllm_rollout.parts.moving.rules.load import EngineLoad
-from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
-from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown
-from vllm_rollout.parts.moving.rules.work import Work
-from vllm_rollout.parts.pruning.rules.advice import Advice
-from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward, RewardStatus
-from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
-from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
-from vllm_rollout.parts.pruning.rules.report import HeadInfo, ShadowReport, SignalReport
-from vllm_rollout.parts.rounds.rules.race import RacePlace
-from vllm_rollout.parts.shaping.rules.cost import CostModel
-from vllm_rollout.parts.shaping.rules.drift import StepDrift
-from vllm_rollout.parts.shaping.rules.history import ObservedLength
-from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatistics
+from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts
+from vllm_rollout.parts.shaping.rules.moments import LengthMoments
+
+Kind = TypeVar("Kind")
 
 
 class RequestError(Exception):
@@ -106,29 +95,22 @@ class Outlook:
     migration: Migration = "off"
     """Purpose for which the group may move while its rank is not drained."""
 
-    def work(self, num_tokens: Iterable[int]) -> Work:
-        """The work of candidates that have these numbers of output tokens so far."""
-        return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
     """An order to run a group."""
 
     group_id: str
-    rollout_id: str
-    """Rewards name a candidate of a group with pruning by this, the prompt's id and an index."""
     plan: GroupPlan
     prompt: PreparedPrompt
     seed_name: str
     """In a seeded request, a candidate's samples depend only on the seed, this name and its index (`seed_for`)."""
-    pruning_seed: int
-    """Random choices of pruning depend only on this, the prompt's id and the index."""
-    prompt_key: str = ""
-    """Name under which rewards of the prompt are remembered."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """Values that each candidate carries for parts, by part."""
+    said_once: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the group for parts. Candidates that are launched for it later do not repeat them."""
     stream_tokens: int | None = None
     """Fewest new tokens of a candidate per report. None: only its end is reported."""
-    place: RacePlace | None = None
     beginnings: Beginnings | None = None
     """Candidates that continue from an earlier round, as many as `plan` has.
 
@@ -188,174 +170,44 @@ Happening = CandidateTokens | CandidateEnd
 """New tokens or the end of a candidate."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardsReceipt:
-    """The engine's answer to a list of rewards."""
+class CoreCalls(Protocol):
+    """Calls of an API process to its engine cores, by the call table."""
 
-    statuses: Sequence[RewardStatus]
-    """One status per reward, in their order."""
-    num_training: int
-    """Labels that the quality head trains on now. Fewer than were accepted if features were evicted."""
-    head_versions: Mapping[HeadKey, int]
-    """Versions, before that training, of the known heads that learn from these rewards."""
+    async def call_all(self, operation: Operation[Argument, Result], argument: Argument) -> list[Result]:
+        """Run one operation on every rank. Returns the results of living ranks. Raises: EngineStopped."""
+        ...
 
+    async def tell_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
+        """Run one operation on every rank while no group moves: it would miss a group that is in no engine core.
 
-@dataclass(frozen=True, slots=True)
-class LearningReport:
-    """The quality of one detection length's calibration and head."""
+        Raises: EngineStopped.
+        """
 
-    detection_length: int
-    head: HeadInfo | None
-    """None while no head is trained."""
-    signals: Mapping[Signal, SignalReport]
-    num_awaiting: int
-    """Scored candidates whose reward has not come."""
-    num_evicted: int
-    """Features dropped before their reward came. A larger ring keeps more."""
-    losses: Sequence[float]
-    """Mean training loss of each version of the head, oldest first, in nats."""
-    active: ShadowReport
-    shadow: ShadowReport
-    audit: AuditReport
-    advice: Advice
-    adapter: str = BASE_MODEL
-    """Name of the LoRA adapter. Empty for the base model."""
+    async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
+        """Read data that the first rank writes in parts. `argument`: of the opening operation, from a reader's name.
+
+        Returns None if there is nothing to open. Raises: EngineStopped.
+        """
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """The result of emptying a rank."""
-
-    is_held: bool
-    """True if nothing new is sent to the rank. False if it was restored meanwhile."""
-    num_moved: int
-    """Groups that moved to other ranks."""
-    num_left: int
-    """Requests that still run or wait there."""
-    reasons: Mapping[str, int]
-    """Reasons why groups stayed -> number of groups."""
-    seconds: float
-
-
-KeepState = Callable[[str], Awaitable[None]]
-"""Writes what belongs to a state. Awaited when the state was checked, before anything changes. The argument is the
-state's file name, empty if it is not on disk. An exception leaves everything unchanged."""
-
-
-class LearningPart(Protocol):
-    """The part of an engine that learns from rewards."""
+class Engine(Protocol):
+    """An engine that runs groups."""
 
     @property
-    def pruning_refusal(self) -> str | None:
-        """Reason why this engine cannot score candidates, with the remedy. None if it can."""
+    def calls(self) -> CoreCalls: ...
 
-    async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
-        """Learn from rewards: calibration at once, the quality head in the background.
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part's object in this API process, by its class. Raises: LookupError if there is none."""
+        ...
 
-        Returns None when no rollout of that id with pruning is known. Raises: RequestError (503) for a dead engine.
-        """
-
-    async def post_named_rewards(self, rewards: Sequence[NamedReward]) -> RewardsReceipt:
-        """Learn from rewards for candidates of any rollouts, groups and requests. Each reward gets its own status."""
-
-    async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
-        """An adapter's quality head as safetensors. `detection_length` None: the only head there is.
-
-        Raises: RequestError (404 without a head, 409 when the length must be named).
-        """
-
-    async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
-        """Put a quality head in place of the adapter's one for its detection length.
-
-        Raises: RequestError (400 not a head; 409 other hidden size or model, with both values).
-        """
-
-    async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
-        """The quality of calibration and head so far. Raises: RequestError as `quality_head` does."""
-
-    async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
-        """Candidates that were scored at several lengths and have a reward. Raises: RequestError (503) for a dead
-        engine."""
-
-    async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
-        """Results of each known prompt, most recent first. Raises: RequestError (503) for a dead engine."""
-
-    async def learning_state(self) -> bytes:
-        """Everything learned: calibration, heads and their optimizers. `set_learning_state` restores it."""
-
-    async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
-        """Take a state's place, in the engine and on disk: whole, or not at all.
-
-        Raises: RequestError (400 unreadable; 409 another model, with both values; 507 when the disk does not take it),
-        and whatever `keep` raises; then nothing has changed.
-        """
-
-
-class ShapingPart(Protocol):
-    """The part of an engine that knows lengths and the cost of steps."""
-
-    @property
-    def cost_model(self) -> CostModel | None:
-        """The cost of a step on this engine. None without a profile."""
-
-    async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
-        """Record the lengths of a finished group of a prompt. Raises: RequestError (503) for a dead engine."""
-
-    async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
-        """Known lengths of these prompts under an adapter. Raises: RequestError (503) for a dead engine."""
-
-    async def step_drift(self) -> Sequence[StepDrift]:
-        """Live step times against the profile's, as far as there are any. With several ranks: of the rank that is
-        furthest off."""
-
-
-class MovesPart(Protocol):
-    """The ranks of an engine, and groups that move between them."""
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """The part's object in this API process, by its class. None if the part is not there."""
+        ...
 
     @property
     def num_ranks(self) -> int:
         """Number of data-parallel ranks that groups are spread over."""
-
-    def refusal(self, *, priced: bool) -> str | None:
-        """Reason why groups cannot move here without a drain, with the remedy. None if they can. `priced`: for moves
-        that have to pay."""
-
-    async def engine_loads(self) -> Sequence[EngineLoad]:
-        """Load by rank. Raises: RequestError (503) for a dead engine."""
-
-    async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
-        """Move all groups of a rank elsewhere, and send it nothing more. Waits up to `timeout_s` seconds until it is
-        empty.
-
-        The rank is kept empty for `owner`.
-
-        Raises: RequestError (409) for the last rank that is not held, (503) for a dead engine.
-        """
-
-    async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
-        """End `owner`'s hold on a rank. Without any hold, groups are sent to the rank again.
-
-        Raises: RequestError (503) for a dead engine.
-        """
-
-    async def plan_scale_down(self, progress: Progress) -> ScaleDown:
-        """Decide if half of the ranks should be freed at this progress.
-
-        Raises: RequestError (503) for a dead engine.
-        """
-
-
-class Engine(Protocol):
-    """An engine that runs groups, and its parts."""
-
-    @property
-    def learning(self) -> LearningPart: ...
-
-    @property
-    def shaping(self) -> ShapingPart: ...
-
-    @property
-    def moves(self) -> MovesPart: ...
 
     @property
     def max_num_seqs(self) -> int:
@@ -427,18 +279,6 @@ class Engine(Protocol):
         Candidates that the engine does not know are passed over. Raises: RequestError (503) for a dead engine.
         """
 
-    async def cut_race(self, race_id: str) -> None:
-        """End a race, since enough of its groups are complete over all ranks: its other groups end as `deferred`.
-
-        Raises: RequestError (503) for a dead engine, as do the next two.
-        """
-
-    async def widen_race(self, race_id: str, num_wanted: int) -> None:
-        """Change the number of groups of a race that have to complete. Groups that were cut stay cut."""
-
-    async def forget_race(self, race_id: str) -> None:
-        """Forget a race, in which no more groups will take part."""
-
     async def last_tokens(self, group_id: str) -> list[CandidateTokens]:
         """Most recent tokens of a group's running candidates, without log probabilities.
 
@@ -446,5 +286,5 @@ class Engine(Protocol):
         """
         ...
 
-    async def held_groups(self) -> HeldGroups:
-        """Groups in the engine, over all ranks. Raises: RequestError (503) for a dead engine."""
+    async def rank_counts(self) -> Mapping[int, RankCounts]:
+        """Groups and counts of each living rank, by rank. Raises: RequestError (503) for a dead engine."""

@@ -18,19 +18,18 @@ from vllm_rollout.kernel.http.protocol import Auto, DualEnd, DualEndSelection, P
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
-from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan
-from vllm_rollout.kernel.rules.prompt_key import digest_of
+from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan, upper_bound
+from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
+from vllm_rollout.parts.moving.http import scaling
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
 from vllm_rollout.parts.rewards.http.body import options_of
 from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question
-from vllm_rollout.parts.shaping.http import PromptPlan, ShapingService, history_key
-from vllm_rollout.parts.shaping.rules.allocation import upper_bound
+from vllm_rollout.parts.shaping.http.service import PromptPlan, ShapingService
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"
@@ -63,9 +62,9 @@ class Preparation:
         """Check a request and prepare its rollout. Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
         _check_max_candidates(request, plan)
-        if plan.pruning is not None and (refusal := self._engine.learning.pruning_refusal) is not None:
+        if plan.pruning is not None and (refusal := self._learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
-        self._check_moves(request)
+        scaling.check(self._engine, request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
         reward = None if request.reward is None else options_of(request.reward)
         if reward is not None:
@@ -130,7 +129,7 @@ class Preparation:
                 request.max_candidates,
             )
         if request.scale_down == "auto":
-            rollout.watch = ScaleDownWatch(self._engine.moves, rollout.id, rollout.num_responses, self._clock)
+            rollout.watch = scaling.watch(self._engine, rollout.id, rollout.num_responses, self._clock)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 
@@ -140,14 +139,6 @@ class Preparation:
             return Question(prompt.messages or prompt.prompt or self._engine.prompt_text(prepared), prompt.data)
 
         return await each(zip(request.prompts, prompts, strict=True), question)
-
-    def _check_moves(self, request: RolloutRequest) -> None:
-        for field, wanted, priced in (
-            ("migration", request.migration, True),
-            ("scale_down", request.scale_down, False),
-        ):
-            if wanted != "off" and (refusal := self._engine.moves.refusal(priced=priced)) is not None:
-                raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
     def _audited(
         self,

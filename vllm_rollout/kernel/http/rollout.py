@@ -15,6 +15,7 @@ from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.kernel.http.protocol import Included
 from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
+from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.page.http.seen import SeenRollout
@@ -22,10 +23,9 @@ from vllm_rollout.parts.page.http.tracing import RolloutTrace
 from vllm_rollout.parts.page.recording.rows import RolloutRow
 from vllm_rollout.parts.page.rules.receipt import Receipt
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
-from vllm_rollout.parts.rewards.grading.values import Grade, RewardStatus
 from vllm_rollout.parts.rewards.http.service import Grading
 from vllm_rollout.parts.rounds.http.resumed import Resumption
-from vllm_rollout.parts.shaping.http import PromptPlan
+from vllm_rollout.parts.shaping.http.service import PromptPlan
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class RolloutOutcome:
         counter = f"num_{state}"
         setattr(self.usage, counter, getattr(self.usage, counter) + 1)
 
-    def _count_reward(self, reward: float | None, status: RewardStatus | None, reason: str | None) -> None:
+    def _count_reward(self, reward: float | None, status: GradeStatus | None, reason: str | None) -> None:
         """Count a trajectory's grade. All arguments are None if it was not to be graded."""
         self.usage.num_rewards += reward is not None
         self.usage.num_reward_timeouts += status == "timeout"

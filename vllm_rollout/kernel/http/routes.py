@@ -1,32 +1,34 @@
-"""Our HTTP endpoints. Invariant: endpoints only parse requests and send answers. The services make all decisions."""
+"""Our HTTP endpoints. Those of a part come by its face `routes`: routers by place.
+
+A place is a number. The OpenAPI document has the routers in the order of their places, after POST /v1/rollouts.
+
+Invariant: endpoints only parse requests and send answers. The services make all decisions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import itemgetter
+
 from fastapi import APIRouter, Request, Response
 
-from vllm_rollout.kernel.http import weights
+from vllm_rollout.kernel.http import reward_routes, weights
 from vllm_rollout.kernel.http.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.kernel.http.boundary import RolloutRoute
-from vllm_rollout.kernel.http.errors import ERRORS, ROLLOUT_ERRORS, errors_of
+from vllm_rollout.kernel.http.errors import ROLLOUT_ERRORS
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.serialised import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
     PartsResponse,
     event_stream_schema,
-    json_response,
     server_sent_events,
     unless_disconnected,
 )
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.parts.moving.http import routes as engine_routes
-from vllm_rollout.parts.page.http import routes as watch_routes
-from vllm_rollout.parts.page.http.page import page_router
-from vllm_rollout.parts.pruning.http import routes as learning_routes
-from vllm_rollout.parts.pruning.http import votes
-from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
-from vllm_rollout.parts.rounds.http import routes as run_routes
-from vllm_rollout.parts.sessions.http import routes as session_routes
+from vllm_rollout.kernel.parts import faces
+
+REWARDS_PLACE, WEIGHTS_PLACE = 15, 70
 
 router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
 
@@ -62,26 +64,12 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST) if parts is None else PartsResponse(parts)
 
 
-@router.post(
-    "/v1/votes",
-    summary="Vote over the answers of a group",
-    response_model=VoteAnswer,
-    responses=ERRORS | errors_of(429),
-)
-async def create_vote(body: VoteRequest) -> Response:
-    """Vote on the answer of a group of candidates: by majority, confidence or quality.
-
-    The candidates are given as answers, or as texts in which a pattern finds the answer. With `correct` and `k` the
-    vote also gives maj@k: how often the vote of k of these candidates is right.
-    """
-    return json_response(await votes.counter.count(body))
+def _placed() -> Iterator[tuple[int, APIRouter]]:
+    yield REWARDS_PLACE, reward_routes.router
+    yield WEIGHTS_PLACE, weights.router
+    for _, routers in faces("routes"):
+        yield from routers.items()
 
 
-router.include_router(learning_routes.router)
-router.include_router(learning_routes.state_router)
-router.include_router(run_routes.router)
-router.include_router(engine_routes.router)
-router.include_router(session_routes.router)
-router.include_router(weights.router)
-router.include_router(watch_routes.router)
-router.include_router(page_router())
+for _, placed in sorted(_placed(), key=itemgetter(0)):
+    router.include_router(placed)

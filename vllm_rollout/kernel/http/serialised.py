@@ -30,7 +30,6 @@ from vllm_rollout.kernel.http.answers import (
     CandidateEvent,
     DeferredEvent,
     ErrorEvent,
-    Event,
     GroupEvent,
     GroupSummary,
     RestartedEvent,
@@ -44,7 +43,6 @@ from vllm_rollout.kernel.http.answers import (
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_body, explain_internal
 from vllm_rollout.kernel.http.slices import unless
-from vllm_rollout.parts.rounds.http.session_answers import ReturnedEvent, SessionRoundEvent
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,8 +72,6 @@ async def encode(value: BaseModel, num_tokens: int) -> bytes:
 def num_tokens_in(event: BaseModel) -> int:
     """Number of tokens that an event lists."""
     match event:
-        case ReturnedEvent():
-            return event.generated_tokens
         case TokensEvent():
             return len(event.token_ids)
         case TrajectoryEvent():
@@ -84,7 +80,7 @@ def num_tokens_in(event: BaseModel) -> int:
             return len(candidate.token_ids)
         case GroupEvent():
             return len(event.prompt_token_ids)
-    return 0
+    return getattr(event, "generated_tokens", 0)
 
 
 _NO_REWARD = to_json(RewardFields())[:-1]
@@ -272,9 +268,7 @@ class PatientSend:
             await asyncio.sleep(STALLED_S - waited_s)
 
 
-async def server_sent_events(
-    name: str, source: AsyncGenerator[Event | SessionRoundEvent, None]
-) -> AsyncGenerator[bytes, None]:
+async def server_sent_events(name: str, source: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
     """The events of `source` as server-sent events. `name` is for the log."""
     try:
         async with aclosing(source) as events:
@@ -287,7 +281,7 @@ async def server_sent_events(
         yield await _sse(ErrorEvent(error=error_body(explain_internal(error))))
 
 
-async def _sse(event: Event | SessionRoundEvent) -> bytes:
+async def _sse(event: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event.type.encode(), await encode(event, num_tokens_in(event)))
 
 

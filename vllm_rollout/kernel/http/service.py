@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
@@ -19,32 +20,31 @@ from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
 from vllm_rollout.kernel.http.attempts import Attempt, attempts
 from vllm_rollout.kernel.http.clients import owned_name
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, MovesPart, Outlook
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
+from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
-from vllm_rollout.parts.moving.rules.scaling import Progress
 from vllm_rollout.parts.page.http import tracing
+from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.receipts import write_receipt
-from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.viewers import Viewers
-from vllm_rollout.parts.pruning.http.body import RewardEntry
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.pruning.rules.ledger import Reward
-from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
-from vllm_rollout.parts.rewards.http.service import Graders, GradingService
+from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
-from vllm_rollout.parts.shaping.http import ShapingService
+from vllm_rollout.parts.shaping.http.service import ShapingService
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
@@ -68,23 +68,24 @@ class RolloutService:
         engine: Engine,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
-        recorder: TraceRecorder | None = None,
         admin_key: AdminKey | None = None,
         audit_ratio: float = 0.0,
-        graders: Graders | None = None,
-        kept_limits: KeptLimits | None = None,
     ) -> None:
         self.admin_key = admin_key
         """None: all clients of the server may replace heads and states."""
-        self._engine = engine
+        self.engine = engine
         self._metrics = metrics
+        self.gauges = EngineGauges(engine, metrics, clock)
         self._clock = clock
-        self._recorder = recorder
-        self.learning = LearningService(engine.learning, engine.adapter_name, metrics, clock, self._rewards_posted)
-        self._shaping = ShapingService(engine, metrics, clock)
-        self.grading = GradingService(graders, metrics, kept_limits)
+        page, rewards = engine.find(PagePart), engine.find(RewardsPart)
+        self.recorder = None if page is None else page.recorder
+        self.learning = LearningService.of(engine, metrics, clock)
+        self.rewards = RewardDoor(self._rewards_posted)
+        self.rewards.takers.append(self.learning)
+        self._shaping = ShapingService(engine, metrics)
+        self.grading = GradingService(None, metrics) if rewards is None else rewards.grading
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
-        self.viewers = Viewers(engine, records=recorder is not None)
+        self.viewers = Viewers(engine, records=self.recorder is not None)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -99,24 +100,17 @@ class RolloutService:
         rollout.trace = trace
         return rollout
 
-    @property
-    def moves(self) -> MovesPart:
-        """The part of the engine that moves groups between its ranks."""
-        return self._engine.moves
-
     async def recompute(self, request_ids: Sequence[str] | None) -> int:
         """Compute KV of older weights again (`Engine.recompute`). Returns the number of candidates that do. Raises:
         RequestError (503) for a dead engine."""
-        return await self._engine.recompute(request_ids)
+        return await self.engine.recompute(request_ids)
 
     @property
-    def progress(self) -> Progress:
-        """The progress of all running rollouts together."""
+    def progress(self) -> tuple[int, int]:
+        """Candidates of all running rollouts together, and those that have ended."""
         rollouts = self._active.values()
-        return Progress(
-            sum(each.num_responses for each in rollouts),
-            sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts),
-        )
+        num_ended = sum(min(each.outcome.num_ended, each.num_responses) for each in rollouts)
+        return sum(each.num_responses for each in rollouts), num_ended
 
     async def answer(self, rollout: Rollout) -> list[bytes]:
         """Run a rollout to its end. Returns a RolloutAnswer as JSON, in parts."""
@@ -163,6 +157,7 @@ class RolloutService:
             rollout.outcome.timing.latency_s = self._clock() - started
             rollout.outcome.timing.started_s = rollout.started_s
             await self._shaping.told(rollout.outcome.tellings)
+            await self.gauges.refresh()
             await self._warn(rollout)
             await write_receipt(rollout)
             left = False
@@ -199,13 +194,8 @@ class RolloutService:
             rollout.trace.end(rollout.row(), rollout.outcome.usage)
         if rollout.watch is not None:
             await rollout.watch.end()
-        if self._recorder is not None:
-            self._recorder.rollout_over(rollout)
-
-    async def refresh_gauges(self) -> None:
-        """Refresh the gauges that are read from the engine, unless they are recent."""
-        self.grading.refresh_gauges()
-        await self._shaping.refresh()
+        if self.recorder is not None:
+            self.recorder.rollout_over(rollout)
 
     async def _see_out(
         self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
@@ -220,7 +210,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self._engine.cancel_groups([*running, *waves])
+                await self.engine.cancel_groups([*running, *waves])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except EngineStopped:  # reported elsewhere
@@ -307,56 +297,58 @@ class RolloutService:
         """Learn from rewards that came while the group ran."""
         assert rollout.grading is not None
         threshold = rollout.grading.options.threshold
+        name = owned_name(rollout.namespace, rollout.id)
         rewards = [
-            RewardEntry(prompt_id=group.prompt.id, index=index, reward=grade.reward)
+            NamedReward("rollout", name, Reward(group.prompt.id, index, reward, reward > threshold))
             for index, grade in group.grades.items()
-            if grade.reward is not None
+            if (reward := grade.reward) is not None
         ]
         if rewards:
-            num_unknown = await self.learning.teach(rollout.id, rewards, threshold, rollout.namespace)
-            rollout.outcome.num_forgotten += num_unknown
+            rollout.outcome.num_forgotten += await self.rewards.tell(rewards, rollout.id)
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
         if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
             rollout.seen.rewarded((its.prompt_id, its.index, its.reward) for its in rewards)
             return
         self.viewers.rewards_posted(rollout_id, rewards)
-        if self._recorder is not None:
-            self._recorder.rewards_posted(rollout_id, rewards)
+        if self.recorder is not None:
+            self.recorder.rewards_posted(rollout_id, rewards)
 
     def _graded_group(
         self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
     ) -> GradedGroup | None:
         if (grading := rollout.grading) is None:
             return None
-        return GradedGroup(grading, group, LaunchedCandidates(self._engine, order, places, grading.waves))
+        return GradedGroup(grading, group, LaunchedCandidates(self.engine, order, places, grading.waves))
 
     def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
         """A function that launches the group of this prompt each time it is called."""
         kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
         if kept is None:
-            return partial(self._engine.run_group, order)
+            return partial(self.engine.run_group, order)
         want_text = "text" in rollout.included or rollout.grading is not None
-        return ResumedGroup(kept, self._engine, order, want_text=want_text).events
+        return ResumedGroup(kept, self.engine, order, want_text=want_text).events
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
+        said: dict[str, Any] = {}
+        if rollout.scoring is not None:
+            seed = seed_for(rollout.pruning_seed, digest_of(prompt.token_ids))
+            said |= rollout.scoring.said(owned_name(rollout.namespace, rollout.id), prompt.id, seed, plan.key)
         return GroupOrder(
             group_id=rollout.group_id(position),
-            rollout_id=owned_name(rollout.namespace, rollout.id),
             plan=plan.group,
             prompt=prompt,
             seed_name=rollout.seed_names[position],
-            pruning_seed=seed_for(rollout.pruning_seed, digest_of(prompt.token_ids)),
-            prompt_key=plan.key,
+            said=said,
+            said_once=rollout.course.said(position),
             stream_tokens=rollout.stream_tokens,
-            place=rollout.course.place(position),
             outlook=self._outlook(rollout, position),
             priority=rollout.priority,
         )
 
     def _outlook(self, rollout: Rollout, position: int) -> Outlook | None:
-        if self._engine.moves.num_ranks == 1:
+        if self.engine.num_ranks == 1:
             return None
         prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
         return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)
@@ -372,7 +364,7 @@ class RolloutService:
         rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
-        self._metrics.group_over(result, latency_s, audit=plan.group.audit)
+        self._metrics.group_over(result, latency_s, plan.group)
         if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
             endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan.group, ends)
             rollout.warnings += [] if warning is None else [warning]

@@ -11,6 +11,9 @@ from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
 
+MAX_BUDGET_RATIO = 2
+"""Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
@@ -181,6 +184,11 @@ def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] 
     allow_fewer = named.get("allow_fewer", "allow_fewer")
     _check_can_prune(join.pruning, join.group_size, join.num_candidates, number, allow_fewer)
     return join
+
+
+def upper_bound(group_size: int, max_candidates: int) -> int:
+    """Most candidates of one prompt: M_up of DARTS Eq. 5, but at most `max_candidates`."""
+    return min(MAX_BUDGET_RATIO * group_size, max_candidates)
 
 
 def default_num_longest(group_size: int) -> int:

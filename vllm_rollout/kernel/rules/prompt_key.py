@@ -47,6 +47,13 @@ def digest_of(token_ids: Sequence[int]) -> str:
     return blake2b(array("Q", token_ids).tobytes(), digest_size=12).hexdigest()
 
 
+def history_key(prompt_id: str | None, token_ids: Sequence[int]) -> str:
+    """A prompt's name across rollouts: made from the client's id, else from its tokens."""
+    if prompt_id is not None:
+        return key_of_id(prompt_id)
+    return f"{KEY_OF_TOKENS}{digest_of(token_ids)}"
+
+
 def key_of_content(content: str) -> str:
     """The name, over all groups, of a prompt with this content name. Empty for a prompt without token ids.
 

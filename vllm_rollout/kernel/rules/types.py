@@ -19,6 +19,23 @@ EndReason = Literal["stop", "length", "failed"]
 GroupStatus = Literal["complete", "incomplete", "deferred"]
 """`deferred`: the group is not wanted now, whether it was complete or not."""
 
+SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
+"""The first two states are open. `void`: the session does not count, and another one may replace it. `pruned`:
+stopped by its score. `surplus`: it lost the race. `deferred`: the group was cancelled."""
+
+EndedBy = Literal["finish", "last_turn", "length", "max_turns", "max_tokens", "idle", "score", "race", "cancel"]
+"""Cause of a session's end.
+
+finish                 its harness finished it
+last_turn              its harness marked a turn as the last one
+length                 a turn was cut at its own max_tokens
+max_turns, max_tokens  it reached a limit of the group
+idle                   it was silent for too long
+score                  its score stopped it
+race                   its siblings decided the group without it
+cancel                 the group was cancelled
+"""
+
 
 class CandidateId(NamedTuple):
     group_id: str
@@ -146,13 +163,47 @@ class GroupResult:
 
 
 class HeldGroups(NamedTuple):
-    """Groups that an engine remembers, by state."""
+    """Groups that a rank remembers, by state."""
 
     num_running: int
     """Groups in which a candidate runs or waits to run."""
     num_idle: int
     """Groups without a running candidate that wait for siblings, which come as single requests."""
-    num_races: int = 0
-    """Rounds whose groups race each other."""
+
+
+class RankCounts(NamedTuple):
+    """Counts of one rank since its start, and the groups that it holds."""
+
+    groups: HeldGroups
     num_unmet: int = 0
-    """Joined groups, since the start, whose siblings did not come to this engine."""
+    """Joined groups whose siblings did not come to this rank."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught, and failed candidates or groups."""
+    num_weight_changes: int = 0
+
+
+class RunningGroup(NamedTuple):
+    """A group as its engine core reports it, without predictions."""
+
+    group_id: str
+    prompt_tokens: int
+    num_tokens: list[int]
+    """Output tokens of each candidate that has not ended."""
+    max_tokens: int | None
+
+
+class EngineLoad(NamedTuple):
+    """Load of one engine core, and what has happened to it since its start."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Used share of its KV blocks, from 0 to 1."""
+    num_preemptions: int
+    groups: list[RunningGroup]
+    """Groups with candidates that have not ended."""
+    num_internal_errors: int = 0
+    """Exceptions of our own code that were caught, and failed candidates or groups."""
+    num_weight_changes: int = 0
+    """Number of weights updates. `weight_version` is the newest."""
+    weight_version: str = ""

@@ -13,7 +13,10 @@ PART = Part(
         "commands": "vllm_rollout.parts.emulation.command",
         "device": "vllm_rollout.parts.emulation.device:device_of",
         "engine_args": "vllm_rollout.parts.emulation.api:on_device",
+        "flags": "vllm_rollout.parts.emulation.api:FLAGS",
+        "next_engine": "vllm_rollout.parts.emulation.options:go_on",
         "platform": "vllm_rollout.parts.emulation.command:needs_no_device",
         "settings": "vllm_rollout.parts.emulation.settings:Settings",
     },
+    exports={"emulated_success": "vllm_rollout.parts.emulation.tokens:succeeded"},
 )

@@ -6,6 +6,15 @@ PART = Part(
     "moving",
     "Places groups on data-parallel ranks by predicted work, moves them, and survives the death of a rank.",
     needs=("shaping",),
-    faces={"simulated": "vllm_rollout.parts.moving.simulated"},
-    also={"emulation": {"emulated": "vllm_rollout.parts.moving.worker.emulated:emulated_moves"}},
+    faces={
+        "api": "vllm_rollout.parts.moving.api.part:MovingApi",
+        "client": "vllm_rollout.parts.moving.client:CLIENT",
+        "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
+        "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
+        "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
+        "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
+        "simulated": "vllm_rollout.parts.moving.simulated",
+    },
+    also={"emulation": {"emulated": "vllm_rollout.parts.moving.with_emulation.worker:emulated_moves"}},
 )

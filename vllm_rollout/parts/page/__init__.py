@@ -7,7 +7,10 @@ PART = Part(
     "Shows and records rollouts: the page, recordings, receipts and traces.",
     needs=("shaping",),
     faces={
+        "api": "vllm_rollout.parts.page.http.part:PagePart",
         "commands": "vllm_rollout.parts.page.watching.command",
+        "flags": "vllm_rollout.parts.page.api:FLAGS",
+        "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.page.simulated:Recording",
         "traces": "vllm_rollout.parts.page.recording.file",
     },

@@ -6,9 +6,19 @@ PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
     faces={
+        "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
+        "client": "vllm_rollout.parts.pruning.client:CLIENT",
+        "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
+        "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
+        "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
+        "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
     },
-    also={"emulation": {"emulated": "vllm_rollout.parts.pruning.worker.emulated:emulated_heads"}},
+    also={"emulation": {"emulated": "vllm_rollout.parts.pruning.with_emulation.worker:emulated_heads"}},
+    exports={
+        "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",
+        "QualityHead": "vllm_rollout.parts.pruning.client:QualityHead",
+    },
 )

@@ -6,9 +6,35 @@ PART = Part(
     "rounds",
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
+        "api": "vllm_rollout.parts.rounds.api:RoundsApi",
+        "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
+        "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "demo": "vllm_rollout.parts.rounds.demo.run:demo",
-        "simulated": "vllm_rollout.parts.rounds.simulated.job:job",
+        "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
+        "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
+    },
+    also={
+        "pruning": {"routes": "vllm_rollout.parts.rounds.with_pruning.http.routes:ROUTES"},
+        "sessions": {
+            "api": "vllm_rollout.parts.rounds.with_sessions.api:SessionRoundsApi",
+            "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
+            "session_rounds": "vllm_rollout.parts.rounds.with_sessions.http.session_rounds",
+            "sessions_field": "vllm_rollout.parts.rounds.with_sessions.http.field",
+        },
+        "shaping": {
+            "api": "vllm_rollout.parts.rounds.with_shaping.api.part:ShapedRoundsApi",
+            "flags": "vllm_rollout.parts.rounds.with_shaping.api.flags:FLAGS",
+            "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
+            "simulated": "vllm_rollout.parts.rounds.with_shaping.simulated.job:job",
+        },
+    },
+    exports={
+        "AsyncRun": "vllm_rollout.parts.rounds.client.run:AsyncRun",
+        "Run": "vllm_rollout.parts.rounds.client.run:Run",
+    },
+    also_exports={
+        "sessions": {"AgentRound": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRound"},
     },
 )

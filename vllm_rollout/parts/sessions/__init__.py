@@ -6,6 +6,25 @@ PART = Part(
     "sessions",
     "Candidates that are whole conversations, with one OpenAI request per turn.",
     needs=("rewards",),
-    faces={"simulated": "vllm_rollout.parts.sessions.simulated.sessions:terms_of"},
-    also={"page": {"recorded": "vllm_rollout.parts.sessions.simulated.recorded:read_session_groups"}},
+    faces={
+        "api": "vllm_rollout.parts.sessions.api.part:SessionsApi",
+        "client": "vllm_rollout.parts.sessions.client.agents:CLIENT",
+        "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
+        "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
+    },
+    also={
+        "page": {
+            "recorded": "vllm_rollout.parts.sessions.with_page.simulated:read_session_groups",
+            "session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers",
+        },
+        "pruning": {"scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said"},
+        "shaping": {"simulated": "vllm_rollout.parts.sessions.with_shaping.simulated:terms_of"},
+    },
+    exports={
+        "AgentResult": "vllm_rollout.parts.sessions.client.agent_group:AgentResult",
+        "AgentGroup": "vllm_rollout.parts.sessions.client.agent_group:AgentGroup",
+        "AgentSession": "vllm_rollout.parts.sessions.client.agent_session:AgentSession",
+        "SessionLost": "vllm_rollout.parts.sessions.client.agent_session:SessionLost",
+        "Void": "vllm_rollout.parts.sessions.client.agent_session:Void",
+    },
 )

@@ -10,28 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude, deferred, num_to_refill
-from vllm_rollout.kernel.rules.types import Ending, EndReason, GroupResult
+from vllm_rollout.kernel.rules.types import EndedBy, Ending, EndReason, GroupResult, SessionState
 
-SessionState = Literal["turn", "between_turns", "finished", "truncated", "void", "pruned", "surplus", "deferred"]
-"""The first two states are open. `void`: the session does not count, and another one may replace it. `pruned`:
-stopped by its score. `surplus`: it lost the race. `deferred`: the group was cancelled."""
-EndedBy = Literal["finish", "last_turn", "length", "max_turns", "max_tokens", "idle", "score", "race", "cancel"]
-"""Cause of a session's end.
-
-finish                 its harness finished it
-last_turn              its harness marked a turn as the last one
-length                 a turn was cut at its own max_tokens
-max_turns, max_tokens  it reached a limit of the group
-idle                   it was silent for too long
-score                  its score stopped it
-race                   its siblings decided the group without it
-cancel                 the group was cancelled
-"""
 TRUNCATED_BY: frozenset[EndedBy] = frozenset({"length", "max_turns", "max_tokens"})
 
 

@@ -14,13 +14,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import ClassVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+from vllm_rollout.kernel.core.ports import Answers, CorePart
+from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.rules.step import PruningStep
+from vllm_rollout.parts.shaping.calls import (
+    LENGTH_HISTORY,
+    OBSERVE_LENGTHS,
+    RECORD_STEPS,
+    SET_COST_MODEL,
+    STEP_DRIFT,
+    TAKE_STEPS,
+    CostToCompare,
+    LengthsToLookUp,
+    ObservedGroup,
+)
 from vllm_rollout.parts.shaping.rules.cost import StepTime
 from vllm_rollout.parts.shaping.rules.drift import Drift, StepDrift
+from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
 
 MAX_RECORDED_STEPS = 65_536
 """Newest engine steps that a recording keeps (5 MB)."""
@@ -100,3 +117,38 @@ class StepTimes:
     def _restart(self) -> None:
         self._active = self._steps is not None or self._drift is not None
         self._before, self._skip = None, DRIFT_INTERVAL_STEPS
+
+
+def _judge(core: EngineCore) -> Judge:
+    return core.scheduler.group_steps.part(PruningStep).judge
+
+
+def _observe_lengths(core: EngineCore, group: ObservedGroup) -> None:
+    memory = _judge(core).memory_of(group.adapter)
+    if memory is not None:
+        memory.lengths.observe(group.key, group.lengths)
+
+
+def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatistics:
+    memory = _judge(core).memories.known(wanted.adapter)
+    if memory is None:
+        return LengthStatistics(None, [None] * len(wanted.keys))
+    return memory.lengths.statistics(wanted.keys)
+
+
+def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
+    drift = wanted and Drift(
+        wanted.cost, model=wanted.model, profile=wanted.profile, batch_sizes=wanted.batch_sizes
+    )  # fmt: skip
+    core.scheduler.step_times.compare_with(drift)
+
+
+class ShapingCore(CorePart):
+    answers: ClassVar[Answers] = {
+        OBSERVE_LENGTHS: _observe_lengths,
+        LENGTH_HISTORY: _length_history,
+        RECORD_STEPS: lambda core, on: core.scheduler.step_times.record(on),
+        TAKE_STEPS: lambda core, _: core.scheduler.step_times.take(),
+        SET_COST_MODEL: _set_cost_model,
+        STEP_DRIFT: lambda core, _: core.scheduler.step_times.drift(),
+    }

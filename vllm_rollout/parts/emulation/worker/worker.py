@@ -19,12 +19,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
 from vllm_rollout.parts.emulation.device import Device, DeviceSpan
 from vllm_rollout.parts.emulation.fate import Fates
+from vllm_rollout.parts.emulation.options import EmulationOptions
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.emulation.step_log import LoggedStep, StepLog
 from vllm_rollout.parts.emulation.worker.ports import SaidRow
@@ -56,8 +56,8 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
     """Implements the calls of an engine core with one worker. Adds the methods of `WorkerCalls`."""
 
     def init_device(self) -> None:
-        emulation = ServeOptions.of(self.vllm_config).emulation
-        assert emulation is not None, "an emulated device has its settings"
+        emulation = EmulationOptions.of(self.vllm_config)
+        assert emulation.file is not None, "an emulated device has its settings"
         self.device = torch.device("cpu")
         parallel = self.vllm_config.parallel_config
         self.emulation = Settings.read(emulation.file).at(parallel.tensor_parallel_size)

@@ -32,24 +32,24 @@ from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoute
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.api.rank_died import RankDied
+from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
-    ENGINE_LOAD,
     HOLD,
     KEEP_GROUP,
+    RANK_STATE,
     RELEASE_GROUP,
-    Argument,
     GroupToAdopt,
     GroupToRelease,
     Hold,
-    Operation,
     Released,
 )
-from vllm_rollout.kernel.http.engine import Drained, EngineStopped, RequestError
-from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.parts.moving.api.rank_client import RankDied
-from vllm_rollout.parts.moving.rules.load import DEAD_LOAD, EngineLoad, GroupLoad, RankLoad
+from vllm_rollout.parts.moving.http.engine import Drained, MovesPart
+from vllm_rollout.parts.moving.http.metrics import MovingMetrics
+from vllm_rollout.parts.moving.rules.load import DEAD, GroupLoad, RankLoad, RankState
 from vllm_rollout.parts.moving.rules.migration import MoveOutcome, plan_drain
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS, TRAINER
 from vllm_rollout.parts.moving.rules.scaling import Progress, ScaleDown, plan_scale_down
@@ -84,18 +84,14 @@ class Move(NamedTuple):
     reason: str = ""
 
 
-class EngineMoves:
-    """Implements `server.engine.MovesPart`, and moves groups."""
+class EngineMoves(MovesPart):
+    """Moves groups."""
 
     def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls, shaping: EngineShaping) -> None:
         self._client = client
         self._calls = calls
         self._shaping = shaping
         self._epochs = count(1)
-        self._one_move = asyncio.Lock()
-        """Held while a group is in no engine core, while ranks are held or restored, and by calls that must reach all
-        groups.
-        """
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -120,23 +116,23 @@ class EngineMoves:
             )
         return None
 
-    async def engine_loads(self) -> list[EngineLoad]:
-        """Loads by rank. Raises: RequestError (503) if the engine is dead."""
-        loads = await self._calls.call_each(ENGINE_LOAD, None)
-        return [loads.get(rank, DEAD_LOAD) for rank in range(self.num_ranks)]
+    async def rank_states(self) -> list[RankState]:
+        """States by rank. Raises: EngineStopped."""
+        living = await self._calls.call_each(RANK_STATE, None)
+        return [living.get(rank, DEAD) for rank in range(self.num_ranks)]
 
     async def rank_loads(self) -> Callable[[MayMove], list[RankLoad]]:
         """Ask for loads once. Returns a function: given which groups may move, it gives the load of each rank for the
         rules.
         """
         lengths = (await self._shaping.length_history([])).dataset  # they predict groups without an outlook
-        loads = await self.engine_loads()
-        return lambda may_move: [self._rank_load(rank, load, lengths, may_move) for rank, load in enumerate(loads)]
+        states = await self.rank_states()
+        return lambda may_move: [self._rank_load(rank, its, lengths, may_move) for rank, its in enumerate(states)]
 
-    def _rank_load(self, rank: int, load: EngineLoad, lengths: LengthMoments | None, may_move: MayMove) -> RankLoad:
+    def _rank_load(self, rank: int, its: RankState, lengths: LengthMoments | None, may_move: MayMove) -> RankLoad:
         """Load of one rank. Groups that may not move count as other requests."""
         groups, other_tokens = [], 0
-        for running in load.groups:
+        for running in its.load.groups:
             route = self._client.routes.find(running.group_id)
             known = lengths if route is None or route.outlook is None else route.outlook.lengths
             group = GroupLoad.of(*running[:3], known, running.max_tokens)
@@ -147,21 +143,16 @@ class EngineMoves:
         return RankLoad(
             rank,
             tuple(groups),
-            other_requests=load.num_running + load.num_waiting - sum(group.num_candidates for group in groups),
+            other_requests=its.num_requests - sum(group.num_candidates for group in groups),
             other_kv_tokens=other_tokens,
             kv_capacity_tokens=self._client.vllm_config.cache_config.kv_cache_size_tokens,
             max_num_seqs=self._client.vllm_config.scheduler_config.max_num_seqs,
-            is_held=load.is_held,
-            transfer=load.kv.transfer,
+            is_held=its.is_held,
+            transfer=its.kv.transfer,
         )
 
     async def plan_scale_down(self, progress: Progress) -> ScaleDown:
         return plan_scale_down(progress, (await self.rank_loads())(lambda route: True))
-
-    async def tell_all_groups(self, operation: Operation[Argument, None], argument: Argument) -> None:
-        """Run one operation on every rank while no group moves: a group in no engine core would miss it."""
-        async with self._one_move:
-            await self._calls.call_all(operation, argument)
 
     async def drain(self, rank: int, timeout_s: float, owner: str = TRAINER) -> Drained:
         started = time.monotonic()
@@ -171,39 +162,38 @@ class EngineMoves:
             await self.restore(rank, owner)
             raise _last_one(rank, "The others that took groups have died. See GET /v1/engines.")
         told_s = time.monotonic() + (2 * FOLLOW_S if self._client.num_api_processes > 1 else 0.0)
-        while (load := (await self.engine_loads())[rank]).num_running + load.num_waiting or time.monotonic() < told_s:
-            if not load.is_held or time.monotonic() - started >= timeout_s:
+        while (its := (await self.rank_states())[rank]).num_requests or time.monotonic() < told_s:
+            if not its.is_held or time.monotonic() - started >= timeout_s:
                 break
             await asyncio.sleep(LOOK_S)
-        if load.is_dead:
+        if its.is_dead:
             raise EngineStopped(str(RankDied.of(rank)), status=HTTPStatus.SERVICE_UNAVAILABLE)
         reasons = Counter(move.reason for move in moves if move.outcome in ("stays", "failed", "lost"))
         num_moved = sum(move.outcome == "moved" for move in moves)
-        num_left = load.num_running + load.num_waiting
-        return Drained(load.is_held, num_moved, num_left, reasons, time.monotonic() - started)
+        return Drained(its.is_held, num_moved, its.num_requests, reasons, time.monotonic() - started)
 
     async def restore(self, rank: int, owner: str = ALL_OWNERS) -> None:
         await self._calls.to_its_end(self._end_hold(rank, owner))
 
     async def _hold(self, rank: int, owner: str) -> None:
         """Keep a rank empty from now on. Raises: RequestError (409) if no other rank would take groups."""
-        async with self._one_move:
-            if not self._takers(await self.engine_loads(), rank):
+        async with self._calls.none_moves:
+            if not self._takers(await self.rank_states(), rank):
                 only = "It is the only one." if self.num_ranks == 1 else "It is the last one that is not drained."
                 raise _last_one(
                     rank, f"{only} Restore another one first, or start the server with more --data-parallel-size."
                 )
             await self._calls.call_rank(rank, HOLD, Hold(owner, True))
-            loads = await self.engine_loads()
-            if not self._takers(loads, rank):  # another API process drains the others at the same time
+            states = await self.rank_states()
+            if not self._takers(states, rank):  # another API process drains the others at the same time
                 await self._calls.call_rank(rank, HOLD, Hold(owner, False))
                 raise _last_one(rank, "The others are being drained, too. Try again.")
-            self._client.routes.hold(self._held(loads))
+            self._client.routes.hold(self._held(states))
 
     async def _end_hold(self, rank: int, owner: str) -> None:
-        async with self._one_move:
+        async with self._calls.none_moves:
             await self._calls.call_rank(rank, HOLD, Hold(owner, False))
-            self._client.routes.hold(self._held(await self.engine_loads()))
+            self._client.routes.hold(self._held(await self.rank_states()))
 
     def follow_holds(self) -> None:
         """Start to leave ranks that other API processes hold."""
@@ -218,21 +208,21 @@ class EngineMoves:
         return await self._calls.to_its_end(self._move(route, target))
 
     @staticmethod
-    def _held(loads: Sequence[EngineLoad]) -> frozenset[int]:
-        return frozenset(rank for rank, load in enumerate(loads) if load.is_held)
+    def _held(states: Sequence[RankState]) -> frozenset[int]:
+        return frozenset(rank for rank, its in enumerate(states) if its.is_held)
 
     @classmethod
-    def _takers(cls, loads: Sequence[EngineLoad], rank: int) -> frozenset[int]:
+    def _takers(cls, states: Sequence[RankState], rank: int) -> frozenset[int]:
         """Ranks that take groups if this one does not."""
-        return frozenset(range(len(loads))) - cls._held(loads) - {rank}
+        return frozenset(range(len(states))) - cls._held(states) - {rank}
 
     async def _follow(self) -> None:
         before: frozenset[int] = frozenset()
         while not self._client.errored:
             await asyncio.sleep(FOLLOW_S)
             with survived("following holds"), suppress(EngineStopped):  # a dead engine is reported elsewhere
-                async with self._one_move:
-                    held = self._held(await self.engine_loads())
+                async with self._calls.none_moves:
+                    held = self._held(await self.rank_states())
                     if len(held) < self.num_ranks or held == before:  # else drains collide, and one is released
                         self._client.routes.hold(held)
                     before = held
@@ -255,7 +245,7 @@ class EngineMoves:
     async def _move(self, route: GroupRoute, target: int) -> Move:
         if route.joined and self._client.num_api_processes > 1:
             return Move("stays", SHARED)
-        async with self._one_move:
+        async with self._calls.none_moves:
             routes = self._client.routes
             if target in routes.held and route.rank in routes.held and routes.has_open:
                 target = routes.next_rank()  # it has to leave its rank, so any other rank will do
@@ -267,7 +257,7 @@ class EngineMoves:
             async with route.moving():
                 move = await self._move_now(route, target)
         seconds = time.monotonic() - started
-        self._client.rollout_metrics.group_moved(move.outcome, seconds)
+        self._client.rollout_metrics.of(MovingMetrics).group_moved(move.outcome, seconds)
         if move.outcome == "moved":
             logger.info("group %s moved from rank %d to %d in %.3f s", route.group_id, source, target, seconds)
         return move

@@ -15,21 +15,35 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_rollout.kernel.call_table import GroupToAdopt, GroupToRelease, Hold, Released
 from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.candidate import EngineCandidate
+from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.versions import leave_deferred
 from vllm_rollout.kernel.core.weights import Weights, salt_to_move
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.kernel.rules.types import EngineLoad
+from vllm_rollout.parts.moving.calls import (
+    ADOPT_GROUP,
+    CONFIRM_MOVE,
+    HOLD,
+    KEEP_GROUP,
+    RANK_STATE,
+    RELEASE_GROUP,
+    GroupToAdopt,
+    GroupToRelease,
+    Hold,
+    Released,
+)
 from vllm_rollout.parts.moving.core.kv_moving import KVMoves
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.moving.rules.placement import Holders
 from vllm_rollout.parts.moving.wire import KVBlocks, MovedCandidate, Parcel, request_to_move
 
@@ -98,6 +112,9 @@ class GroupMoves:
     def is_held(self) -> bool:
         """True if this engine core is kept empty."""
         return bool(self._holders)
+
+    def state(self, load: EngineLoad) -> RankState:
+        return RankState(load, self.is_held, self.num_in, self.num_out, self.seconds, self.kv.arrived)
 
     def hold(self, wanted: Hold) -> None:
         self._holders.change(wanted.owner, held=wanted.held)
@@ -263,3 +280,14 @@ def queue_again(scheduler: Scheduler, requests: Sequence[Request]) -> None:
     """Put stopped requests that have not ended back into the queue. They run next."""
     for request in reversed([request for request in requests if not request.is_finished()]):
         scheduler.waiting.prepend_request(request)
+
+
+class MovingCore(CorePart):
+    answers: ClassVar[Answers] = {
+        RANK_STATE: lambda core, _: core.scheduler.moves.state(core.scheduler.load),
+        HOLD: lambda core, wanted: core.scheduler.moves.hold(wanted),
+        RELEASE_GROUP: lambda core, wanted: core.scheduler.moves.release(core, wanted),
+        KEEP_GROUP: lambda core, wanted: core.scheduler.moves.keep(core, wanted),
+        ADOPT_GROUP: lambda core, wanted: core.scheduler.moves.adopt(core, wanted),
+        CONFIRM_MOVE: lambda core, wanted: core.scheduler.moves.confirm(core, wanted),
+    }

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, StrictFloat
 
 from vllm_rollout.kernel.http.body import Body
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.moving.rules.scaling import ScaleReason
 
 DEFAULT_DRAIN_S = 30.0
@@ -67,16 +67,19 @@ class EngineAnswer(BaseModel):
     """Name of the newest weights. If they have no name, the number of weights updates."""
 
     @classmethod
-    def of(cls, rank: int, load: EngineLoad) -> EngineAnswer:
+    def of(cls, rank: int, its: RankState) -> EngineAnswer:
         return cls(
             rank=rank,
-            state="dead" if load.is_dead else state_of(load.is_held, load.num_running + load.num_waiting),
-            num_groups=len(load.groups),
-            num_moved_in_with_kv=load.kv.num_groups,
-            num_kv_blocks_in=load.kv.num_blocks,
-            num_kv_fallbacks=load.kv.num_fallbacks,
-            kv_seconds_per_token=None if load.kv.transfer is None else load.kv.transfer.s_per_token,
-            **load._asdict(),
+            state="dead" if its.is_dead else state_of(its.is_held, its.num_requests),
+            num_groups=len(its.load.groups),
+            num_moved_in=its.num_moved_in,
+            num_moved_out=its.num_moved_out,
+            moving_s=its.moving_s,
+            num_moved_in_with_kv=its.kv.num_groups,
+            num_kv_blocks_in=its.kv.num_blocks,
+            num_kv_fallbacks=its.kv.num_fallbacks,
+            kv_seconds_per_token=None if its.kv.transfer is None else its.kv.transfer.s_per_token,
+            **its.load._asdict(),
         )
 
 

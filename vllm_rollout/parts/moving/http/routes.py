@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.boundary import RolloutRoute
-from vllm_rollout.kernel.http.engine import MovesPart, RequestError
+from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS
 from vllm_rollout.kernel.http.serialised import CLIENT_CLOSED_REQUEST, json_response, unless_disconnected
 from vllm_rollout.kernel.http.service import RolloutService
@@ -25,8 +25,11 @@ from vllm_rollout.parts.moving.http.body import (
     ScaleDownAdvice,
     state_of,
 )
+from vllm_rollout.parts.moving.http.engine import MovesPart
+from vllm_rollout.parts.moving.rules.scaling import Progress
 
 router = APIRouter(route_class=RolloutRoute, tags=["engines"])
+ROUTES = {50: router}
 
 MAX_RANK = 1 << 16
 Rank = Annotated[int, Path(ge=0, le=MAX_RANK, description="Number of the rank, from 0.")]
@@ -40,22 +43,22 @@ def _service(request: Request) -> RolloutService:
 
 def _moves(rank: int, request: Request) -> MovesPart:
     """The part of the engine that moves groups. Raises: RequestError (404) if there is no such rank."""
-    moves = _service(request).moves
-    if rank >= moves.num_ranks:
-        allowed = "only rank 0" if moves.num_ranks == 1 else f"ranks 0 to {moves.num_ranks - 1}"
+    engine = _service(request).engine
+    if rank >= engine.num_ranks:
+        allowed = "only rank 0" if engine.num_ranks == 1 else f"ranks 0 to {engine.num_ranks - 1}"
         raise RequestError(
             f"there is no rank {rank}: this server has {allowed} (--data-parallel-size). See GET /v1/engines.",
             status=HTTPStatus.NOT_FOUND,
             param="rank",
         )
-    return moves
+    return engine.part(MovesPart)
 
 
 @router.get("/v1/engines", summary="All ranks and their load", response_model=EnginesAnswer, responses=ERRORS)
 async def get_engines(request: Request) -> Response:
     """List the data-parallel ranks of the engine: their load, and whether they are kept empty."""
-    loads = await _service(request).moves.engine_loads()
-    return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, load) for rank, load in enumerate(loads)]))
+    states = await _service(request).engine.part(MovesPart).rank_states()
+    return json_response(EnginesAnswer(engines=[EngineAnswer.of(rank, its) for rank, its in enumerate(states)]))
 
 
 @router.get(
@@ -67,8 +70,9 @@ async def get_advice(request: Request) -> Response:
     That is advised if 20 to 50 % of the candidates have ended and the rest fits on the other ranks. `drain` then frees
     them. With `"scale_down": "auto"` a rollout does both by itself.
     """
-    progress = _service(request).progress
-    advice = await _service(request).moves.plan_scale_down(progress)
+    service = _service(request)
+    progress = Progress(*service.progress)
+    advice = await service.engine.part(MovesPart).plan_scale_down(progress)
     answer = AdviceAnswer(
         num_responses=progress.num_responses,
         num_complete=progress.num_complete,
@@ -117,4 +121,4 @@ async def restore_engine(rank: Rank, request: Request) -> Response:
     """Undo a drain. Safe to repeat, also for a rank that was not drained."""
     moves = _moves(rank, request)
     await moves.restore(rank)
-    return json_response(EngineAnswer.of(rank, (await moves.engine_loads())[rank]))
+    return json_response(EngineAnswer.of(rank, (await moves.rank_states())[rank]))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.shaping.rules.cost import CostModel, rollout_time
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, expected_remaining, late_remaining
 
@@ -46,16 +47,6 @@ class TransferCost:
         return num_candidates * self.block_size / 2
 
 
-class RunningGroup(NamedTuple):
-    """A group as its engine core reports it, without predictions."""
-
-    group_id: str
-    prompt_tokens: int
-    num_tokens: list[int]
-    """Output tokens of each candidate that has not ended."""
-    max_tokens: int | None
-
-
 class ArrivedKV(NamedTuple):
     """KV that arrived in one engine core with groups, since its start."""
 
@@ -67,35 +58,29 @@ class ArrivedKV(NamedTuple):
     """Cost of the next transfer. None if KV is not sent, or the last transfer failed."""
 
 
-class EngineLoad(NamedTuple):
-    """State and load of one engine core."""
+class RankState(NamedTuple):
+    """Load of one rank, and its moves since its engine core started."""
 
-    is_held: bool
-    """True if it is kept empty."""
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    """Used share of its KV blocks, from 0 to 1."""
-    num_preemptions: int
-    """Preemptions since its start. `num_moved_in` and `num_moved_out` count groups since then, too."""
-    num_moved_in: int
-    num_moved_out: int
-    groups: list[RunningGroup]
-    """Groups with candidates that have not ended."""
+    load: EngineLoad
+    is_held: bool = False
+    """True if the rank is kept empty."""
+    num_moved_in: int = 0
+    num_moved_out: int = 0
+    """`num_moved_in` and `num_moved_out` count groups."""
     moving_s: float = 0.0
-    """Seconds that it spent on groups that leave and come, between two steps."""
+    """Seconds that its engine core spent on groups that leave and come, between two steps."""
     kv: ArrivedKV = ArrivedKV()
     is_dead: bool = False
-    """True if the engine core has died."""
-    num_internal_errors: int = 0
-    """Exceptions of our own code that were caught since its start, and failed candidates or groups."""
-    num_weight_changes: int = 0
-    """Number of weights updates since its start. `weight_version` is the newest."""
-    weight_version: str = ""
+    """True if its engine core has died."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return self.load.num_running + self.load.num_waiting
 
 
-DEAD_LOAD = EngineLoad(True, 0, 0, 0.0, 0, 0, 0, [], is_dead=True)
-"""The load of an engine core that has died: it gets no groups, and its counts are unknown."""
+DEAD = RankState(EngineLoad(0, 0, 0.0, 0, []), is_held=True, is_dead=True)
+"""A rank that has died: it gets no groups, and its counts are unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Writes rollouts and groups of sessions to a trace file. Invariant: a failed write never fails a rollout."""
+"""Writes rollouts to a trace file, and what other parts record. Invariant: a failed write never fails a rollout."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.recording.file import TraceFile
 from vllm_rollout.parts.page.recording.rows import Row, reward_row
-from vllm_rollout.parts.page.recording.session_rows import SessionReward, SessionRewardRow
-from vllm_rollout.parts.pruning.rules.ledger import Reward
-from vllm_rollout.parts.sessions.http.groups import OpenGroup
-from vllm_rollout.parts.sessions.http.seen import recorded
-from vllm_rollout.parts.sessions.rules import Session
 
 MAX_MISSING = 4096
 """Most rollouts and groups of sessions without a row that are remembered."""
@@ -38,32 +34,25 @@ class TraceRecorder:
         """Record the prompts whose group is over. If the client went away, these are not all of them."""
         row = rollout.row()
         if row.prompts:
-            self._append_first(rollout.id, row)
+            self.append_first(rollout.id, row)
 
     def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
         """Record rewards that were accepted."""
         posted = [(reward.prompt_id, reward.index, reward.reward) for reward in rewards]
-        if posted and rollout_id not in self._missing:
-            self._append(reward_row(rollout_id, posted))
+        if posted:
+            self.append_later(rollout_id, reward_row(rollout_id, posted))
 
-    def sessions_over(self, group: OpenGroup) -> None:
-        """Record a group that is over or was cancelled and of which nothing runs. A group without sessions gets no
-        row."""
-        if group.race.sessions:
-            self._append_first(group.engine_id, recorded(group))
-
-    def session_rewarded(self, group: OpenGroup, session: Session) -> None:
-        """Record the reward of a session that was finished after its group was recorded."""
-        if session.reward is not None and group.engine_id not in self._missing:
-            reward = SessionReward(index=session.index, reward=session.reward)
-            self._append(SessionRewardRow(name=group.engine_id, rewards=[reward]).model_dump_json())
-
-    def _append_first(self, id: str, row: Row) -> None:
-        """Append a row that later rows may refer to."""
+    def append_first(self, id: str, row: Row) -> None:
+        """Append the first row of `id`, which later rows refer to."""
         if not self._append(row.model_dump_json(exclude_none=True, exclude_defaults=True)):
             self._missing[id] = None
             if len(self._missing) > MAX_MISSING:
                 self._missing.popitem(last=False)
+
+    def append_later(self, id: str, row: str) -> None:
+        """Append a row that refers to the first row of `id`, unless that row is missing."""
+        if id not in self._missing:
+            self._append(row)
 
     def _append(self, row: str) -> bool:
         """Append a row. True if it was written. A change of that is logged."""

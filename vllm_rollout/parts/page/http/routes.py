@@ -12,10 +12,11 @@ from vllm_rollout.kernel.http.errors import ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import EventStream, json_response
 from vllm_rollout.kernel.http.slices import chained
 from vllm_rollout.parts.page.http.events import SCHEMA, GroupTexts
-from vllm_rollout.parts.page.http.page import require_on
+from vllm_rollout.parts.page.http.page import page_router, require_on
 from vllm_rollout.parts.page.http.viewers import Viewers
 
 router = APIRouter(route_class=RolloutRoute, tags=["watch"], dependencies=[Depends(require_on)])
+ROUTES = {80: router, 90: page_router()}
 MAX_POSITION = 1 << 20
 
 

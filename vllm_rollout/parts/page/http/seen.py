@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from vllm_rollout.kernel.http.engine import CandidateEnd
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.page.recording.rows import GroupFate, RolloutPrompt, RolloutState
-from vllm_rollout.parts.rewards.grading.values import Grade
 from vllm_rollout.parts.shaping.rules.trace import End, end_of
 
 MAX_MOVES = 16

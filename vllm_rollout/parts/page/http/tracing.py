@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-from opentelemetry import context, trace
+from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN_ID, Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vllm_rollout.kernel.http.answers import Usage
+from vllm_rollout.kernel.http.clients import client_headers
 from vllm_rollout.kernel.rules.types import STOP_STATES
 from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow
 
@@ -28,22 +28,16 @@ OF_USAGE = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tok
 """Attributes of a rollout's span. `state` is `over`, or `left` if the client went away."""
 
 
-@contextmanager
-def asked_by(headers: Mapping[str, str]) -> Iterator[None]:
-    """Add spans that begin meanwhile to the client's trace (`traceparent`), unless a span of this process is open."""
-    if "traceparent" not in headers or trace.get_current_span().get_span_context().is_valid:
-        yield
-        return
-    token = context.attach(PROPAGATOR.extract(headers))
-    try:
-        yield
-    finally:
-        context.detach(token)
-
-
 def begin() -> RolloutTrace | None:
-    """The trace of the rollout that is being requested. None if nothing is traced."""
-    span, parent = tracer.start_span("rollout"), trace.get_current_span()
+    """The trace of the rollout that is being requested. None if nothing is traced.
+
+    It belongs to the client's trace (`traceparent`), unless a span of this process is open.
+    """
+    asked, parent, headers = None, trace.get_current_span(), client_headers()
+    if "traceparent" in headers and not parent.get_span_context().is_valid:
+        asked = PROPAGATOR.extract(headers)
+        parent = trace.get_current_span(asked)
+    span = tracer.start_span("rollout", asked)
     without_provider = (INVALID_SPAN_ID, parent.get_span_context().span_id)
     return None if span.get_span_context().span_id in without_provider else RolloutTrace(span)
 

@@ -14,18 +14,19 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Protocol
 
 import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.moving.http.body import EngineAnswer
-from vllm_rollout.parts.moving.rules.load import EngineLoad
+from vllm_rollout.parts.moving.http.engine import MovesPart
+from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.pruning.rules.ledger import Reward
-from vllm_rollout.parts.sessions.http.seen import SeenSessions
 from vllm_rollout.parts.shaping.rules.trace import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -75,6 +76,16 @@ class Viewer:
             return COMMENT
 
 
+class Feed(Protocol):
+    """Events for viewers that another part has."""
+
+    def everything(self) -> list[bytes]:
+        """Events that describe the whole state."""
+
+    def changes(self) -> list[bytes]:
+        """Events since the last call."""
+
+
 class Viewers:
     """All readers of the feed, and the data that they may read."""
 
@@ -96,8 +107,8 @@ class Viewers:
         """The last event about ranks."""
         self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
         """Texts of running groups, by rollout id and position. Each is kept for one tick."""
-        self.sessions: SeenSessions | None = None
-        """Groups of sessions. None if this server has no sessions."""
+        self.feeds: list[Feed] = []
+        """What other parts show."""
 
     def begun(self, rollout: Rollout) -> None:
         rollout.seen.begin()
@@ -191,7 +202,7 @@ class Viewers:
         try:
             async with asyncio.timeout(LOOK_S):
                 return await self._engine.last_tokens(group_id)
-        except (RequestError, TimeoutError):
+        except (EngineStopped, TimeoutError):
             return []
 
     def _texts(self, prompt: PreparedPrompt, group: SeenGroup, running: Sequence[CandidateTokens]) -> GroupTexts:
@@ -228,7 +239,7 @@ class Viewers:
         return texts
 
     def _tick_if_needed(self) -> None:
-        records = self._records and self._engine.moves.num_ranks > 1 and self._running
+        records = self._records and self._engine.num_ranks > 1 and self._running
         if (self._viewers or records) and self._ticking is None:
             self._ticking = spawn(self._tick(), "the page")
         elif not (self._viewers or records) and self._ticking is not None:
@@ -249,20 +260,20 @@ class Viewers:
 
     def _everything(self) -> bytes:
         """Events that describe the whole state, whatever was sent before."""
-        server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.moves.num_ranks, "now": time.time()}
+        server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.num_ranks, "now": time.time()}
         running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
         first = event_of("server", {**server, "live": True})
-        sessions = [] if self.sessions is None else [event_of("sessions", row) for row in self.sessions.rows()]
-        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *sessions, self._ranks])
+        more = [event for feed in self.feeds for event in feed.everything()]
+        return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *more, self._ranks])
 
     async def _tick(self) -> None:
         while True:
             with survived("the page"):
-                loads: Sequence[EngineLoad] = ()
+                states: Sequence[RankState] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
-                        loads = await self._engine.moves.engine_loads()
-                self._look(loads)
+                        states = await self._engine.part(MovesPart).rank_states()
+                self._look(states)
                 self._tell_viewers()
             await asyncio.sleep(TICK_S)
 
@@ -271,17 +282,17 @@ class Viewers:
         for rollout in self._running.values():
             events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
             rollout.seen.changed.clear()
-        if self._viewers and self.sessions is not None:
-            events += _sessions(self.sessions)
+        for feed in self.feeds if self._viewers else ():
+            events += feed.changes()
         tick = b"".join([*events, self._ranks])
         for viewer in self._viewers:
             viewer.tell(tick)
 
-    def _look(self, loads: Sequence[EngineLoad]) -> None:
+    def _look(self, states: Sequence[RankState]) -> None:
         """Record the load of each rank, and the progress of the groups on it."""
         ranks = []
-        for rank, load in enumerate(loads):
-            told = EngineAnswer.of(rank, load)
+        for rank, its in enumerate(states):
+            told, load = EngineAnswer.of(rank, its), its.load
             ranks.append({
                 "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
                 "kv": load.kv_cache_usage, "weights": load.weight_version,
@@ -297,10 +308,3 @@ class Viewers:
 def _group(rollout: Rollout, position: int) -> bytes:
     row = rollout.seen.groups[position].row()
     return event_of("group", {"rollout_id": rollout.id, "position": position, "prompt": row})
-
-
-def _sessions(seen: SeenSessions) -> list[bytes]:
-    """Events of groups of sessions that have changed."""
-    rows, gone = seen.news()
-    told = [event_of("sessions", row) for row in rows]
-    return told + ([event_of("gone", {"rollout_ids": [], "sessions": gone})] if gone else [])

@@ -18,9 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, FiniteFloat, StrictBool, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.kernel.rules.fields import SelectionRule
-from vllm_rollout.kernel.rules.types import GroupStatus
+from vllm_rollout.kernel.rules.types import EndedBy, GroupStatus, SessionState
 from vllm_rollout.parts.page.recording.rows import Length, Name, Row
-from vllm_rollout.parts.sessions.rules import EndedBy, SessionState
 
 STOPPED_STATES: tuple[SessionState, ...] = ("surplus", "pruned", "deferred")
 """States of sessions that somebody or something stopped."""

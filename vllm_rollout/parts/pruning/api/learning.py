@@ -19,7 +19,11 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.call_table import Refusal
+from vllm_rollout.kernel.http.engine import CoreCalls, EngineStopped, RequestError
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,
     LEARN_LABELS,
@@ -38,16 +42,14 @@ from vllm_rollout.kernel.call_table import (
     LearningWindow,
     PostedRewards,
     PromptsToRead,
-    Refusal,
     RewardsProgress,
     StateToPut,
 )
-from vllm_rollout.kernel.http.engine import EngineStopped, KeepState, LearningReport, RequestError, RewardsReceipt
-from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
+from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, rules_report
 
@@ -79,12 +81,15 @@ class Unkept:
         yield
 
 
-class EngineLearning:
-    """Implements `server.engine.LearningPart`. Rank 0 trains, and the other ranks get its heads."""
+class EngineLearning(LearningPart):
+    """Learning on all ranks. Rank 0 trains, and the other ranks get its heads.
 
-    def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
+    Overrides: is_busy, settled, take, put.
+    """
+
+    def __init__(self, calls: EngineCalls, options: PruningOptions | None = None) -> None:
         self._calls = calls
-        self._budget_s = options.train_budget_s
+        self._options = options or PruningOptions.of(calls.vllm_config)
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""
@@ -97,7 +102,8 @@ class EngineLearning:
         return pruning_refusal(self._calls.vllm_config)
 
     @property
-    def is_training(self) -> bool:
+    def is_busy(self) -> bool:
+        """True while a head is trained."""
         return self._training is not None and not self._training.done()
 
     async def post_rewards(self, rollout_id: str, rewards: Sequence[Reward]) -> RewardsReceipt | None:
@@ -121,7 +127,7 @@ class EngineLearning:
             ]
             num_training = sum(found.num_training for found in posted)
             versions = {head.key: head.version for head in await self._heads()}
-            if num_training and not self.is_training:
+            if num_training and not self.is_busy:
                 self._training = spawn(self._train(), "training of the quality head")
             heads = sorted(set().union(*(found.heads for found in posted)))
             return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
@@ -231,9 +237,7 @@ class EngineLearning:
 
     async def learning_state(self) -> bytes:
         await self.settled()
-        state = await self._calls.read(OPEN_STATE, lambda reader: reader)
-        assert state is not None, "there is always a state"
-        return state
+        return await self.take(self._calls)
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
         await self._calls.to_its_end(self._put_state(state, keep))
@@ -254,7 +258,15 @@ class EngineLearning:
         changed then.
         """
         async with self._replacing:
-            _check(await self._calls.call_all(PUT_STATE, StateToPut(state, only_check=False)))
+            await self.put(self._calls, state)
+
+    async def take(self, calls: CoreCalls) -> bytes:
+        state = await calls.read(OPEN_STATE, lambda reader: reader)
+        assert state is not None, "there is always a state"
+        return state
+
+    async def put(self, calls: CoreCalls, taken: bytes) -> None:
+        _check(await calls.call_all(PUT_STATE, StateToPut(taken, only_check=False)))
 
     async def _train(self) -> None:
         """Train slice by slice, while the engine makes steps in between.
@@ -263,7 +275,7 @@ class EngineLearning:
         rewards start the training again.
         """
         try:
-            while await self._calls.call_first(TRAIN, self._budget_s):
+            while await self._calls.call_first(TRAIN, self._options.train_budget_s):
                 pass
             if self._calls.num_ranks > 1:
                 await self._share_heads()

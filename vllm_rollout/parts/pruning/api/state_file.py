@@ -30,14 +30,16 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import PUT_HEAD, HeadToPut
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.pruning.api.learning import EngineLearning, Unkept
+from vllm_rollout.parts.pruning.calls import PUT_HEAD, HeadToPut
 from vllm_rollout.private_file import open_private, private_folder
 from vllm_rollout.whole_file import write_whole
 
 logger = init_logger("vllm.vllm_rollout")
 
+LEARNED = "learned.state"
+"""File in the folder of --rollout-state with calibration, quality heads and lengths, in the engine's format."""
 SAVE_INTERVAL_S = 30.0
 SAVE_TIMEOUT_S = 10.0
 
@@ -237,10 +239,9 @@ class StateFile(Unkept):
                     logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
             await asyncio.sleep(SAVE_INTERVAL_S)
 
-    async def _save_with_drafts(self) -> None:
+    async def _save_all(self) -> None:
         await self.save()
-        if self._client.vllm_config.speculative_config is not None:
-            await self._client.collective_rpc("rollout_keep_drafts")
+        await self._client.engine_core.collective_rpc_async("rollout_stop_parts")
 
     def _save_at_shutdown(self) -> None:
         """Save at the server's end. Called on a thread of its own, before the engine is stopped."""
@@ -248,7 +249,7 @@ class StateFile(Unkept):
             logger.warning("vllm_rollout: %s is the one of the last training: the engine is dead", self._path)
             return
         try:
-            asyncio.run_coroutine_threadsafe(self._save_with_drafts(), self._loop).result(SAVE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._save_all(), self._loop).result(SAVE_TIMEOUT_S)
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
         except Exception as error:  # the server ends in any case
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)

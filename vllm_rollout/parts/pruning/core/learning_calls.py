@@ -13,32 +13,48 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.config import CALL_BUDGET_S, MAX_ADAPTERS
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices, Refusal
+from vllm_rollout.kernel.core.calls import call_worker
+from vllm_rollout.kernel.core.ports import Answers, CorePart
+from vllm_rollout.kernel.core.readings import MAX_PIECE_BYTES, Readings
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
+from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
+from vllm_rollout.parts.pruning.calls import (
+    HEADS,
+    LEARN_FEATURES,
+    LEARN_LABELS,
+    LEARNED,
+    LEARNING_WINDOW,
+    OPEN_HEAD,
+    OPEN_PROMPTS,
+    OPEN_STATE,
+    POST_REWARDS,
+    PUT_HEAD,
+    PUT_STATE,
+    TRAIN,
+    TRIED_LENGTHS,
     HeadToPut,
     HeadToRead,
     LabelledFeatures,
     Learned,
     LearningWindow,
-    NamedChoices,
     PostedRewards,
     PromptsToRead,
-    Refusal,
     RewardsProgress,
     StateToPut,
 )
-from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
-from vllm_rollout.parts.pruning.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.parts.pruning.rules.judge import Judge, Label
 from vllm_rollout.parts.pruning.rules.known_prompts import prompt_rows
-from vllm_rollout.parts.pruning.rules.ledger import NamedReward, Reward, RewardStatus
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import PROMPTS_PER_ROW, Memories, Memory
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
+from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
 REWARDS_AT_ONCE = 16
@@ -47,6 +63,12 @@ REWARDS_AT_ONCE = 16
 
 class LearningCalls:
     """The operations. `worker` calls a method of the scoring rank's worker."""
+
+    @classmethod
+    def of(cls, core: EngineCore) -> LearningCalls:
+        scheduler, model = core.scheduler, core.vllm_config.model_config.served_model_name
+        judge = scheduler.group_steps.part(PruningStep).judge
+        return cls(judge, scheduler.readings, partial(call_worker, core), model=model)
 
     def __init__(
         self,
@@ -267,3 +289,22 @@ class LearningCalls:
 def _state_key(label: Label, length: int) -> tuple[str, int, bool]:
     """Key of the hidden state that was scored at this length (`parts/pruning/worker/feature_ring.py::StateKey`)."""
     return (label.request_id, label.num_tokens, True) if length == WHOLE else (label.request_id, length, False)
+
+
+class PruningCore(CorePart):
+    answers: ClassVar[Answers] = {
+        POST_REWARDS: lambda core, posted: LearningCalls.of(core).post_rewards(posted),
+        NAME_CHOICES: lambda core, named: LearningCalls.of(core).name_choices(named),
+        LEARN_LABELS: lambda core, labels: LearningCalls.of(core).learn_labels(labels),
+        LEARN_FEATURES: lambda core, labelled: LearningCalls.of(core).learn_features(labelled),
+        TRAIN: lambda core, budget_s: LearningCalls.of(core).train(budget_s),
+        HEADS: lambda core, _: LearningCalls.of(core).heads(),
+        PUT_HEAD: lambda core, put: LearningCalls.of(core).put_head(put),
+        OPEN_HEAD: lambda core, head: LearningCalls.of(core).open_head(head),
+        LEARNED: lambda core, _: LearningCalls.of(core).learned(),
+        LEARNING_WINDOW: lambda core, head: LearningCalls.of(core).learning_window(head),
+        OPEN_STATE: lambda core, reader: LearningCalls.of(core).open_state(reader),
+        TRIED_LENGTHS: lambda core, adapter: LearningCalls.of(core).tried_lengths(adapter),
+        OPEN_PROMPTS: lambda core, wanted: LearningCalls.of(core).open_prompts(wanted),
+        PUT_STATE: lambda core, put: LearningCalls.of(core).put_state(put),
+    }

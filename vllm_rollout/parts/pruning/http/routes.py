@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -14,30 +13,21 @@ from vllm_rollout.config import (
     HISTORY_KEY_CHARS,
     MAX_BODY_BYTES,
     MAX_DETECTION_LENGTH,
-    MAX_STATE_BYTES,
-    REWARD_THRESHOLD,
 )
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.body import limits
-from vllm_rollout.kernel.http.boundary import RolloutRoute, StateRoute
-from vllm_rollout.kernel.http.clients import client_namespace
-from vllm_rollout.kernel.http.engine import LearningReport
+from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
-from vllm_rollout.kernel.http.serialised import PartsResponse, filled, to_json
-from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.rules.fields import SHARE
 from vllm_rollout.kernel.rules.types import WHOLE
-from vllm_rollout.parts.pruning.http.body import (
-    HEAD_HEADER,
-    HeadAnswer,
-    NamedRewardsAnswer,
-    NamedRewardsRequest,
-    RewardsAnswer,
-    RewardsRequest,
-)
+from vllm_rollout.parts.pruning.http import votes
+from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
 from vllm_rollout.parts.pruning.http.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.parts.pruning.http.service import LearningService
+from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
 from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import DEFAULT_KEEP_RATIO, LengthTrialReport
 
 BYTES = "application/octet-stream"
@@ -65,50 +55,13 @@ ServedName = Annotated[
 ]
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
-state_router = APIRouter(route_class=StateRoute, tags=["learning"])
+vote_router = APIRouter(route_class=RolloutRoute)
+ROUTES = {10: vote_router, 20: router}
 
 
 def _learning(request: Request) -> LearningService:
     service: LearningService = request.app.state.rollout_service.learning
     return service
-
-
-async def _in_parts(answer: RewardsAnswer | NamedRewardsAnswer) -> Response:
-    results = await each(answer.results, to_json)
-    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", results))
-
-
-@router.post(
-    "/v1/rollouts/{rollout_id}/rewards",
-    summary="Post rewards of a rollout's trajectories",
-    description=f"""Calibration learns from the rewards at once, and the quality head in the background.
-
-A reward above `threshold` ({REWARD_THRESHOLD} unless the body has another) is positive, any other negative. A
-request may be repeated: a (prompt_id, index) learns from its first reward. The same reward again is a `duplicate`,
-another reward is a `conflict`. Every entry gets a status: `accepted`, `duplicate`, `conflict`, `unknown`,
-`unfinished` or `unscored`. Each status but `accepted` comes with a message. Pruned candidates need no reward.""",
-    response_model=RewardsAnswer,
-    responses=CONFLICTS,
-)
-async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
-    answer = await request.app.state.run_service.rewards.post(rollout_id, body, client_namespace())
-    return await _in_parts(answer)
-
-
-@router.post(
-    "/v1/rewards",
-    summary="Post rewards of any groups' candidates",
-    description="""One request can have rewards of many groups. A candidate of an OpenAI endpoint is named by the
-`id` of its answer and the index of its choice (`request_id`, `index`). A candidate of a rollout is named by
-`group_id` and `index`. Candidates are learned from if their request had `rollout_detection_length` (or `pruning`).
-Statuses are as for the rewards of a rollout, and a name without a candidate is `unknown`. Clients with different
-API keys cannot name each other's requests.""",
-    response_model=NamedRewardsAnswer,
-    responses=ERRORS,
-)
-async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Response:
-    answer = await request.app.state.run_service.rewards.post_named(body, client_namespace())
-    return await _in_parts(answer)
 
 
 @router.get(
@@ -228,29 +181,16 @@ async def get_prompts(
     return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
 
 
-@router.get(
-    "/v1/rollouts/state",
-    summary="Learned state and all runs",
-    response_class=Response,
-    responses={**ERRORS, 200: {"description": "Opaque bytes, for the PUT.", "content": BYTES_SCHEMA}},
+@vote_router.post(
+    "/v1/votes",
+    summary="Vote over the answers of a group",
+    response_model=VoteAnswer,
+    responses=ERRORS | errors_of(429),
 )
-async def get_state(request: Request) -> Response:
-    """Read everything learned and all runs as opaque bytes, for a trainer's checkpoint: calibration, heads with
-    their optimizers, lengths, runs."""
-    return Response(await request.app.state.run_service.state(), media_type=BYTES)
+async def create_vote(body: VoteRequest) -> Response:
+    """Vote on the answer of a group of candidates: by majority, confidence or quality.
 
-
-@state_router.put(
-    "/v1/rollouts/state",
-    summary="Restore learned state and all runs",
-    description=f"Send the bytes of the GET, at most {MAX_STATE_BYTES}. They replace learned state and all runs. "
-    "400: the body is no state. 409: the state is of another model, or a round runs.",
-    status_code=HTTPStatus.NO_CONTENT,
-    response_class=Response,
-    responses=PUT_ERRORS,
-    dependencies=[Depends(require_admin)],
-    openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
-)
-async def put_state(request: Request) -> Response:
-    await request.app.state.run_service.set_state(await request.body())
-    return Response(status_code=HTTPStatus.NO_CONTENT)
+    The candidates are given as answers, or as texts in which a pattern finds the answer. With `correct` and `k` the
+    vote also gives maj@k: how often the vote of k of these candidates is right.
+    """
+    return json_response(await votes.counter.count(body))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.http.answers import GroupAnswer
-from vllm_rollout.kernel.http.engine import CandidateEnd, LearningReport, PreparedPrompt
+from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
+from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, PruningPlan
+from vllm_rollout.parts.pruning.rules.step import SCORING
 
 
 @dataclass(slots=True)
@@ -28,6 +32,12 @@ class ScoringLog:
     """The largest `max_tokens` of these prompts."""
     longest: int = 0
     """Number of tokens of the longest candidate."""
+
+    def said(self, rollout_id: str, prompt_id: str, seed: int, prompt_key: str) -> dict[str, Any]:
+        """Values that candidates carry. Rewards name a candidate by rollout, prompt and index. Random choices depend
+        only on the seed, the prompt and the index. The prompt's rewards are remembered under `prompt_key`.
+        """
+        return SCORING.value(Scoring(rollout_id, prompt_id, seed, prompt_key=prompt_key))
 
     def group_over(self, prompt: PreparedPrompt, ends: Iterable[CandidateEnd]) -> None:
         ends = list(ends)

@@ -12,9 +12,10 @@ from math import exp
 
 from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings, label_weight
-from vllm_rollout.parts.pruning.rules.ledger import Ledger, LedgerEntry, Reward, RewardStatus, Scoring, Trial
+from vllm_rollout.parts.pruning.rules.ledger import Ledger, LedgerEntry, Scoring, Trial
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan

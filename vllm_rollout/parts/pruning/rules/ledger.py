@@ -5,75 +5,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from json import dumps
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.rules.prompt_key import kept_name
+from vllm_rollout.kernel.rules.rewards import AnswerName, NamedReward, RewardStatus, everybodys
 from vllm_rollout.kernel.rules.types import BASE_MODEL, Assessment, CandidateId, CandidateState, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
-
-RewardStatus = Literal["accepted", "duplicate", "conflict", "unknown", "unfinished", "unscored"]
-"""Status of a posted reward.
-
-accepted    calibration and head learn from it
-duplicate   the same reward came before, and nothing changes
-conflict    another reward came before, and stays
-unknown     no such candidate, or one that has been forgotten
-unfinished  the candidate is running, or was stopped (pruned, surplus, failed): no reward is expected
-unscored    the candidate ended before it was scored, so that the reward has no use
-"""
-
-
-class Reward(NamedTuple):
-    """The reward of one trajectory, as the client posted it."""
-
-    prompt_id: str
-    index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
-    reward: float
-    positive: bool
-    """True if the reward is above the threshold: the label for calibration and head."""
-
-
-NamedBy = Literal["rollout", "group", "request"]
-"""Kind of the id in a candidate's name.
-
-rollout  a rollout's id, with the prompt's id beside the index
-group    the id of one group of a rollout, after OWNER/ if the rollout's id has an owner
-request  the id of a request that was a group, or one candidate of it, with the choice in its answer as index
-"""
-
-
-class NamedReward(NamedTuple):
-    """A reward, and the kind of id that names its candidate."""
-
-    by: NamedBy
-    id: str
-    reward: Reward
-    """Its prompt id is used only if `by` is "rollout"."""
-
-
-EVERYBODY = "*"
-"""Client of a request whose client is unknown. Any client may name such a request."""
-
-
-def request_name(client: str, request_id: str, namespace: str = "") -> str:
-    """Name of a request, unique among all clients. Clients with the same key are one client. `namespace`: from the
-    request."""
-    return dumps([client, namespace, request_id])  # ASCII, and no id can look like another client's
-
-
-def everybodys(name: str) -> str:
-    """Name of the same request with an unknown client."""
-    return f'["{EVERYBODY}", {name.partition(", ")[2]}'
-
-
-class AnswerName(NamedTuple):
-    """Name of a candidate in a reward: an answer and a choice in it. Or the name of the first of several candidates."""
-
-    name: str
-    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.program_tests import InputOutput, TestJob, TestRun
 from vllm_rollout.parts.rewards.grading.sandbox import RunEnd, SandboxBounds
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory, case_of, failed
+from vllm_rollout.parts.rewards.grading.values import Trajectory, case_of, failed
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 
 FENCED = re.compile(r"^[^\n`]*```[ \t]*([\w+.-]*+)[^\n`]*+\n(.*?)```", re.DOTALL | re.MULTILINE)

@@ -12,7 +12,8 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory
+from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.parts.rewards.grading.values import Trajectory
 
 LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 256 << 20

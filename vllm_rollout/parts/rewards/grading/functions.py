@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 from vllm_rollout.config import MAX_REWARD
 from vllm_rollout.kernel.rules.checks import shown
-from vllm_rollout.parts.rewards.grading.values import Grade, RewardStatus, Trajectory, failed, written
+from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
+from vllm_rollout.parts.rewards.grading.values import Trajectory, failed, written
 
 RewardFunction = Callable[..., Any]
 """A user's reward function. `caller` lists its signatures."""
@@ -116,7 +117,7 @@ def grade_of(returned: Any) -> Grade:
 
 def _checked(returned: Grade) -> Grade:
     """Check a grade that the function made itself, and keep the parts that can be sent."""
-    if returned.status not in get_args(RewardStatus):
+    if returned.status not in get_args(GradeStatus):
         return failed(f"the reward function returned a grade with status {shown(returned.status)}")
     reward = 0.0 if returned.status == "timeout" else _number(returned.reward)
     wants_none = returned.status in ("error", "void")

@@ -17,6 +17,7 @@ import cloudpickle
 import msgspec
 
 from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.code import CodeReward
 from vllm_rollout.parts.rewards.grading.frames import Load
 from vllm_rollout.parts.rewards.grading.functions import RewardFunction, caller
@@ -26,7 +27,7 @@ from vllm_rollout.parts.rewards.grading.pool import GradingProcesses, ProcessBou
 from vllm_rollout.parts.rewards.grading.program_tests import TestJob, TestRun
 from vllm_rollout.parts.rewards.grading.sandbox import SandboxError, choose_sandbox
 from vllm_rollout.parts.rewards.grading.slots import Slots, Urgency
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory, case_of, failed
+from vllm_rollout.parts.rewards.grading.values import Trajectory, case_of, failed
 from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms, TimeLimits
 
 logger = logging.getLogger(__name__)

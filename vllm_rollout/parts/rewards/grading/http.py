@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any, Self
 from uuid import uuid4
 
 import httpx
-import msgspec
 
 from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.functions import grade_of
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory, failed
+from vllm_rollout.parts.rewards.grading.values import Trajectory, failed
 
 FIRST_PAUSE_S = 0.2
 MAX_ANSWER_BYTES = 1 << 20
@@ -114,7 +115,7 @@ class RewardServer:
             grade = failed(f"the reward server {self._host} {question.unanswered(limit_s)}")
         except NoAnswer as error:
             grade = failed(f"the reward server {error}")
-        return msgspec.structs.replace(grade, seconds=time.monotonic() - began)
+        return replace(grade, seconds=time.monotonic() - began)
 
 
 def _grade_of(said: Any, asked_id: str) -> Grade:

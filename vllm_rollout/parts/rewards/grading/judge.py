@@ -12,7 +12,7 @@ import time
 import tomllib
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,9 +22,10 @@ import msgspec
 
 from vllm_rollout.background import begin
 from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.http import NoAnswer, Question, host_of
 from vllm_rollout.parts.rewards.grading.templates import Template
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory, failed
+from vllm_rollout.parts.rewards.grading.values import Trajectory, failed
 from vllm_rollout.parts.rewards.grading.verdicts import ChoiceVerdict, PatternVerdict, Said
 from vllm_rollout.whole_file import write_whole
 
@@ -151,7 +152,7 @@ class Judge:
             grade = await self._answered(key, question, limit_s)
         else:
             self._verdicts.move_to_end(key)
-        return msgspec.structs.replace(grade, seconds=time.monotonic() - began)
+        return replace(grade, seconds=time.monotonic() - began)
 
     def _question(self, trajectory: Trajectory) -> Question:
         """The question about a trajectory. Raises: ValueError if the template cannot be filled or the judge does not

@@ -15,19 +15,18 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
-
 from vllm_rollout.background import spawn
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.clock import MAX_STRETCH, WorkClock
 from vllm_rollout.parts.rewards.grading.family import descendants, end_descendants, held_bytes
 from vllm_rollout.parts.rewards.grading.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, read
 from vllm_rollout.parts.rewards.grading.program_tests import TestJob, TestRun
 from vllm_rollout.parts.rewards.grading.sandbox import KILL_S, SandboxError
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory, failed
+from vllm_rollout.parts.rewards.grading.values import Trajectory, failed
 
 LOAD_S = 60.0
 """Seconds for loading a function: its module may import much."""
@@ -204,7 +203,7 @@ class GradingProcess:
             if answer.done():
                 grade = answer.result().grade
                 self._has_lost_children |= answer.result().left_children
-                return msgspec.structs.replace(grade, seconds=min(work_s, grade.seconds))
+                return replace(grade, seconds=min(work_s, grade.seconds))
             self.kill()
             return Grade("timeout", 0.0, f"it took more than {limit_s:.3g} s", seconds=work_s)
         except BrokenFrame:

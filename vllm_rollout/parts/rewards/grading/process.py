@@ -20,19 +20,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NoReturn
 
 import cloudpickle
-import msgspec
 import psutil
 
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.family import descendants, end_descendants
 from vllm_rollout.parts.rewards.grading.frames import BrokenFrame, GradedJob, GradingJob, Load, encode, receive
 from vllm_rollout.parts.rewards.grading.functions import caller, described, grade, load
 from vllm_rollout.parts.rewards.grading.program_tests import TestJob, TestRun, run_test
 from vllm_rollout.parts.rewards.grading.sandbox import SandboxError
-from vllm_rollout.parts.rewards.grading.values import Grade, Trajectory, failed, written
+from vllm_rollout.parts.rewards.grading.values import Trajectory, failed, written
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -122,7 +123,7 @@ def _graded(call: Callable[[Trajectory], Any] | str, trajectory: Trajectory) -> 
         return failed(call)
     began = time.monotonic()
     said = grade(call, trajectory)
-    return msgspec.structs.replace(said, seconds=time.monotonic() - began)
+    return replace(said, seconds=time.monotonic() - began)
 
 
 def _limit_memory(memory_bytes: int) -> None:

@@ -1,16 +1,14 @@
-"""Trajectories and their grades. Both are sent to and from grading processes, as MessagePack."""
+"""Trajectories to grade, and grades of failures. Grading processes get trajectories as MessagePack."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-RewardStatus = Literal["ok", "timeout", "error", "void"]
-"""`timeout`: grading took longer than the test case may, and the reward is 0. `error`: the grader failed, and there is
-no reward. `void`: the fault is not the policy's, and the trajectory does not count."""
+from vllm_rollout.kernel.rules.rewards import Grade
 
 VOID: None = None
 """Return value of a reward function for a trajectory that must not count."""
@@ -29,20 +27,6 @@ class Trajectory(msgspec.Struct, frozen=True):
     """Data of the prompt, any JSON: an answer or tests. TRL's columns and verl's ground truth are taken from it."""
     token_ids: Sequence[int] = ()
     """Tokens of the text, if the caller has them: TRL's `completion_ids`."""
-
-
-class Grade(msgspec.Struct, frozen=True):
-    """Result of grading one trajectory."""
-
-    status: RewardStatus
-    reward: float | None = None
-    """A finite number with `ok`, 0 with `timeout`, else None."""
-    reason: str | None = None
-    """Reason why the status is not `ok`, in a sentence."""
-    parts: dict[str, float] | None = None
-    """Parts of the reward by name, if the function gives them."""
-    seconds: float = 0.0
-    """Duration of grading, without the time spent waiting for a free core."""
 
 
 MAX_REASON = 500

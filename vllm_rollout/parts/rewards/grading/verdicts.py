@@ -16,7 +16,7 @@ import regex
 
 from vllm_rollout.config import MAX_REWARD
 from vllm_rollout.kernel.rules.checks import shown
-from vllm_rollout.parts.rewards.grading.values import Grade
+from vllm_rollout.kernel.rules.rewards import Grade
 
 SEARCH_LENGTH = 4096
 """Last characters of a text that are searched: verdicts stand at the end."""

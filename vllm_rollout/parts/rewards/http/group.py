@@ -16,10 +16,10 @@ from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.engine import CandidateEnd, Happening
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.started_group import StartedGroup
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.selection import Ranking, num_to_refill, num_wanted
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.rewards.grading.slots import Urgency
-from vllm_rollout.parts.rewards.grading.values import Grade
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.service import Grading
 

@@ -16,11 +16,14 @@ from typing import Any, Protocol
 from vllm_rollout.background import begin
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.rules.checks import shown
+from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.grading.slots import Urgency
-from vllm_rollout.parts.rewards.grading.values import Grade, Message, Trajectory, failed
+from vllm_rollout.parts.rewards.grading.values import Message, Trajectory, failed
 from vllm_rollout.parts.rewards.http.body import RewardOptions
+from vllm_rollout.parts.rewards.http.metrics import GradingMetrics
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 
 MAX_PROMISED = 16_384
@@ -83,6 +86,12 @@ class Grading:
         return begin(self.service.grade(self.options, trajectory, urgency), self._tasks)
 
 
+class RewardsPart(ApiPart):
+    """The part in the API process."""
+
+    grading: GradingService
+
+
 class GradingService:
     """Passes gradings of rollouts to the graders of this process."""
 
@@ -90,13 +99,10 @@ class GradingService:
         """`graders`: None if this server grades nothing. `kept`: the file of their time limits."""
         self._kept = kept
         self._graders = graders
-        self._metrics = metrics
+        self._metrics = metrics.of(GradingMetrics)
+        self._metrics.limits = None if graders is None else graders.limits
         self._promised: Counter[str] = Counter()
         """Trajectories that running rollouts want, graded or not, by reward."""
-
-    def refresh_gauges(self) -> None:
-        if self._graders is not None and (longest_s := self._graders.limits.summary().largest_s) is not None:
-            self._metrics.limits_learned(longest_s)
 
     def check(self, options: RewardOptions, num_trajectories: int) -> None:
         """Raises: RequestError (400) for an unknown name, (429) while too many others are to be graded."""

@@ -7,36 +7,30 @@ restarted server or a lost answer cost time and no prompt.
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from typing_extensions import Unpack
 
-from vllm_rollout.kernel.client.blocking import blocking, blocking_generator, finished
+from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_generator, finished
 from vllm_rollout.kernel.client.body import PromptLike, prompt_body, takes_options
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.http.answers import Event, RoundAnswer
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rounds.client import run_calls
-from vllm_rollout.parts.rounds.client.agent_rounds import AgentRound, RunningRound
-from vllm_rollout.parts.rounds.client.run_calls import RoundOptions
+from vllm_rollout.parts.rounds.client.run_calls import PATIENCE_S, RoundOptions, new_key
 from vllm_rollout.parts.rounds.http.answers import RunAnswer
 from vllm_rollout.parts.rounds.http.body import RoundRequest
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind
-from vllm_rollout.parts.sessions.client.agent_group import RunAgent, Shared
-from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
 
 T = TypeVar("T")
 
-PATIENCE_S = 600.0
-"""Seconds for which a round is asked for again while the server does not answer: a large server takes as long to start.
-"""
 LASTED_S = 120.0
 """Seconds. If an attempt lasted longer, the server was there: failed attempts to connect are shorter."""
 ENDS_ALIKE = ("UnexpectedAnswer", "ReadTimeout")
@@ -107,16 +101,19 @@ def _named(prompts: Iterable[PromptLike]) -> Iterator[PromptLike]:
         yield body
 
 
-def new_key() -> str:
-    return f"round-{uuid.uuid4().hex}"
-
-
 def _is_refused(error: RolloutError) -> bool:
     """True if the server refused the prompts, for example because another trainer's round came in between."""
     return error.status in (HTTPStatus.CONFLICT, HTTPStatus.BAD_REQUEST)
 
 
-class AsyncRun:
+if TYPE_CHECKING:
+    from vllm_rollout import RunMethods
+else:
+    RunMethods = type("RunMethods", tuple(methods for _, methods in faces("run_methods")), {})
+    """Methods of runs that need another part."""
+
+
+class AsyncRun(RunMethods):
     """A run of an `AsyncRolloutClient`: rounds of prompts with a queue at the server."""
 
     def __init__(self, client: Sender, answer: RunAnswer) -> None:
@@ -220,39 +217,6 @@ class AsyncRun:
             async for answer in rounds:
                 yield answer
 
-    async def agent_rounds(
-        self,
-        /,
-        prompts: Iterable[PromptLike],
-        *,
-        run: RunAgent,
-        epoch: int | None = None,
-        max_concurrent: int = MAX_CONCURRENT,
-        patience_s: float = PATIENCE_S,
-    ) -> AsyncGenerator[AgentRound, None]:
-        """Like `rounds`, for a run created with `sessions`. `run` is called once per session, as by `client.agents`.
-        Its call is cancelled once the session has lost, or its prompt is deferred.
-
-        `session.prompt` is the prompt with its `id`. A deferred prompt comes in a later round, also after a restart of
-        this process. max_concurrent: calls of `run` at the same time. The others wait.
-
-        Leaving the generator early (`contextlib.aclosing`) cancels all calls. The round is interrupted and comes first
-        the next time.
-
-        Raises: RolloutError, 504 if no call has done anything for `idle_timeout_s` seconds.
-        """
-
-        async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
-            call = run_calls.agent_round(self.id, prompts, key=key or new_key(), **options)
-            return await self._patiently(
-                lambda: RunningRound(Shared(self._client, run, idle, max_concurrent), call).result(), patience_s
-            )
-
-        idle = {"idle_timeout_s": (self.info.sessions or {}).get("idle_timeout_s")}
-        async with aclosing(self._rounds(prompts, epoch, play)) as rounds:
-            async for answer in rounds:
-                yield answer
-
     async def _rounds(
         self, prompts: Iterable[PromptLike], epoch: int | None, play: Callable[..., Awaitable[T]]
     ) -> AsyncGenerator[T, None]:
@@ -288,7 +252,7 @@ class AsyncRun:
         await self._client.send(run_calls.delete_run(self.id))
 
 
-class Run:
+class Run(Blocked):
     """A run of a `RolloutClient`: rounds of prompts with a queue at the server."""
 
     refresh = blocking(AsyncRun.refresh)
@@ -298,6 +262,7 @@ class Run:
     give_up = blocking(AsyncRun.give_up)
     delete = blocking(AsyncRun.delete)
     __repr__ = AsyncRun.__repr__
+    _awaited: AsyncRun
 
     def __init__(self, run: AsyncRun, finish: Callable[[Any], Any] = finished) -> None:
         """`finish`: runs a coroutine and returns its result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ from vllm_rollout.kernel.client.calls import Call, EventsCall, typed
 from vllm_rollout.kernel.http.answers import RoundAnswer
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer
 from vllm_rollout.parts.rounds.http.body import RunRequest
+
+PATIENCE_S = 600.0
+"""Seconds for which a round is asked for again while the server does not answer: a large server takes as long to start.
+"""
 
 
 class RoundOptions(GroupOptions, total=False):
@@ -123,6 +128,10 @@ def agent_round(run_id: str, prompts: Iterable[PromptLike], *, key: str, **optio
     """One round of a run whose rounds consist of sessions, as events."""
     body = _round_body(prompts, (), key, options)
     return EventsCall({**body, "stream": True}, None, f"/v1/runs/{run_id}/rounds")
+
+
+def new_key() -> str:
+    return f"round-{uuid.uuid4().hex}"
 
 
 def named(prompt: PromptLike, position: int) -> dict[str, Any]:

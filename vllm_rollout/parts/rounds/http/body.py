@@ -15,14 +15,16 @@ from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import MAX_INT, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields, StreamFields
 from vllm_rollout.kernel.http.renamed import with_new_names
+from vllm_rollout.kernel.http.rewards import Filter
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.fields import RunFields
-from vllm_rollout.parts.pruning.http.body import Filter
-from vllm_rollout.parts.rounds.rules.rounds import RoundKind, RunTerms
-from vllm_rollout.parts.sessions.http.body import SessionOptions
-from vllm_rollout.parts.shaping.rules.allocation import upper_bound
+from vllm_rollout.kernel.rules.plan import upper_bound
+from vllm_rollout.parts.rounds.rules.rounds import ALLOW_FEWER, RoundKind, RunTerms
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
+of_sessions = face("rounds", "sessions_field")
+"""Type and check of the field `sessions` of a run. None without the part sessions."""
 
 B = TypeVar("B", bound=RolloutFields)
 _IN_ROUNDS = {
@@ -41,14 +43,10 @@ def _of_rollout(body: type[B]) -> type[B]:
         annotation: Any = field.annotation  # it may be a union, too
         its.annotation, its.default, its.default_factory = annotation | None, None, None
         its.description = f"{field.description} {_IN_ROUNDS.get(name, '')}".rstrip()
+    if of_sessions is not None and "sessions" in body.model_fields:
+        body.model_fields["sessions"].annotation = of_sessions.SessionOptions | None
     body.model_rebuild(force=True)
     return body
-
-
-ALLOW_FEWER = (
-    "{}: cannot be true in a run: a round is over when enough groups have group_size trajectories, and it allows "
-    "groups that have fewer. Leave it out."
-)
 
 
 class SaidFields(RolloutFields):
@@ -101,7 +99,7 @@ class RunRequest(SaidFields, RunFields):
         "reserve in their place (DAPO). Its rounds need stream, or a reward.",
     )
 
-    sessions: SessionOptions | None = Field(
+    sessions: Any = Field(
         default=None,
         description="The candidates of its rounds are sessions, which a harness runs. The object has the fields that "
         "its groups share, as in POST /v1/groups. {} takes all defaults.",
@@ -115,35 +113,9 @@ class RunRequest(SaidFields, RunFields):
             )
         if self.filter is not None and self.group_size < 2:
             raise ValueError(f"filter: {ONE_REWARD}")
-        if self.sessions is not None:
-            self._check_sessions(self.sessions)
+        if self.sessions is not None and of_sessions is not None:
+            of_sessions.check(self)
         return self
-
-    def _check_sessions(self, sessions: SessionOptions) -> None:
-        """Check options for sessions. Raises: ValueError for fields that sessions do not have, or set themselves."""
-        for name in self.rollout_fields():
-            if name != "redundancy":
-                raise ValueError(
-                    f"{name}: cannot be said of a run whose rounds consist of sessions: each turn says how it samples, "
-                    f"and sessions takes {', '.join(type(sessions).model_fields)}. Leave {name} out here."
-                )
-        if self.redundancy is not None and not isinstance(self.redundancy, int):
-            raise ValueError(
-                f"redundancy: must be an integer for sessions, got {self.redundancy!r}: their lengths are not learned. "
-                "Say how many spare ones a prompt has in short rounds."
-            )
-        if self.resume:
-            raise ValueError(
-                "resume: must be false for sessions, got true: a deferred prompt's conversations begin anew, since "
-                "their tools do not go on with them. Leave it out."
-            )
-        if self.queue_order != "first_in":
-            raise ValueError(
-                f"queue_order: must be first_in for sessions, got {self.queue_order!r}: their lengths are not learned. "
-                "Leave it out."
-            )
-        if sessions.pruning is not None and sessions.pruning.allow_fewer:
-            raise ValueError(ALLOW_FEWER.format("sessions.pruning.allow_fewer"))
 
     @property
     def settings(self) -> dict[str, Any]:

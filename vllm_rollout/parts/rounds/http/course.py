@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import Engine
+from vllm_rollout.kernel.rules.rewards import RewardStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
-from vllm_rollout.parts.pruning.rules.ledger import RewardStatus
+from vllm_rollout.parts.rounds.calls import CUT_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason, GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound
+from vllm_rollout.parts.rounds.rules.step import PLACE
 
 LOOK_S = 2.0
 """Seconds between checks that the engine is alive, while a round waits for rewards."""
@@ -69,7 +72,7 @@ class RoundCourse(Course):
                 async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 loses a cancellation that comes with it
                     await self._changed.wait()
             except TimeoutError:
-                await self._engine.held_groups()
+                await self._engine.rank_counts()
 
     def stopped(self) -> Awaitable[object]:
         return self._cut.wait()
@@ -80,11 +83,10 @@ class RoundCourse(Course):
         self.progress.withdraw(position)
         return False
 
-    def place(self, position: int) -> RacePlace | None:
-        opened = self.progress.opened
-        if opened.kind == "long":  # no race: it runs to its end
-            return None
-        return RacePlace(self.race_id, self._num_to_count, position)
+    def said(self, position: int) -> dict[str, Any]:
+        if self.progress.opened.kind == "long":  # no race: it runs to its end
+            return {}
+        return PLACE.value(RacePlace(self.race_id, self._num_to_count, position))
 
     @property
     def _num_to_count(self) -> int:
@@ -184,9 +186,9 @@ class RoundCourse(Course):
         try:
             if self.progress.opened.kind == "short":
                 if wider:
-                    await self._engine.widen_race(self.race_id, self._num_to_count)
-                if is_cut and not was_cut and self._engine.moves.num_ranks > 1:
-                    await self._engine.cut_race(self.race_id)
+                    await self._engine.calls.tell_groups(WIDEN_RACE, WiderRace(self.race_id, self._num_to_count))
+                if is_cut and not was_cut and self._engine.num_ranks > 1:
+                    await self._engine.calls.tell_groups(CUT_RACE, self.race_id)
         finally:
             if is_cut:
                 self._cut.set()

@@ -8,18 +8,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_rollout.kernel.http.answers import Event, RebuildAnswer, RoundDoneEvent, RoundEvent, RoundSummary
+from pydantic import BaseModel
+
+from vllm_rollout.kernel.http.answers import RebuildAnswer, RoundEvent, RoundSummary
 from vllm_rollout.kernel.http.clients import id_of
 from vllm_rollout.parts.page.rules.receipt import Receipt
 from vllm_rollout.parts.rounds.http.answers import OpenGroupAnswer
 from vllm_rollout.parts.rounds.http.ended_groups import EndedGroups
-from vllm_rollout.parts.rounds.http.session_answers import SessionRoundDoneEvent, SessionRoundEvent
 from vllm_rollout.parts.rounds.http.stored import PlannedRound
 from vllm_rollout.parts.rounds.rules.round_progress import RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound, Run
 
-LiveEvent = Event | SessionRoundEvent
-LastEvent = RoundDoneEvent | SessionRoundDoneEvent
+LiveEvent = BaseModel
+LastEvent = RoundSummary
 Keep = Callable[[], Awaitable[LastEvent]]
 """Writes the outcome of a finished round, and returns the round's last event. Raises: RequestError."""
 

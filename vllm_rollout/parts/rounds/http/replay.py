@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Discriminator, TypeAdapter
 
@@ -22,11 +22,10 @@ from vllm_rollout.kernel.http.answers import (
 )
 from vllm_rollout.parts.rounds.http.ended_groups import events_of
 from vllm_rollout.parts.rounds.http.live import LiveEvent
-from vllm_rollout.parts.rounds.http.session_answers import ReturnedEvent, SessionRoundAnswer, SessionRoundDoneEvent
+from vllm_rollout.parts.rounds.http.of_sessions import ANY_ANSWER, of_sessions
 
-_ANSWER: TypeAdapter[RoundAnswer | SessionRoundAnswer] = TypeAdapter(
-    Annotated[RoundAnswer | SessionRoundAnswer, Discriminator("object")]
-)
+_FORM: Any = ANY_ANSWER if of_sessions is None else Annotated[ANY_ANSWER, Discriminator("object")]
+_ANSWER: TypeAdapter[Any] = TypeAdapter(_FORM)
 
 
 async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:
@@ -48,10 +47,10 @@ async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:
             for event in events_of(group):
                 yield event
         else:
-            yield ReturnedEvent(**vars(group))
+            yield of_sessions.ReturnedEvent(**vars(group))
     for prompt_id in round.deferred:
         yield DeferredEvent(prompt_id=prompt_id, group_id="", reason="cut")
     for prompt_id in round.filtered:
         yield FilteredEvent(prompt_id=prompt_id)
     fields = {name: value for name, value in vars(round).items() if name not in ("groups", "object")}
-    yield SessionRoundDoneEvent(**fields) if isinstance(round, SessionRoundAnswer) else RoundDoneEvent(**fields)
+    yield (RoundDoneEvent if isinstance(round, RoundAnswer) else of_sessions.SessionRoundDoneEvent)(**fields)

@@ -6,7 +6,6 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from vllm_rollout.kernel.http.answers import RoundAnswer, RoundStreamEvent
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import ERRORS, ROLLOUT_ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import (
@@ -20,13 +19,14 @@ from vllm_rollout.kernel.http.serialised import (
 )
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
+from vllm_rollout.parts.rounds.http.of_sessions import ANY_ANSWER, ANY_EVENT
 from vllm_rollout.parts.rounds.http.replay import replayed
 from vllm_rollout.parts.rounds.http.service import RunService
-from vllm_rollout.parts.rounds.http.session_answers import SessionRoundAnswer, SessionRoundEvent
 
 RUN_ERRORS = ERRORS | errors_of(409, 507)
 
-router = APIRouter(route_class=RolloutRoute, tags=["runs"])
+router: APIRouter = APIRouter(route_class=RolloutRoute, tags=["runs"])
+ROUTES = {40: router}
 
 
 def _runs(request: Request) -> RunService:
@@ -83,14 +83,14 @@ async def delete_run(run_id: str, request: Request) -> Response:
 @router.post(
     "/v1/runs/{run_id}/rounds",
     summary="One round of a run",
-    response_model=RoundAnswer | SessionRoundAnswer,
+    response_model=ANY_ANSWER,
     responses={
         **RUN_ERRORS,
         **ROLLOUT_ERRORS,
         **errors_of(410, 504),
         200: {
             "description": "The groups that the round returns. With `stream`: server-sent events.",
-            "content": {"text/event-stream": event_stream_schema(RoundStreamEvent | SessionRoundEvent)},
+            "content": {"text/event-stream": event_stream_schema(ANY_EVENT)},
         },
     },
 )

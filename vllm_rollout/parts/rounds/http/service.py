@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -19,8 +19,8 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
-from vllm_rollout.parts.pruning.http.service import not_empty
-from vllm_rollout.parts.rounds.http import session_rounds
+from vllm_rollout.kernel.rules.prompt_key import history_key
+from vllm_rollout.parts.rounds.calls import FORGET_RACE
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
 from vllm_rollout.parts.rounds.http.course import RoundCourse
@@ -35,7 +35,8 @@ from vllm_rollout.parts.rounds.http.live import (
     made_answer,
     summary,
 )
-from vllm_rollout.parts.rounds.http.parallelism import Parallelism, expected_of_run
+from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
+from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
     bodies_of,
@@ -53,12 +54,9 @@ from vllm_rollout.parts.rounds.http.request import (
 from vllm_rollout.parts.rounds.http.resumed import Resumption
 from vllm_rollout.parts.rounds.http.rewards import RunRewards
 from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
-from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
-from vllm_rollout.parts.sessions.http.service import SessionService
-from vllm_rollout.parts.shaping.http import history_key
 
 T = TypeVar("T")
 
@@ -77,25 +75,29 @@ class RunService:
         engine: Engine,
         store: RunStore,
         metrics: Metrics,
-        parallelism: Parallelism | None = None,
-        sessions: SessionService | None = None,
     ) -> None:
-        """`sessions`: None if this server has no sessions."""
         self._rollouts = rollouts
-        self._sessions = sessions
-        self._engine = engine
+        self.sessions: Any = None
+        """The service of sessions. None if this server has none."""
+        self.engine = engine
         self._store = store
-        self._metrics = metrics
+        self._metrics = metrics.of(RoundMetrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
-        self.rewards = RunRewards(self._live, rollouts.learning)
-        self._parallelism = parallelism
-        if parallelism is not None:
-            parallelism.has_live_round = lambda: bool(self._live)
+        rollouts.rewards.takers.insert(0, RunRewards(self._live))  # a round learns of its rewards first
+        self.length_history: Callable[..., Awaitable[Any]] | None = None
+        """Lengths of prompts, by their keys and adapter (`ShapingPart.length_history`). None: no lengths are known."""
+        self._parallelism: Any = None
+        """Of rounds with shaping, if the engine's size may change."""
         self._unkept: dict[str, LiveRound] = {}
         """Last round of a run, by run, if it is over but not written yet."""
+
+    def resize_by(self, parallelism: Any) -> None:
+        """Change the engine's size between rounds from now on."""
+        self._parallelism = parallelism
+        parallelism.has_live_round = lambda: bool(self._live)
 
     async def create(self, request: RunRequest) -> tuple[RunAnswer, bool]:
         """Create a run. Returns it, and True if it is new. Raises: RequestError, 409 if a run of that id has other
@@ -103,7 +105,7 @@ class RunService:
         name = _name(request.id or f"run-{uuid.uuid4().hex[:12]}")
         terms = request.terms
         try:
-            terms.check(request.num_candidates(self._engine.max_num_seqs))
+            terms.check(request.num_candidates(self.engine.max_num_seqs))
         except RoundError as error:
             raise RequestError(str(error), param=error.field) from error
         checked = await self._checked(request)
@@ -115,15 +117,18 @@ class RunService:
         """Check a run's fields by preparing a rollout of one prompt, as a short round has it. Raises: RequestError."""
         size, num_candidates, fields = request.group_size, request.terms.num_candidates, request.rollout_fields()
         if request.sessions is not None:
-            if self._sessions is None:
-                raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
-            session_rounds.check(self._sessions, request)
+            self._check_has_sessions()
+            of_sessions.check(self.sessions, request)
             size, num_candidates, fields = 1, 1, {}
         check = {**fields, "prompts": [CHECK], "model": request.model}
         checked = await self._rollouts.prepare(rollout_request(check, size, num_candidates))
         if request.resume:
             check_resumable(checked)
         return checked
+
+    def _check_has_sessions(self) -> None:
+        if self.sessions is None:
+            raise RequestError("sessions: this server has none. Leave it out.", param="sessions")
 
     async def read(self, id: str) -> RunAnswer:
         """A run as it is now. Raises: RequestError (404)."""
@@ -196,8 +201,9 @@ class RunService:
         """Choose the engine's size before the very first round, if a profile allows it."""
         if self._parallelism is None or not self._parallelism.wants_start or stored.request.sessions is not None:
             return
-        seen = (await self._engine.shaping.length_history([])).dataset
-        await self._parallelism.begin(expected_of_run(stored.request, seen, self._engine.max_model_len), stored.id)
+        assert self.length_history is not None, "it comes with parallelism"
+        seen = (await self.length_history([])).dataset
+        await self._parallelism.begin(stored.request, seen, self.engine.max_model_len, stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run a round to its end. Returns its answer as JSON."""
@@ -206,26 +212,20 @@ class RunService:
                 pass
         return begun.live.answer
 
-    async def state(self) -> bytes:
-        """Everything learned, and all runs of this client, as bytes."""
-        learned = await self._engine.learning.learning_state()
-        runs = await self._stored(self._store.dump, client_namespace())
-        return await asyncio.to_thread(with_runs, runs, learned)
+    async def saved_runs(self) -> Sequence[Mapping[str, Any]]:
+        """All runs of this client, for a saved state."""
+        return await self._stored(self._store.dump, client_namespace())
 
-    async def set_state(self, state: bytes) -> None:
-        """Replace everything learned, and all runs of this client.
-
-        Raises: RequestError, 400 for what is no state, 409 for one of another model and while a round runs, 503 and 507
-        when the database does not take it. Nothing has changed then.
-        """
-        not_empty(state, "the bytes of GET /v1/rollouts/state")
-        try:
-            saved = await asyncio.to_thread(parse_saved, state)
-        except ValueError as error:
-            raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
+    async def check_idle(self) -> None:
+        """Raises: RequestError (409) while a round of this client runs."""
         await self._stored(self._store.check_all_idle, client_namespace())
-        keep = partial(self._stored, self._store.replace, saved.runs, namespace=client_namespace())
-        await self._engine.learning.set_learning_state(saved.learned, keep)
+
+    async def replace_runs(self, namespace: str, runs: Sequence[Mapping[str, Any]], staged: str) -> None:
+        """Replace all runs of a client. `staged`: name of the learned state that belongs to them.
+
+        Raises: RequestError, 503 and 507 when the database does not take them.
+        """
+        await self._stored(self._store.replace, runs, staged, namespace=namespace)
 
     async def _take_again(self, name: str, request: RoundRequest, key: str) -> LiveRound:
         """Take up a round that was interrupted."""
@@ -255,11 +255,11 @@ class RunService:
     async def _predicted(self, stored: StoredRun) -> dict[str, float]:
         """Mean lengths of waiting prompts by id, as far as they are known."""
         run = stored.run
-        if run.terms.queue_order == "first_in" or not run.queue:
+        if run.terms.queue_order == "first_in" or not run.queue or self.length_history is None:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
-        adapter = self._engine.adapter_name(stored.model)
-        history = await self._engine.shaping.length_history([history_key(id, ()) for id in ids], adapter)
+        adapter = self.engine.adapter_name(stored.model)
+        history = await self.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
     async def _prepare(self, planned: PlannedRound, request: RoundRequest, fresh: Mapping[str, str]) -> LiveRound:
@@ -267,11 +267,11 @@ class RunService:
         stored, opened, defaults = planned.stored, planned.opened, planned.stored.request
         filters = (request.filter or defaults.filter) is not None
         if defaults.sessions is not None:
-            assert self._sessions is not None  # else there is no such run
+            self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = session_rounds.prepared(self._sessions, planned, request, prompts, filters=filters)
+            rounds: LiveRound = of_sessions.prepared(self.sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
-                self._keep_groups_of(rounds, await self._engine.current_weight_version())
+                self._keep_groups_of(rounds, await self.engine.current_weight_version())
             return rounds
         if defaults.resume:
             check_unchanged(request, defaults)
@@ -306,13 +306,13 @@ class RunService:
         ]
         # A filter by rewards that are posted would need those, too, and they come again with the groups.
         keeps_ended = self._store.is_durable and not (filters and rollout.grading is None)
-        version = await self._engine.current_weight_version() if defaults.resume or keeps_ended else None
+        version = await self.engine.current_weight_version() if defaults.resume or keeps_ended else None
         if defaults.resume:
             check_resumable(rollout)
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
+        course = RoundCourse(self.engine, rollout.id, opened, filters=filters)
         course.progress.start_in([position async for position in rollout.course.positions()])
         rollout.course = course
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
@@ -385,7 +385,7 @@ class RunService:
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, spent.latency_s)
         if self._parallelism is not None and isinstance(live, RolloutRound):
-            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.moves.num_ranks)
+            self._parallelism.round_over(live, self.engine.max_num_seqs * self.engine.num_ranks)
         told = summary(live, run)
         self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
         return live.done(told)
@@ -393,7 +393,7 @@ class RunService:
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
             with suppress(EngineStopped):  # reported elsewhere
-                await self._engine.forget_race(race_id)
+                await self.engine.calls.tell_groups(FORGET_RACE, race_id)
 
         spawn(forget(), "forgetting a race")
 

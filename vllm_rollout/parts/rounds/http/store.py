@@ -41,9 +41,8 @@ from vllm_rollout.private_file import narrow, open_private
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
-RUNS, LEARNED = "runs.sqlite", "learned.state"
-"""Files in the folder of --rollout-state. The first has runs. The second has calibration, quality heads and lengths,
-in the engine's format."""
+RUNS = "runs.sqlite"
+"""File in the folder of --rollout-state."""
 FORMAT = 2
 MAX_RUNS = 4096
 MAX_WAITING_BYTES = 512 * 1024 * 1024

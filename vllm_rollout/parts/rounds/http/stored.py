@@ -152,7 +152,7 @@ def run_answer(
         **terms,
         resume=request.resume,
         filter=request.filter,
-        sessions=None if request.sessions is None else request.sessions.model_dump(mode="json"),
+        sessions=request.settings.get("sessions"),
         defaults=request.rollout_fields(),
         is_durable=is_durable,
         next_round=run.next_kind,

@@ -36,6 +36,11 @@ MAX_HISTORY_ROUNDS = 64
 MAX_WAITING = 4 * MAX_PROMPTS
 """Most prompts that may wait in one run when a round begins."""
 
+ALLOW_FEWER = (
+    "{}: cannot be true in a run: a round is over when enough groups have group_size trajectories, and it allows "
+    "groups that have fewer. Leave it out."
+)
+
 
 class RoundError(ValueError):
     """A round cannot be opened. The text is for the client: what, value, allowed, remedy."""

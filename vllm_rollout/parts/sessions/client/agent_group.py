@@ -13,25 +13,22 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
-from vllm_rollout.background import begin
+from vllm_rollout.background import begin, cancel, cancelled
 from vllm_rollout.kernel.client.calls import Call, typed
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
 from vllm_rollout.kernel.client.sender import Sender
-from vllm_rollout.kernel.rules.types import GroupStatus
-from vllm_rollout.parts.rounds.http.session_answers import ReturnedEvent
+from vllm_rollout.kernel.rules.types import GroupStatus, SessionState
 from vllm_rollout.parts.sessions.client.agent_session import (
     UNWANTED,
     AgentSession,
     SessionLost,
     Void,
     as_reward,
-    cancel,
-    cancelled,
 )
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,
@@ -42,7 +39,7 @@ from vllm_rollout.parts.sessions.http.body import (
     TrajectoryAnswer,
     TurnAnswer,
 )
-from vllm_rollout.parts.sessions.rules import SessionLimits, SessionState
+from vllm_rollout.parts.sessions.rules import SessionLimits
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +86,17 @@ class AgentGroup:
     trajectories: list[AgentResult]
     """Sessions that the group returns: `group_size` of them if it is complete."""
     others: list[AgentResult]
+    generated_tokens: int
+    returned_tokens: int
+    seconds: float
+
+
+class EndedGroup(Protocol):
+    """The server's answer about an ended group: of a group by itself, or of one in a round."""
+
+    status: Any
+    reason: str | None
+    sessions: list[SessionAnswer]
     generated_tokens: int
     returned_tokens: int
     seconds: float
@@ -164,20 +172,6 @@ class RunningGroup:
             if error.status != HTTPStatus.CONFLICT:
                 raise
             return await self._client.send(self._read)  # the id is unique, so an earlier answer was lost
-
-    async def of_round(self, to_begin: Iterable[str]) -> AgentGroup:
-        """Run a group that a round has declared. The round passes events to `hear` and `returned`."""
-        try:
-            self._begin(to_begin)
-            event: ReturnedEvent = await self._is_over
-            await self._see_out([each.id for each in event.trajectories])
-            return self.made(event, event.trajectories)
-        finally:
-            await self._left()
-
-    def returned(self, event: ReturnedEvent) -> None:
-        if not self._is_over.done():
-            self._is_over.set_result(event)
 
     async def _left(self) -> bool:
         """If the group stopped without a result, cancel its functions and return True."""
@@ -300,9 +294,7 @@ class RunningGroup:
                     self._errors.setdefault(lasting[task], error)
             await cancelled(late)
 
-    def made(
-        self, answer: SessionGroupAnswer | ReturnedEvent, trajectories: Collection[TrajectoryAnswer]
-    ) -> AgentGroup:
+    def made(self, answer: EndedGroup, trajectories: Collection[TrajectoryAnswer]) -> AgentGroup:
         """Result of an ended group: the server's answer together with the results of the functions."""
         known, selected = {each.id: each for each in answer.sessions}, {each.id for each in trajectories}
         others = [self._told(known.get(id) or _unbegun(id)) for id in {**self._sessions, **known} if id not in selected]

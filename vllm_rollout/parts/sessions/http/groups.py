@@ -18,7 +18,6 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.fields import SelectionRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import GroupStatus
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,
@@ -29,7 +28,7 @@ from vllm_rollout.parts.sessions.http.body import (
     TrajectoryAnswer,
     TurnAnswer,
 )
-from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation
+from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation, Turn
 from vllm_rollout.parts.sessions.rules import Session, SessionLimits, SessionRace
 
 MAX_EVENTS = 1024
@@ -62,6 +61,25 @@ class Watcher(Protocol):
         """The last turn of a finished group has ended, so that its tokens can be counted."""
 
 
+class Observer:
+    """Hears of all groups. By default it does nothing."""
+
+    def begun(self, group: OpenGroup) -> None:
+        """A group has begun."""
+
+    def changed(self, group: OpenGroup) -> None:
+        """A turn of this group begins or is left, or sessions have ended."""
+
+    def turn_over(self, group: OpenGroup, session: Session, turn: Turn) -> None:
+        """A turn has ended."""
+
+    def over(self, group: OpenGroup) -> None:
+        """A group is over or was cancelled, and nothing of it runs."""
+
+    def rewarded(self, group: OpenGroup, session: Session) -> None:
+        """A session was finished after the end of its group."""
+
+
 class Terms(NamedTuple):
     """Settings with which a group was made."""
 
@@ -73,7 +91,8 @@ class Terms(NamedTuple):
     is_rewritable: bool = False
     """True if a turn may contradict the history of earlier turns."""
     max_sessions: int | None = None
-    pruning: PruningPlan | None = None
+    pruning: Any = None
+    """The plan of pruning. None: sessions are not scored."""
     pruning_turn: int = 1
     """Number of the turn whose tokens are scored, from 1."""
     is_audit: bool = False

@@ -25,10 +25,9 @@ from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSI
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.reward_door import RewardDoor
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.xargs import NAMES, TurnSaid
-from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.pruning.http.body import RewardEntry
-from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.body import RewardOptions, options_of
@@ -41,8 +40,8 @@ from vllm_rollout.parts.sessions.http.body import (
     SessionGroupRequest,
     TrajectoryAnswer,
 )
-from vllm_rollout.parts.sessions.http.groups import Event, Key, OpenGroup, OpenTurn, Terms, Watcher
-from vllm_rollout.parts.sessions.http.seen import SeenSessions
+from vllm_rollout.parts.sessions.http.groups import Event, Key, Observer, OpenGroup, OpenTurn, Terms, Watcher
+from vllm_rollout.parts.sessions.http.metrics import SessionMetrics
 from vllm_rollout.parts.sessions.http.trajectory import Continuation, Conversation, Decode, Turn
 from vllm_rollout.parts.sessions.rules import Session, SessionRace, SessionRefused
 
@@ -68,27 +67,28 @@ class SessionService:
         self,
         stop_turns: Callable[[Mapping[str, Sequence[int]]], Any],
         grading: GradingService,
-        learning: LearningService,
+        rewards: RewardDoor,
         metrics: Metrics,
         decode: Decode,
         *,
-        recorder: TraceRecorder | None = None,
+        observers: Sequence[Observer] = (),
+        pruning_refusal: Callable[[], str | None] = lambda: None,
         audit_ratio: float = 0.0,
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stop_turns`: awaited with indices of turns by group, as the engine knows them. `begin`: called before the
-        first group."""
+        first group. `pruning_refusal`: returns the reason why sessions cannot be scored here. None: they can."""
         self._stop_turns = stop_turns
         self._grading = grading
-        self._learning = learning
-        self._recorder = recorder
+        self._rewards = rewards
+        self._pruning_refusal = pruning_refusal
+        self._observers = observers
         self._audit_ratio = audit_ratio
         self._metrics = metrics
         self._decode = decode
         self._begin = begin
         self._clock = clock
-        self.seen = SeenSessions()
         self._groups: dict[Key, OpenGroup] = {}
         self._of_session: dict[Key, OpenGroup] = {}
         self._forgotten: OrderedDict[Key, None] = OrderedDict()
@@ -243,7 +243,7 @@ class SessionService:
         turn.group.running[turn.session.id] = turn
         if turn.is_scored:
             turn.group.scored[turn.session.id] = turn.index
-        self.seen.changed(turn.group)
+        self._changed(turn.group)
         return True
 
     def end(
@@ -273,7 +273,7 @@ class SessionService:
         group.race.end_turn(
             session, len(token_ids), now_s, cut=finish_reason == "length", last=turn.is_last, pruned=pruned
         )
-        self._metrics.turn_over()
+        self._metrics.of(SessionMetrics).turn_over()
         conversation = group.conversations[session.id]
         before = conversation.num_held_tokens
         assert isinstance(turn.continuation, Continuation)
@@ -291,7 +291,8 @@ class SessionService:
         )
         conversation.add(told, prompt, token_ids, logprobs, text)
         self._hold(conversation.num_held_tokens - before)
-        self.seen.turn_over(group, session, told)
+        for observer in self._observers:
+            observer.turn_over(group, session, told)
         self._settle(group)
         self._account(group)
 
@@ -299,7 +300,7 @@ class SessionService:
         """Drop a turn without an end: its client left, or it failed. A turn that has ended stays as it is."""
         if turn.group.running.pop(turn.session.id, None) is not None:
             turn.group.race.leave_turn(turn.session, self._clock())
-            self.seen.changed(turn.group)
+            self._changed(turn.group)
             self._account(turn.group)
 
     async def finish(self, session_id: str, request: FinishRequest) -> FinishAnswer:
@@ -324,8 +325,8 @@ class SessionService:
             raise _conflict(str(refusal)) from refusal
         num_wanted = self._settle(group)
         wanted = group.wanted_now()
-        if self._recorder is not None and group.is_counted:
-            self._recorder.session_rewarded(group, session)
+        for observer in self._observers if group.is_counted else ():
+            observer.rewarded(group, session)
         if group.watcher is not None:
             group.watcher.finished(group)
         await self._learn(group, session)
@@ -357,7 +358,7 @@ class SessionService:
         group.tell_ends(self._clock())
         self._stop_turns_of(group, settled.lost)
         self._over(group)
-        self.seen.changed(group)
+        self._changed(group)
 
     def read(self, session_id: str) -> TrajectoryAnswer:
         group, session = self._session(session_id)
@@ -370,6 +371,10 @@ class SessionService:
 
     # Consequences.
 
+    def _changed(self, group: OpenGroup) -> None:
+        for observer in self._observers:
+            observer.changed(group)
+
     def _settle(self, group: OpenGroup) -> int:
         """Decide the group's race, report its events and stop lost sessions. Returns the number of wanted sessions."""
         settled = group.race.settle()
@@ -379,7 +384,7 @@ class SessionService:
             group.tell_wanted(self._declare(group, settled.num_wanted))
         if group.race.is_over and group.seconds is None:
             self._over(group)
-        self.seen.changed(group)
+        self._changed(group)
         return settled.num_wanted
 
     def _stop_turns_of(self, group: OpenGroup, lost: Iterable[Session]) -> None:
@@ -421,8 +426,8 @@ class SessionService:
         if group.watcher is not None:
             group.watcher.counted()
         self._metrics.group_over(group.race.result, group.seconds)
-        if self._recorder is not None:
-            self._recorder.sessions_over(group)
+        for observer in self._observers:
+            observer.over(group)
         if self._groups.get(group.key) is not group:
             self._let_go(group)  # it was cancelled
             return
@@ -476,12 +481,12 @@ class SessionService:
         if index is None or reward is None or group.race.state(session) not in ("finished", "truncated"):
             return
         threshold = REWARD_THRESHOLD if group.reward is None else group.reward.threshold
-        rewards = [RewardEntry(prompt_id=SCORED, index=index, reward=reward)]
-        await self._learning.teach(group.engine_id, rewards, threshold)
+        named = NamedReward("rollout", group.engine_id, Reward(SCORED, index, reward, reward > threshold))
+        await self._rewards.tell([named], group.engine_id)
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
         """The terms and the reward of a declared group. Raises: RequestError."""
-        refusal = None if request.pruning is None else self._learning.pruning_refusal
+        refusal = None if request.pruning is None else self._pruning_refusal()
         terms = asked_terms(request, refusal, self._audit_ratio)
         reward = None if request.reward is None else options_of(request.reward)
         if reward is not None:
@@ -530,7 +535,8 @@ class SessionService:
             self._begin()
             self._begin = None
         self._groups[key] = group
-        self.seen.begun(group)
+        for observer in self._observers:
+            observer.begun(group)
         self._num_open_sessions += most
         if self._ticker is None:
             self._ticker = spawn(self._tick(), "silent sessions", self._tasks)
@@ -543,7 +549,7 @@ class SessionService:
         except SessionRefused as refusal:
             raise _conflict(str(refusal)) from refusal
         group.conversations[session_id] = Conversation()
-        self.seen.changed(group)
+        self._changed(group)
         self._of_session[group.key[0], session_id] = group
         self._forgotten.pop((group.key[0], session_id), None)
         return session

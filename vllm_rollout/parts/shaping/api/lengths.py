@@ -12,8 +12,12 @@ from dataclasses import replace
 from vllm.logger import init_logger
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.call_table import (
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.parts.shaping.calls import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
     SET_COST_MODEL,
@@ -22,9 +26,7 @@ from vllm_rollout.kernel.call_table import (
     LengthsToLookUp,
     ObservedGroup,
 )
-from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
+from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
@@ -37,13 +39,17 @@ KEYS_PER_CALL = 512
 """Prompts whose lengths are asked for in one message to an engine core."""
 
 
-class EngineShaping:
-    """Implements `server.engine.ShapingPart`."""
+class EngineShaping(ShapingPart):
+    """Overrides: start."""
+
+    cost_model: CostModel | None = None
 
     def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls) -> None:
         self._client = client
         self._calls = calls
-        self.cost_model: CostModel | None = None
+
+    async def start(self, settings: Namespace) -> None:
+        await self.use_costs(settings)
 
     async def use_costs(self, settings: Namespace) -> None:
         """Use the costs of the profile that the flags name, or of the device that they name."""
@@ -103,3 +109,7 @@ class EngineShaping:
                 if other is None or found.distance > other.distance:
                     ranges[found.smallest] = found
         return list(ranges.values())
+
+
+def part(engine: VLLMEngine) -> EngineShaping:
+    return EngineShaping(engine.client, engine.calls)

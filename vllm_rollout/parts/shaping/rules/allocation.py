@@ -23,15 +23,13 @@ from typing import Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
 from vllm_rollout.kernel.rules.fields import EarlyStop
-from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.plan import GroupPlan, upper_bound
 from vllm_rollout.parts.shaping.rules.cost import CostModel, budget_slope
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 from vllm_rollout.parts.shaping.rules.played_budget import played_budget
 
 DEFAULT_BUDGET_RATIO = 1.5
 """Candidates per wanted trajectory if there is no profile or no history: the paper's average (Appendix B)."""
-MAX_BUDGET_RATIO = 2
-"""Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
 EXTREME_SHARE = 0.05
 """Prompts of a batch with an extreme tail: the paper's "~5 % of the most expensive prompts" (DARTS 4.3.1)."""
 EXTREME_STD = 1.6
@@ -104,11 +102,6 @@ class BatchPrompt:
     """Length of the prompt itself, in tokens."""
     max_tokens: int | None = None
     """Output tokens at which the prompt's candidates are cut. None: not known."""
-
-
-def upper_bound(group_size: int, max_candidates: int) -> int:
-    """Most candidates of one prompt: M_up of DARTS Eq. 5, but at most `max_candidates`."""
-    return min(MAX_BUDGET_RATIO * group_size, max_candidates)
 
 
 def allocate_batch(

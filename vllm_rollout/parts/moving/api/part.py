@@ -1,0 +1,27 @@
+"""The part in the API process: moves of groups, by request and by plan."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.http.engine import GroupOrder
+from vllm_rollout.parts.moving.api.migration import MigrationWatch
+from vllm_rollout.parts.moving.api.moving import EngineMoves
+from vllm_rollout.parts.shaping.api.lengths import EngineShaping
+
+
+class MovingApi(EngineMoves):
+    """Overrides: start, group_begins."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        shaping = engine.part(EngineShaping)
+        super().__init__(engine.client, engine.calls, shaping)
+        self._migration = MigrationWatch(engine.client, self, shaping)
+
+    async def start(self, settings: Namespace) -> None:
+        self.follow_holds()
+
+    def group_begins(self, order: GroupOrder) -> None:
+        if order.outlook is not None and order.outlook.migration != "off":
+            self._migration.let_migrate()

@@ -1,1 +1,0 @@
-"""Runs of rounds in a simulation."""

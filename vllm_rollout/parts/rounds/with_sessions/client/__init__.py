@@ -1,0 +1,1 @@
+"""Rounds of agents, for trainers."""

@@ -1,0 +1,1 @@
+"""Rounds of sessions, over HTTP."""

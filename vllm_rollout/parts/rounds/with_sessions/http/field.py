@@ -1,0 +1,39 @@
+"""The field `sessions` of a run: its rounds consist of sessions. Invariant: a run that it refuses has never begun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_rollout.parts.rounds.rules.rounds import ALLOW_FEWER
+from vllm_rollout.parts.sessions.http.body import SessionOptions
+
+if TYPE_CHECKING:
+    from vllm_rollout.parts.rounds.http.body import RunRequest
+
+
+def check(request: RunRequest) -> None:
+    """Check options for sessions. Raises: ValueError for fields that sessions do not have, or set themselves."""
+    sessions: SessionOptions = request.sessions
+    for name in request.rollout_fields():
+        if name != "redundancy":
+            raise ValueError(
+                f"{name}: cannot be said of a run whose rounds consist of sessions: each turn says how it samples, "
+                f"and sessions takes {', '.join(type(sessions).model_fields)}. Leave {name} out here."
+            )
+    if request.redundancy is not None and not isinstance(request.redundancy, int):
+        raise ValueError(
+            f"redundancy: must be an integer for sessions, got {request.redundancy!r}: their lengths are not learned. "
+            "Say how many spare ones a prompt has in short rounds."
+        )
+    if request.resume:
+        raise ValueError(
+            "resume: must be false for sessions, got true: a deferred prompt's conversations begin anew, since "
+            "their tools do not go on with them. Leave it out."
+        )
+    if request.queue_order != "first_in":
+        raise ValueError(
+            f"queue_order: must be first_in for sessions, got {request.queue_order!r}: their lengths are not learned. "
+            "Leave it out."
+        )
+    if sessions.pruning is not None and sessions.pruning.allow_fewer:
+        raise ValueError(ALLOW_FEWER.format("sessions.pruning.allow_fewer"))

@@ -1,0 +1,1 @@
+"""An engine that is rebuilt at another size."""

@@ -1,0 +1,1 @@
+"""Forecasts of rounds by tensor-parallel size."""

@@ -1,0 +1,39 @@
+"""The part in the API process: the service of sessions, which is in the first one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import FastAPI
+
+from vllm_rollout.kernel.api.continued import whole_text
+from vllm_rollout.kernel.api.engine import VLLMEngine
+from vllm_rollout.kernel.api.first import Listener
+from vllm_rollout.kernel.http.ports import ApiPart
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.parts.sessions.http.service import SessionService
+
+
+class SessionsApi(ApiPart):
+    """Overrides: serve."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self._engine = engine
+
+    def serve(self, app: FastAPI) -> None:
+        client, rollouts = self._engine.client, app.state.rollout_service
+        if client.client_index:
+            return
+        made = [make for _, make in faces("session_observers")]
+        client.sessions = app.state.session_service = SessionService(
+            self._engine.give_up,
+            rollouts.grading,
+            rollouts.rewards,
+            client.rollout_metrics,
+            partial(whole_text, client.model_config),
+            pruning_refusal=lambda: rollouts.learning.pruning_refusal,
+            observers=[each for make in made for each in make(rollouts.viewers, rollouts.recorder)],
+            audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
+            begin=None if client.num_api_processes == 1 else Listener().has_sessions,
+        )

@@ -1,1 +1,0 @@
-"""Sessions in a simulation."""

@@ -1,0 +1,1 @@
+"""Sessions on the page and in recordings, over HTTP."""

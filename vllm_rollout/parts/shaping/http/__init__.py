@@ -1,0 +1,1 @@
+"""Lengths and their cost in the API process: budgets, the order of groups, and metrics."""
