@@ -84,6 +84,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/shaping/test_remaining.py": ("moving",),
     "parts/shaping/test_shaping.py": ("moving",),
     "parts/shaping/test_shaping_calls.py": ("moving", "pruning"),
+    "tools/integrations/test_trl_colocated.py": ("in_process",),
     "engine/test_audits.py": ("emulation", "pruning"),
     "engine/test_data_parallel.py": ("moving", "pruning", "rounds"),
     "engine/test_drafts.py": ("drafts",),
