@@ -17,159 +17,47 @@ from vllm_rollout.kernel import parts
 TESTS = Path(__file__).parent
 
 NEEDS: dict[str, tuple[str, ...]] = {
-    "kernel/api/test_flags.py": (
-        "front_ends",
-        "moving",
-    ),
-    "parts/emulation/test_fate.py": ("shaping",),
-    "parts/page/test_recorder.py": ("pruning",),
-    "parts/rounds/test_parallelism.py": ("moving",),
-    "engine/test_audits.py": (
-        "emulation",
-        "pruning",
-    ),
-    "engine/test_data_parallel.py": (
-        "moving",
-        "pruning",
-        "rounds",
-    ),
+    "engine/test_audits.py": ("emulation", "pruning"),
+    "engine/test_data_parallel.py": ("moving", "pruning", "rounds"),
     "engine/test_drafts.py": ("drafts",),
-    "engine/test_emulation.py": (
-        "drafts",
-        "emulation",
-        "moving",
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_front_ends.py": (
-        "emulation",
-        "front_ends",
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_gpu_check.py": (
-        "drafts",
-        "emulation",
-        "moving",
-        "pruning",
-        "rounds",
-        "shaping",
-    ),
-    "engine/test_grpo.py": (
-        "pruning",
-        "rewards",
-    ),
-    "engine/test_in_process.py": (
-        "in_process",
-        "pruning",
-    ),
+    "engine/test_emulation.py": ("drafts", "emulation", "moving", "pruning", "rounds"),
+    "engine/test_front_ends.py": ("emulation", "front_ends", "pruning", "rounds"),
+    "engine/test_gpu_check.py": ("drafts", "emulation", "moving", "pruning", "rounds", "shaping"),
+    "engine/test_grpo.py": ("pruning", "rewards"),
+    "engine/test_in_process.py": ("in_process", "pruning"),
     "engine/test_judge.py": ("rewards",),
     "engine/test_learning.py": ("pruning",),
-    "engine/test_moving.py": (
-        "moving",
-        "pruning",
-    ),
-    "engine/test_moving_kills.py": (
-        "emulation",
-        "moving",
-    ),
-    "engine/test_neighbours.py": (
-        "drafts",
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_other_models.py": (
-        "in_process",
-        "pruning",
-        "rewards",
-    ),
-    "engine/test_page.py": (
-        "emulation",
-        "moving",
-        "page",
-        "pruning",
-        "rounds",
-        "sessions",
-    ),
-    "engine/test_parallelism.py": (
-        "emulation",
-        "moving",
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_plain_async_llm.py": (
-        "in_process",
-        "pruning",
-    ),
+    "engine/test_moving.py": ("moving", "pruning"),
+    "engine/test_moving_kills.py": ("emulation", "moving"),
+    "engine/test_neighbours.py": ("drafts", "pruning", "rounds"),
+    "engine/test_other_models.py": ("in_process", "pruning", "rewards"),
+    "engine/test_page.py": ("emulation", "moving", "page", "pruning", "rounds", "sessions"),
+    "engine/test_parallelism.py": ("emulation", "moving", "pruning", "rounds"),
+    "engine/test_plain_async_llm.py": ("in_process", "pruning"),
     "engine/test_profile.py": ("shaping",),
-    "engine/test_race.py": (
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_ray.py": (
-        "moving",
-        "pruning",
-    ),
+    "engine/test_race.py": ("pruning", "rounds"),
+    "engine/test_ray.py": ("moving", "pruning"),
     "engine/test_recipes.py": ("pruning",),
-    "engine/test_resume.py": (
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_rounds.py": (
-        "pruning",
-        "rounds",
-    ),
-    "engine/test_serve.py": (
-        "moving",
-        "page",
-        "pruning",
-        "rewards",
-        "rounds",
-        "sessions",
-        "shaping",
-        "trainers",
-    ),
-    "engine/test_server.py": (
-        "pruning",
-        "rewards",
-    ),
-    "engine/test_session_rounds.py": (
-        "emulation",
-        "rounds",
-        "sessions",
-    ),
-    "engine/test_sessions.py": (
-        "emulation",
-        "moving",
-        "page",
-        "rewards",
-        "sessions",
-    ),
-    "engine/test_shaping.py": (
-        "page",
-        "pruning",
-        "rounds",
-        "shaping",
-    ),
-    "engine/test_soak.py": (
-        "emulation",
-        "moving",
-        "page",
-        "pruning",
-        "rewards",
-        "rounds",
-        "sessions",
-    ),
+    "engine/test_resume.py": ("pruning", "rounds"),
+    "engine/test_rounds.py": ("pruning", "rounds"),
+    "engine/test_serve.py": ("moving", "page", "pruning", "rewards", "rounds", "sessions", "shaping", "trainers"),
+    "engine/test_server.py": ("pruning", "rewards"),
+    "engine/test_session_rounds.py": ("emulation", "rounds", "sessions"),
+    "engine/test_sessions.py": ("emulation", "moving", "page", "rewards", "sessions"),
+    "engine/test_shaping.py": ("page", "pruning", "rounds", "shaping"),
+    "engine/test_soak.py": ("emulation", "moving", "page", "pruning", "rewards", "rounds", "sessions"),
     "engine/test_somebody_elses.py": ("in_process",),
-    "engine/test_tracing.py": (
-        "emulation",
-        "page",
-    ),
+    "engine/test_tracing.py": ("emulation", "page"),
     "engine/test_trainer_actors.py": ("in_process",),
     "engine/test_weights.py": ("sessions",),
+    "kernel/api/test_flags.py": ("front_ends", "moving"),
+    "parts/emulation/test_fate.py": ("shaping",),
+    "parts/page/test_recorder.py": ("pruning",),
+    "parts/rounds/test_parallelism.py": ("moving", "shaping"),
+    "tools/integrations/test_trl_colocated.py": ("in_process",),
 }
-"""File below `tests/` -> parts that the file needs and does not import. An engine test asks a server, so that its imports
-do not show its needs."""
+"""File below `tests/` -> parts that the file needs and does not import. An engine test asks a server, so that its
+imports do not show its needs."""
 
 
 def left_out(*names: str) -> list[Path]:
