@@ -19,8 +19,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_DETECTION_LENGTH, MAX_TRACED_TOKENS
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
-from vllm_rollout.parts.page.rules.receipt import Receipt
 
 End = Literal["stop", "length", "surplus", "pruned", "deferred", "failed"]
 """Ended by itself; cut at `max_tokens`; stopped as surplus, by its score, because nobody wanted the group now; lost."""
