@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.plan import GroupJoin
 from vllm_rollout.kernel.rules.prompt_key import key_of_content, num_bytes, seed_for
 from vllm_rollout.kernel.rules.rewards import AnswerName, request_name
@@ -23,18 +19,10 @@ from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.step import SCORING
 
-Check = Callable[[Mapping[str, Any]], object]
-"""Check of a request's `extra_args`. Raises: ValueError that begins with the name of the field."""
-
 MAX_ID_BYTES = 512
 """Longest id of a request that joins a group, as vLLM makes it from the client's id."""
 
 COMPLETION_ID = re.compile(r"(cmpl-.+)-(\d+)")
-
-
-def checks_of(config: VllmConfig) -> list[Check]:
-    """Checks that parts make of what clients send them in `extra_args`."""
-    return [check for _, check_of in faces("extra_args") if (check := check_of(config)) is not None]
 
 
 def first_of_completion(request_id: str) -> str:

@@ -126,7 +126,7 @@ class SteppedEngine(VLLMEngine):
     """The service's engine on such a client, as far as groups need it. Overrides: __init__."""
 
     def __init__(self, client: RolloutAsyncLLM) -> None:
-        self._client = client
+        self.client, self.parts = client, []
 
 
 async def let_everybody_run() -> None:

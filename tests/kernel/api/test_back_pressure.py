@@ -192,7 +192,7 @@ def run_with_pauses(
         may_read = asyncio.Semaphore(0)
 
         async def read() -> None:
-            order = GroupOrder("g", "r", plan, prompt, "p", 1, stream_tokens=stream_tokens)
+            order = GroupOrder("g", plan, prompt, "p", stream_tokens=stream_tokens)
             stream = SteppedEngine(llm).run_group(order)
             async with aclosing(stream):
                 async for happening in stream:

@@ -17,7 +17,7 @@ from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, work_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -199,5 +199,5 @@ def test_what_is_left_of_a_large_group_is_predicted_closely():
     route = routes.open("g", fresh(1024), outlook=outlook())
     for index in range(1023):
         routes.ended(route, index, index // 10)
-        exact = route.outlook.work([route._age] * route.num_left).tokens
+        exact = work_of([route._age] * route.num_left, route.outlook).tokens
         assert abs(route.work.tokens - exact) <= 0.1 * exact + 200

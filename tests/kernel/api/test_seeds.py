@@ -26,7 +26,7 @@ async def test_a_prompt_of_a_rollout_has_a_seed_of_its_own_and_its_candidates_th
     llm = SteppedLLM(new_run())
     params = SamplingParams(seed=seed, max_tokens=9, detokenize=False)
     prompt = PreparedPrompt("p", [5] * 20, ([3, 4], params, None))
-    events = SteppedEngine(llm).run_group(GroupOrder("g", "r", GroupPlan(2), prompt, "q1", 1, priority=-3))
+    events = SteppedEngine(llm).run_group(GroupOrder("g", GroupPlan(2), prompt, "q1", priority=-3))
     group = asyncio.create_task(_all(events))
     await let_everybody_run()
     await llm.step_to_the_end()

@@ -300,7 +300,7 @@ async def test_the_engine_hears_with_what_probability_each_was_kept():
 
     kept = read_kept(keep([end(0, "deferred", 4, survival_before=0.25), end(1, "deferred", 2)], 2))
     prompt = PreparedPrompt("q", [1], None, 50)
-    order = GroupOrder("g", "r", GroupPlan(3), prompt, "q", 1)
+    order = GroupOrder("g", GroupPlan(3), prompt, "q")
     async for _ in ResumedGroup(kept, Deaf(), order, want_text=False).events():
         pass
     assert [order.beginnings.survival for order in orders] == [{0: 0.25, 1: 1.0}]

@@ -269,4 +269,6 @@ class GroupRoutes:
 
 def work_of(num_tokens: Collection[int], outlook: Outlook | None) -> Work:
     """Work of candidates that have these numbers of output tokens."""
-    return Work(len(num_tokens)) if outlook is None else outlook.work(num_tokens)
+    if outlook is None:
+        return Work(len(num_tokens))
+    return Work.of(num_tokens, outlook.lengths, outlook.max_tokens, outlook.prompt_tokens)

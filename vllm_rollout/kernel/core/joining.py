@@ -17,7 +17,8 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.request import Request
 
-from vllm_rollout.kernel.joining import checks_of, tag_of, too_long
+from vllm_rollout.kernel.arguments import ArgumentError, argument_checks
+from vllm_rollout.kernel.joining import tag_of, too_long
 from vllm_rollout.kernel.options import ServeOptions, observing_refusal
 from vllm_rollout.kernel.rules.plan import GroupJoin, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
@@ -43,7 +44,8 @@ class Joining:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._max_candidates = vllm_config.scheduler_config.max_num_seqs
-        self._audit_ratio, self._checks = ServeOptions.of(vllm_config).audit_ratio, checks_of(vllm_config)
+        self._audit_ratio = ServeOptions.of(vllm_config).audit_ratio
+        self._argument_checks = argument_checks(vllm_config)
         self._prompt_groups = PromptGroups()
         self._numbers: dict[str, int] = {}
         """Numbers of groups that running requests have joined without a name, by request id."""
@@ -58,9 +60,9 @@ class Joining:
         if params is None or not params.extra_args:
             return None
         try:
-            for check in self._checks:
+            for check in self._argument_checks:
                 check(params.extra_args)
-        except ValueError as error:
+        except ArgumentError as error:
             raise JoinRefused(str(error)) from error
         if not (fields := rollout_xargs(params.extra_args)):
             return None

@@ -7,13 +7,18 @@ CPU platform (`kernel/platform.py`), whichever vLLM is installed.
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from pathlib import Path
+
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_rollout.kernel.api.flags import Flags, number_in
 from vllm_rollout.parts.emulation.options import EXECUTOR_CLS, emulate
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.private_file import private_folder
 
+EMULATED_WORKER_CLS = "vllm_rollout.parts.emulation.worker.worker.EmulatedWorker"
+EMULATED_EXECUTOR_CLS = "vllm_rollout.parts.emulation.worker.executor.EmulatedExecutor"
 MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 
 
@@ -93,6 +98,14 @@ def switch_on(args: argparse.Namespace) -> None:
             log=None if args.rollout_emulate_log is None else str(Path(args.rollout_emulate_log).resolve()),
             async_scheduling=args.async_scheduling is not False,
         )
+
+
+def on_device(engine_args: EngineArgs, file: str) -> EngineArgs:
+    """Face `engine_args`: arguments of an engine without a server, on the device of a file. Raises: ValueError."""
+    Settings.read(file).at(engine_args.tensor_parallel_size)
+    ours = copy(engine_args)
+    emulate(ours, file=str(Path(file).resolve()))
+    return ours
 
 
 FLAGS = Flags(add_flags, refuse, switch_on)

@@ -70,3 +70,8 @@ def emulation_report(
         report(read_steps(folder))
     except (ValueError, OSError) as error:
         sys.exit(f"vllm-rollout emulation-report: {error}")
+
+
+def needs_no_device(arguments: Sequence[str]) -> bool:
+    """Face `platform`: True for a server whose device is emulated."""
+    return any(argument.partition("=")[0].replace("_", "-") == "--rollout-emulate" for argument in arguments)

@@ -10,15 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from statistics import NormalDist
 from struct import Struct
 from typing import Any, NamedTuple
 
+from vllm_rollout.kernel.arguments import ArgumentError
 from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of
-from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success
-from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import TracedPrompt
+from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success, traced_prompts
+from vllm_rollout.parts.shaping.rules.trace import TracedPrompt
 
 LENGTHS_FIELD = "emulate_lengths"
 """In `extra_args` (`vllm_xargs`): output tokens, one number, or one for each candidate by its index; a list that is too
@@ -46,14 +45,14 @@ class Fate(NamedTuple):
 def forced_length(extra_args: Mapping[str, Any], index: int | None = None) -> int | None:
     """The length that a request asks for; None when it does not.
 
-    Raises: ValueError with field, value and what is allowed.
+    Raises: ArgumentError with name, value and what is allowed.
     """
     if (wanted := extra_args.get(LENGTHS_FIELD)) is None:
         return None
     lengths = wanted if isinstance(wanted, list) else [wanted]
     if not lengths or any(type(length) is not int or length < 1 for length in lengths):
-        raise ValueError(
-            f"{LENGTHS_FIELD} must be a number of tokens, 1 or more, or a list of such numbers, got {wanted!r:.60}"
+        raise ArgumentError(
+            LENGTHS_FIELD, f"must be a number of tokens, 1 or more, or a list of such numbers, got {wanted!r:.60}"
         )
     length: int = lengths[(index or 0) % len(lengths)]
     return length
@@ -75,9 +74,8 @@ class Fates:
         self._distance = math.sqrt(2) * STANDARD.inv_cdf(settings.score.auc)
         """Between the mean scores of those that succeed and of those that do not: it makes the AUC what it shall be."""
         if settings.lengths.trace is not None:
-            self._lengths: DrawnLengths | TracedLengths = TracedLengths(
-                read_trace(Path(settings.lengths.trace)).prompts, rank, num_ranks
-            )
+            prompts = traced_prompts(settings.lengths.trace)
+            self._lengths: DrawnLengths | TracedLengths = TracedLengths(prompts, rank, num_ranks)
         else:
             self._lengths = DrawnLengths(settings.lengths.log_normal or LogNormal())
 

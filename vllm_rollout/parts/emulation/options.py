@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
 from vllm_rollout.kernel.options import Options, ServeOptions
-from vllm_rollout.parts.emulation.fate import forced_length
-from vllm_rollout.parts.emulation.settings import Settings
 
 WORKER_CLS = "vllm_rollout.parts.emulation.worker.worker.EmulatedWorker"
 EXECUTOR_CLS = "vllm_rollout.parts.emulation.worker.executor.EmulatedExecutor"
@@ -50,20 +44,7 @@ def emulate(args: Any, **options: Any) -> None:
     ServeOptions.change(args, has_model=False)
 
 
-def emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
-    """Engine arguments for an emulated device. Raises: ValueError for a file that describes no device."""
-    Settings.read(file).at(engine_args.tensor_parallel_size)
-    ours = copy(engine_args)
-    emulate(ours, file=str(Path(file).resolve()))
-    return ours
-
-
 def go_on(config: VllmConfig) -> None:
     """Let an engine go on with the log of the engine that it replaces."""
     if EmulationOptions.of(config).file is not None:
         EmulationOptions.change(config, log_goes_on=True)
-
-
-def check_of(config: VllmConfig) -> Callable[[Mapping[str, Any]], object] | None:
-    """Check of the length that a request may force. None without an emulated device."""
-    return None if EmulationOptions.of(config).file is None else forced_length

@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import async_llm
 
 from vllm_rollout.kernel.names import SCHEDULER_CLS
-from vllm_rollout.kernel.parts import WITHOUT, face
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.engine_args import with_groups
 from vllm_rollout.parts.in_process.api.llm import LLM
@@ -133,9 +133,10 @@ def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
 
 def _emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
     """Engine arguments for an emulated device. Raises: ValueError for a file that describes no device."""
-    if (emulated := face("emulation", "engine_args")) is None:
-        raise ValueError(f"{EMULATE} needs the part emulation, which {WITHOUT} leaves out. Unset one of them.")
-    return emulated(engine_args, file)
+    if (on_device := face("emulation", "engine_args")) is None:
+        raise ValueError(f"{EMULATE} is for the part 'emulation', and it is left out. Unset it.")
+    emulated: EngineArgs = on_device(engine_args, file)
+    return emulated
 
 
 def _let_become_ours() -> None:
