@@ -25,8 +25,9 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Stamps are files in .venv: what they stand for is done as long as they are newer than what they depend on.
 DEPENDENCIES := $(VENV)/.installed-$(DEVICE)
 PACKAGE := $(VENV)/.built-$(DEVICE)
-NATIVE := $(wildcard setup.py CMakeLists.txt) $(shell find csrc cmake -type f 2>/dev/null)
-CXX_FILES = $(shell find csrc -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+CSRC := csrc $(wildcard vllm_rollout/parts/*/csrc)
+NATIVE := $(wildcard setup.py CMakeLists.txt) $(shell find $(CSRC) cmake -type f 2>/dev/null)
+CXX_FILES = $(shell find $(CSRC) -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Models are local directories, and nothing here reports to anyone.
@@ -45,12 +46,13 @@ help:
 	@echo "                   engine tests of race, HTTP and in-process use; 12 minutes on two cores   ARGS='-k name'"
 	@echo "  make test-all    every test: make test, then make test-rest"
 	@echo "  make test-fast   the tests that start no engine and are not slow"
-	@echo "  make test-nightly  the tests without an engine in a random order, in one process   SEED=7 repeats an order"
-	@echo "  make test-versions  adapter tests and some engine tests on every supported vLLM, each in an environment of"
+	@echo "  make test-nightly  the tests without an engine in a random order, with random examples, in one process   SEED=7 repeats both"
+	@echo "  make without PART=drafts  lint and tests on a copy without that part, its folder and its tests; four minutes"
+	@echo "  make test-versions  tests that use vLLM and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make test-wheel  the wheel beside vLLM for CPUs, in fresh environments without a compiler (Python 3.11, 3.12)"
 	@echo "  make test-gpu-site  the wheel beside torch for CUDA, under a made-up H100; needs Python 3.12 and 6 GB"
-	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/versions/snapshots/; docs/contributing/versions.md"
+	@echo "  make snapshot    what each supported vLLM says of all that we use, into tests/versions/names.txt; docs/contributing/versions.md"
 	@echo "  make conformance TRAINER=trl  that trainer, out of the registry, against our server; see docs/recipes/index.md"
 	@echo
 	@echo "  make install     .venv here, pinned packages, csrc built; fast when nothing changed"
@@ -118,20 +120,20 @@ SEED := $(shell date +%s)
 # In one process, so that whatever a test leaves behind meets every other test.
 .PHONY: test-nightly
 test-nightly: install models
-	@echo "in the order of this seed; to repeat it: make test-nightly SEED=$(SEED)"
-	$(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) -m "not engine" tests
+	@echo "in the order and with the examples of this seed; to repeat them: make test-nightly SEED=$(SEED)"
+	VLLM_ROLLOUT_EXAMPLES=fresh $(PY) -m pytest -q -p randomly --randomly-seed=$(SEED) --hypothesis-seed=$(SEED) -m "not engine" tests
 
-LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-engine-side lane-others
+LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-kernel-side lane-others
 
 # About half of the seconds.
-ENGINE_SIDE := tests/adapter tests/group tests/kernels tests/tracker tests/simulator tests/profiling tests/rewards
+KERNEL_SIDE := tests/kernel tests/kernels $(filter-out %/rounds %/sessions %/shaping,$(wildcard tests/parts/[a-z]*))
 
-.PHONY: lane-engine-side lane-others
-lane-engine-side:
-	$(PY) -m pytest -q -m "$(CHOICE)" $(ENGINE_SIDE)
+.PHONY: lane-kernel-side lane-others
+lane-kernel-side:
+	$(PY) -m pytest -q -m "$(CHOICE)" $(KERNEL_SIDE)
 
 lane-others:
-	$(PY) -m pytest -q -m "$(CHOICE)" tests $(ENGINE_SIDE:%=--ignore=%)
+	$(PY) -m pytest -q -m "$(CHOICE)" tests $(KERNEL_SIDE:%=--ignore=%)
 
 .PHONY: test-fast
 test-fast: install
@@ -143,6 +145,12 @@ CHECKS := lint
 .PHONY: dev
 dev: $(CHECKS) $(PACKAGE)
 	@$(LANES) CHOICE="not engine and not slow and not thorough"
+
+PART ?=
+
+.PHONY: without
+without: install
+	$(PY) -m tests.without $(PART) $(ARGS)
 
 VERSIONS ?=
 

@@ -93,7 +93,10 @@ setup(
     packages=[*find_packages(include=["vllm_rollout*"]), "vllm_rollout.kernels"],
     # A top-level package named kernels would shadow Hugging Face's, which transformers imports.
     package_dir={"vllm_rollout.kernels": "kernels/triton"},
-    package_data={"vllm_rollout.parts.page.http": ["assets/*", "assets/vendor/*"]},
+    package_data={
+        "vllm_rollout": ["py.typed", "*.pyi"],
+        "vllm_rollout.parts.page.http": ["assets/*", "assets/vendor/*"],
+    },
     ext_modules=[CMakeExtension("vllm_rollout._C")],
     cmdclass={"build_ext": cmake_build_ext},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

@@ -64,7 +64,7 @@ from benchmarks.rewards.rounds import Workload as Rewards
 from benchmarks.rollpacker import FLOPS_PER_S, PROMPT_TOKENS, Model
 from benchmarks.rounds_emulated import num_prompts, terms_of
 from benchmarks.tables import columns, number, percent, picture
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import GroupEvent, RanksFreeEvent, TrajectoryEvent
 from vllm_rollout.parts.emulation.step_log import LoggedStep, Summary, read_steps
 from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms, TimeLimits

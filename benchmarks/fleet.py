@@ -29,7 +29,7 @@ from rich.console import Console
 
 from benchmarks.common import arguments_of, emulated_process, in_turn, median, publish, ratios, record_of_run, started
 from benchmarks.tables import columns, number
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.process import exit_on_sigterm, free_port
 
 NUM_ENGINES = 4

@@ -24,7 +24,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.common import record_of_run, server_process, write_json
-from vllm_rollout.kernel.client.client import AsyncRolloutClient, RolloutError
+from vllm_rollout import AsyncRolloutClient, RolloutError
 from vllm_rollout.models import resolve
 from vllm_rollout.process import ServerError, ServerProcess, exit_on_sigterm, log_folder, server_flags
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import arguments_of, median, publish, record_of_run, server_process, started
 from benchmarks.tables import columns, number
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import TokensEvent
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.on_cpu import this_cpu

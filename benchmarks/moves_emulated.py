@@ -38,7 +38,7 @@ from benchmarks.emulated import (
     workload_of,
 )
 from benchmarks.tables import columns, number, percent
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.emulation.step_log import Summary, read_steps
 from vllm_rollout.parts.pruning.rules.judge import Judge

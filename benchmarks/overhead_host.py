@@ -29,7 +29,7 @@ from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
 from tests.support.steps import group_terms, said
-from vllm_rollout.config import FEATURE_RING_BYTES, OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.tracker import tracker as tracking
@@ -38,6 +38,7 @@ from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.observing import Observing
 from vllm_rollout.kernel.worker.runner import StepReport
 from vllm_rollout.model_files import tiny
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
@@ -80,7 +81,7 @@ def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
             stack.enter_context(patch.object(tracking, name, empty))
         for kind, length in (("tagged", None), ("scored", FAR), ("due", PROMPT)):
             tracker = CandidateTracker(torch.device("cpu"))
-            ring = FeatureRing(HIDDEN_SIZE, torch.float32, FEATURE_RING_BYTES)
+            ring = FeatureRing(HIDDEN_SIZE, torch.float32, PruningOptions().feature_ring_bytes)
             for id in ids:
                 tracker.add(id, PROMPT, None if length is None else min(length, 4096))
             if length == FAR:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.common import arguments_of, emulated_process, median, publish, record_of_run, started
 from benchmarks.tables import columns, number, percent
-from vllm_rollout.kernel.client.client import RolloutClient
+from vllm_rollout import RolloutClient
 from vllm_rollout.process import exit_on_sigterm, log_folder
 
 SIGMAS = (0.5, 0.9, 1.3)

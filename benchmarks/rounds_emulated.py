@@ -33,7 +33,7 @@ from benchmarks.emulated import (
 )
 from benchmarks.rollpacker import MESSAGE_S
 from benchmarks.tables import columns, number, percent
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.parts.emulation.step_log import Summary, read_steps
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind, RunTerms
 from vllm_rollout.process import ServerProcess, exit_on_sigterm

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_rollout.parts.rewards.grading import Grade, Grader, Trajectory
 from vllm_rollout.parts.rewards.grading.functions import load
+from vllm_rollout.rewards import Grade, Grader, Trajectory
 
 
 class Case(NamedTuple):

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "draft_memory_type.h"
 #include "ops.h"
 #include "registration.h"
 #include "token_confidence_row.h"
@@ -138,5 +137,4 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_rollout, CPU, library) {
                TORCH_BOX(&vllm_rollout::token_confidence));
 }
 
-VLLM_ROLLOUT_PYTHON_MODULE(TORCH_EXTENSION_NAME,
-                           vllm_rollout::add_draft_memory_type)
+VLLM_ROLLOUT_PYTHON_MODULE(TORCH_EXTENSION_NAME)

@@ -1,4 +1,4 @@
-"""Griffe extension for methods made from the description of a call, such as `rollout = _awaited(calls.rollout)`.
+"""Griffe extension for methods made from the description of a call, such as `rollout = awaited(calls.rollout)`.
 
 Invariant: a method has the name, arguments and words that `help` shows for it.
 """
@@ -6,7 +6,7 @@ Invariant: a method has the name, arguments and words that `help` shows for it.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -22,24 +22,19 @@ class Maker(NamedTuple):
 
 
 MAKERS: Mapping[str, Maker] = {
-    "_awaited": Maker(is_async=True),
     "awaited": Maker(is_async=True),
-    "_streamed": Maker(events="AsyncGenerator[Event, None]"),
     "async_streamed": Maker(events="AsyncGenerator[Event, None]"),
     "blocking": Maker(),
     "done": Maker(),
     "blocking_generator": Maker(events="Generator[Event, None, None]"),
     "streamed": Maker(events="Generator[Event, None, None]"),
 }
-CLASSES = (
-    "client.client.AsyncRolloutClient",
-    "client.client.RolloutClient",
-    "adapter.in_process.async_llm.AsyncLLM",
-    "adapter.in_process.llm.LLM",
-)
-"""Classes with such methods. A class comes after the classes that it is made of."""
-CONNECTION = "client.connection.Connection"
-"""The class whose `__init__` the clients take over."""
+CLIENTS = ("AsyncRolloutClient", "RolloutClient")
+"""Classes of the package's stub, which only names the classes that have their methods."""
+OTHERS = ("parts.rounds.client.run.AsyncRun", "parts.in_process.api.async_llm.AsyncLLM", "parts.in_process.api.llm.LLM")
+"""Classes some of whose methods need another part. These stand in the first of their bases."""
+CONNECTION = "kernel.client.connection.Connection"
+"""The class whose words the `__init__` of the clients takes over."""
 
 
 class DescribedCalls(Extension):
@@ -60,23 +55,46 @@ class DescribedCalls(Extension):
         for cls, method, source in self._words:
             if method in cls.members and (words := _found(source, cls, pkg)) is not None:
                 cls[method].docstring = words.docstring
-        for name in CLASSES:
-            for member in list(pkg[name].members.values()):
-                if isinstance(member, Attribute) and (made := _made(member, pkg)) is not None:
-                    pkg[name].set_member(member.name, made)
-        for name in CLASSES[:2]:
-            pkg[name].set_member("__init__", copy(pkg[CONNECTION]["__init__"]))
+        for cls in _classes(pkg):
+            for member in list(cls.members.values()):
+                _made(member, pkg)
+        for name in CLIENTS:
+            pkg[name]["__init__"].docstring = pkg[CONNECTION]["__init__"].docstring
+            _take_over(pkg[name], pkg[name].resolved_bases)
+        for name in OTHERS:
+            _take_over(pkg[name], pkg[name].resolved_bases[0].resolved_bases)
 
 
-def _made(attribute: Attribute, pkg: Module) -> Function | None:
-    """The method that the attribute's value makes, or None if it makes none."""
-    match ast.parse(str(attribute.value), mode="eval").body:
-        case ast.Call(func=ast.Name(id=maker), args=[source]) if maker in MAKERS:
-            described = _found(ast.unparse(source), attribute.parent, pkg)
-            return None if described is None else _method(described, attribute, MAKERS[maker])
-        case ast.Name(id=name):
-            described = _found(name, attribute.module, pkg)
-            return None if described is None else _method(described, attribute, MAKERS["awaited"])
+def _take_over(cls: Class, bases: list[Class]) -> None:
+    """Show the methods of these classes as those of the class."""
+    for method in (member for base in reversed(bases) for member in base.members.values()):
+        if isinstance(method, Function) and not method.name.startswith("_"):
+            cls.set_member(method.name, copy(method))
+
+
+def _classes(module: Module) -> Iterator[Class]:
+    yield from (cls for cls in module.classes.values() if not cls.is_alias)
+    for each in module.modules.values():
+        if not each.is_alias:
+            yield from _classes(each)
+
+
+def _made(member: Any, pkg: Module) -> Function | None:
+    """The method that a member of a class is. A call of a maker is replaced by the method that it makes."""
+    if isinstance(member, Function):
+        return member
+    if not isinstance(member, Attribute) or not isinstance(member.parent, Class) or member.value is None:
+        return None
+    match ast.parse(str(member.value), mode="eval").body:
+        case ast.Call(func=ast.Name(id=name), args=[source]) if name in MAKERS:
+            described, maker = _found(ast.unparse(source), member.module, pkg), MAKERS[name]
+        case ast.Name(id=source):
+            described, maker = _found(source, member.module, pkg), MAKERS["awaited"]
+        case _:
+            return None
+    if described is not None:
+        member.parent.set_member(member.name, method := _method(described, member, maker))
+        return method
     return None
 
 
@@ -87,8 +105,7 @@ def _found(path: str, scope: Any, pkg: Module) -> Function | None:
         found: Any = pkg[f"{scope.resolve(first)}{dot}{rest}".removeprefix(f"{pkg.path}.")]
     except Exception:  # a name of another package, or none
         return None
-    found = found.final_target if found.is_alias else found
-    return found if isinstance(found, Function) else None
+    return _made(found.final_target if found.is_alias else found, pkg)
 
 
 def _method(described: Function, attribute: Attribute, maker: Maker) -> Function:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.kernel.http.answers import GroupEvent, RanksFreeEvent, RestartedEvent, Trajectory, TrajectoryEvent
+from vllm_rollout.answers import GroupEvent, RanksFreeEvent, RestartedEvent, Trajectory, TrajectoryEvent
 from vllm_rollout.training.stream import StreamTrainer
 
 STEPS, PROMPTS, GROUP_SIZE, VOCABULARY = 3, 16, 8, 65536

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from vllm_rollout import RolloutClient
-from vllm_rollout.kernel.http.answers import GroupAnswer
+from vllm_rollout.answers import GroupAnswer
 
 GROUP_SIZE, PROMPTS_PER_ROUND = 4, 8
 DONE = Path("rounds-example.done")  # a trainer would keep this in its checkpoint

@@ -8,7 +8,7 @@ import sys
 from contextlib import aclosing
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.kernel.http.answers import CandidateEvent, DoneEvent, GroupEvent, TokensEvent, TrajectoryEvent
+from vllm_rollout.answers import CandidateEvent, DoneEvent, GroupEvent, TokensEvent, TrajectoryEvent
 
 
 async def main(url: str) -> None:

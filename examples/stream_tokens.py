@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.kernel.http.answers import CandidateEvent, DoneEvent, GroupEvent, TokensEvent, TrajectoryEvent
+from vllm_rollout.answers import CandidateEvent, DoneEvent, GroupEvent, TokensEvent, TrajectoryEvent
 
 PROMPTS = ["Once upon a time", "The first rule of sailing is"]
 CHUNK_TOKENS = 8

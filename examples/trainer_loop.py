@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from vllm_rollout import RolloutClient
-from vllm_rollout.kernel.http.answers import RolloutAnswer
+from vllm_rollout.answers import RolloutAnswer
 
 PRUNING = {"detection_length": 16, "keep_ratio": 0.5, "min_labels": 16}
 NUM_STEPS = 8

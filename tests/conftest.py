@@ -25,9 +25,11 @@ import pytest_timeout
 from fastapi import FastAPI
 from hypothesis import settings
 
-# The same examples every time: a test that fails does so on the commit that broke it.
+# The same examples every time, so that a test fails on the commit that broke it. `make test-nightly` has the others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
+# Examples that no run has seen. One that fails is printed as a decorator, which makes it an example of every run.
+settings.register_profile("fresh", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("VLLM_ROLLOUT_EXAMPLES", "repeatable"))
 
 
 def pytest_configure() -> None:

@@ -77,6 +77,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/rounds/test_resume.py": ("page", "pruning", "shaping"),
     "parts/rounds/test_resuming.py": ("pruning",),
     "parts/rounds/test_session_rounds.py": ("sessions",),
+    "parts/rounds/typed.py": ("sessions",),
     "parts/shaping/test_admission.py": ("emulation",),
     "parts/shaping/test_played_budget.py": ("pruning",),
     "parts/shaping/test_ran_steps.py": ("page",),
@@ -175,7 +176,10 @@ def imported_parts(path: Path) -> frozenset[str]:
     """Parts of which a file imports something, also a name that a part gives to the package."""
     exports = {f"vllm_rollout.{name}": place for name, place in parts.exports().items()}
     modules = (exports.get(name, name).split(".") for name in imported(path))
-    return frozenset(module[2] for module in modules if module[:2] == ["vllm_rollout", "parts"] and len(module) > 2)
+    folders = [module[2:4] for module in modules if module[:2] == ["vllm_rollout", "parts"]]
+    return frozenset(
+        name.removeprefix("with_") for its in folders for name in its if name == its[0] or name.startswith("with_")
+    )
 
 
 def read_with(path: Path) -> set[Path]:

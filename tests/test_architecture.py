@@ -22,8 +22,8 @@ NOT_FOR_DECISIONS = {"random", "time", "logging"}
 
 KNOWS_VLLM = {"api", "core", "worker"}
 """Rooms that import vllm: one per process."""
-MAY_KNOW_VLLM = {"kernel", "wire"}
-"""Modules that several of these processes share: files of the kernel itself, and `wire.py` of a part."""
+MAY_KNOW_VLLM = {"kernel", "options", "plugin", "wire"}
+"""Modules that several of these processes share: files of the kernel itself, and three files of a part."""
 
 
 def room(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from setuptools import find_packages
 
 import vllm_rollout
 from tests.support.waiting import WAIT_S
@@ -36,6 +37,12 @@ def needed_by(name: str) -> set[str]:
     except PackageNotFoundError:
         return set()
     return {name_of(str(need)) for need in found if need.marker is None or need.marker.evaluate({"extra": ""})}
+
+
+def test_every_folder_of_modules_is_a_package_that_the_wheel_has():
+    folders = {path.parent for path in (ROOT / "vllm_rollout").rglob("*.py")}
+    packages = {ROOT / name.replace(".", "/") for name in find_packages(ROOT, include=["vllm_rollout*"])}
+    assert folders == packages
 
 
 def test_nothing_is_needed_that_brings_vllm_or_torch():

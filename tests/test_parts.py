@@ -62,7 +62,7 @@ def listing(monkeypatch):
     """Lists these parts in place of the installed ones."""
 
     def instead(*those: Part, without: str = "") -> None:
-        monkeypatch.setattr(parts, "_installed", lambda: listed(*those))
+        monkeypatch.setattr(parts, "installed_parts", lambda: listed(*those))
         monkeypatch.setenv(parts.WITHOUT, without)
         parts.parts.cache_clear()
 

@@ -14,6 +14,7 @@ import vllm_rollout
 from docs_tools.pages import for_site
 from docs_tools.reference import cli, http, metrics
 from docs_tools.reference.schemas import class_of
+from docs_tools.stub import PLACE, stub
 from tests.test_docs import ROOT
 from vllm_rollout.cli import app
 from vllm_rollout.kernel.http.answers import RolloutEvent, RoundStreamEvent
@@ -127,8 +128,14 @@ def test_each_public_name_is_on_the_page_of_python() -> None:
     assert {name for name in names - {"Pruning"} if not re.search(rf"\b{name}\b", text)} == set()
     for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
         module, _, name = path.rpartition(".")
-        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        file = ROOT / module.replace(".", "/")
+        source = (file / "__init__.pyi" if file.is_dir() else file.with_suffix(".py")).read_text()
         assert re.search(rf"^(?:class|def|async def) {name}\b", source, re.MULTILINE), path
+
+
+def test_the_types_of_the_package_are_those_of_the_parts_that_are_there() -> None:
+    """Write them anew: python -m docs_tools.stub --write."""
+    assert PLACE.read_text() == stub()
 
 
 def on(markdown: str, repository: str = "") -> str:

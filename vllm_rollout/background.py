@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -80,6 +80,20 @@ async def heard(task: asyncio.Future[Made], name: str, refusals: Errors = ()) ->
 async def to_its_end(work: Coroutine[Any, Any, Made], name: str, refusals: Errors = ()) -> Made:
     """Await work that goes on if its caller is cancelled."""
     return await heard(begin(work), name, refusals)
+
+
+def cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task at most once. A second cancellation would interrupt its cleanup."""
+    if not task.cancelling():
+        task.cancel()
+
+
+async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks and wait until they have ended. Their exceptions are dropped."""
+    tasks = list(tasks)
+    for task in tasks:
+        cancel(task)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _unheard(name: str, refusals: Errors, task: asyncio.Future[Any]) -> None:

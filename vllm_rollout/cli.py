@@ -6,6 +6,7 @@ Invariant: nothing heavy is imported before a subcommand needs it.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +16,7 @@ import vllm_rollout
 from vllm_rollout import old_names
 from vllm_rollout.doctor.command import doctor
 from vllm_rollout.doctor.start import refuse_installation, refuse_start
-from vllm_rollout.parts.emulation.command import emulation_report
-from vllm_rollout.parts.page.watching import command as watching
-from vllm_rollout.parts.page.watching.export_command import export
-from vllm_rollout.parts.page.watching.receipt_command import receipt
+from vllm_rollout.kernel.parts import faces, installed_parts, parts
 from vllm_rollout.profiling import command as profile_command
 from vllm_rollout.simulator.command import simulate
 
@@ -58,10 +56,12 @@ def serve(context: typer.Context) -> None:
 
     Without MODEL it serves the embedded default, SmolLM2-135M-Instruct.
     """
+    from vllm_rollout.kernel.api.flags import leave_parts_out
     from vllm_rollout.kernel.platform import choose_platform
 
     if refusal := refuse_start(context.args):
         sys.exit(f"vllm-rollout serve: {refusal}")
+    leave_parts_out(context.args, "vllm-rollout serve")
     choose_platform(context.args)
     from vllm_rollout.kernel.api.serve import main as serve_main
 
@@ -159,12 +159,26 @@ def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:
 
 profile_command.register(app)
 app.command()(simulate)
-app.command("emulation-report")(emulation_report)
-app.command()(watching.watch)
-app.command()(watching.top)
-app.command()(receipt)
 app.command()(doctor)
-app.command()(export)
+with suppress(ValueError):  # of the environment variable that leaves parts out: `main` says it
+    for _, commands in faces("commands"):
+        commands.register(app)
+
+
+@app.command("parts")
+def list_parts() -> None:
+    """List the parts of this installation. `vllm-rollout serve --without NAME,NAME` leaves some out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("name", no_wrap=True)
+    for column in ("what it does", "needs", "is there"):
+        table.add_column(column)
+    there = {part.name for part in parts()}
+    for name, part in sorted(installed_parts().items()):
+        table.add_row(name, part.purpose, ", ".join(part.needs), "yes" if name in there else "left out")
+    Console().print(table)
 
 
 @models_app.command("list")
@@ -199,6 +213,11 @@ def fetch_model(name: Annotated[str, typer.Argument(help="A name from `vllm-roll
 def main() -> None:
     if refusal := old_names.refusal(sys.argv[1:]):
         print(refusal, file=sys.stderr)
+        sys.exit(2)
+    try:
+        parts()
+    except ValueError as error:
+        print(f"vllm-rollout: {error}", file=sys.stderr)
         sys.exit(2)
     app()
 

@@ -109,17 +109,8 @@ CONFIDENCE_WINDOW_TOKENS = 16
 """Window of trace confidence, in tokens. DeepConf takes 1,024 and more for whole traces. Ours end at
 `detection_length`."""
 
-DRAFT_MEMORY_BYTES = 256 * 2**20
-"""Bytes of host memory for tokens that serve as drafts: about 25 million tokens."""
-
-FEATURE_RING_BYTES = 256 * 1024 * 1024
-"""Bytes of host memory for hidden states that wait for rewards: 32,768 candidates at hidden size 4,096 in bfloat16."""
-
 MAX_REMEMBERED_CANDIDATES = 65_536
 """Candidates of rollouts with pruning for which rewards are accepted. The oldest rollouts are forgotten first."""
-
-TRAIN_BUDGET_S = 0.004
-"""Seconds of training between two engine steps: as many optimizer steps as fit, and at least one."""
 
 QUALITY_HEAD_HIDDEN = 128
 """Width of the quality head's hidden layer (ARRoL 4.2)."""

@@ -67,7 +67,7 @@ def _first(words: Iterable[str], table: Mapping[str, str]) -> str | None:
 
 def refuse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 for an old name of a flag of `serve`, also for one in the file of `--config`."""
-    config = _config(arguments)
+    config = config_of(arguments)
     words = [*arguments, *(f"--{key}" for key in config)]
     if (refused := _first(words, SERVE)) is not None:
         parser.error(refused)
@@ -77,7 +77,7 @@ def refuse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
             parser.error(f"{key}: false has no effect in a configuration file. Write no-{key}: true.")
 
 
-def _config(arguments: Sequence[str]) -> Mapping[str, Any]:
+def config_of(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Content of the file of `--config`. Empty if there is none, or if vLLM will refuse it."""
     import yaml
 

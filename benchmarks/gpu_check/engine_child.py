@@ -19,11 +19,11 @@ from benchmarks.gpu_check.moving_jobs import MovingJobs
 from benchmarks.gpu_check.ptl_jobs import ProfilingJobs
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
 from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.kernel.options import DRAFTS_CONFIG
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
+from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS, PruningTerms
@@ -38,7 +38,7 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if settings.kind != "stock":
         options |= {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
     if settings.kind == "drafts":
-        options["speculative_config"] = dict(DRAFTS_CONFIG)
+        options["speculative_config"] = dict(SPECULATIVE_CONFIG)
     if settings.model == "8b":  # its shape only
         options |= {"skip_tokenizer_init": True, "load_format": "dummy"}
     return options

@@ -17,7 +17,7 @@ from benchmarks.common import in_turn
 from benchmarks.long_run import Progressed, RunLog, keep_state
 from benchmarks.pruning.records import Record, Run
 from benchmarks.pruning.setup import Phase, Question, Sizes, evaluation_questions, learning_questions
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import Candidate, Trajectory
 from vllm_rollout.kernel.rules.types import Confidence
 

@@ -40,7 +40,7 @@ from benchmarks.common import ROOT, arguments_of, median, percentile, publish, q
 from benchmarks.rewards.fated import TestCase, stand_for_programs
 from benchmarks.rollpacker import GPU_SOURCE, MODELS, PROMPT_TOKENS, TAIL_SOURCE, TAILS
 from benchmarks.tables import INK, bars, columns, number, percent, picture
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.parts.rewards.grading import Grader, Trajectory
 from vllm_rollout.parts.rewards.rules.time_limits import LimitTerms

@@ -17,7 +17,7 @@ import httpx
 from benchmarks.long_run import Progressed, RunLog, keep_state
 from benchmarks.shaping.records import GroupRecord, Run, traced_prompts
 from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, Way, order, prompts
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.process import counter
 

@@ -30,7 +30,7 @@ from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 SUITES = {"adapter": "tests without an engine", "engine": "engine tests", "smoke": "a few of those"}
 """Description of each suite, by its name in the result file."""
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
-SNAPSHOTS = "tests/versions/snapshots/"
+NAMES = "tests/versions/names.txt"
 NAMED = {"oldest": SUPPORTED_VLLM[0], "newest": SUPPORTED_VLLM[-1]}
 SMOKE = "test_race or a_race_returns or single_requests_with_a_group_id or lacks"
 """Tests of both model runners and of a server: groups, joined requests, missing features."""
@@ -56,7 +56,7 @@ def main() -> None:
     add("--suites", nargs="+", choices=SUITES, default=["adapter", "engine"], help="Default: %(default)s.")
     add("--at-once", type=int, default=1, help="Number of suites at a time. Suites with engines must not overlap.")
     add("--table", action="store_true", help="Print the table of the result file, and run nothing.")
-    snapshot = f"Write {SNAPSHOTS} of VERSIONs and {PREFERRED_VLLM}, and run nothing."
+    snapshot = f"Write what VERSIONs and {PREFERRED_VLLM} say into {NAMES}, and run nothing."
     add("--snapshot", action="store_true", help=snapshot)
     args = parser.parse_args()
     versions = [NAMED.get(version, version) for version in args.versions]

@@ -13,7 +13,7 @@ from conformance.grading import Case, assert_same
 from conformance.session import ROOT
 from conformance.trl.training import FLAGS, train
 from vllm_rollout.integrations.trl import TRLRollouts
-from vllm_rollout.parts.rewards.grading import Grader, Trajectory
+from vllm_rollout.rewards import Grader, Trajectory
 
 CHAT = [{"role": "user", "content": "How many?"}]
 TEXT = "How many?"

@@ -7,7 +7,7 @@ from typing import Any
 
 from conformance.checks import Kit, check
 from conformance.grading import Case, assert_same
-from vllm_rollout.parts.rewards.grading import Trajectory
+from vllm_rollout.rewards import Trajectory
 
 SCORES = "verl.utils.reward_score"
 DOUBLE = json.dumps({"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]})

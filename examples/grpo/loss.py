@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from examples.grpo.model import answer_logprobs, micro_batches
-from vllm_rollout.kernel.http.answers import GroupAnswer, StoppedCandidate, Trajectory
-from vllm_rollout.parts.rewards.rules.estimates import Estimator, advantages
+from vllm_rollout.answers import GroupAnswer, StoppedCandidate, Trajectory
+from vllm_rollout.rewards import Estimator, advantages
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 

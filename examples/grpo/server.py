@@ -7,17 +7,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import httpx
 
 from examples.grpo import task
 from examples.grpo.loss import ALGORITHMS
 from vllm_rollout import RolloutClient, process
-from vllm_rollout.kernel.rules.fields import PruningRule
 
 REWARDS = {"chain": "reward", "digit_sum": "digit_sum_reward"}  # functions of `task.py`; the server has the task's name
-PRUNING = (*get_args(PruningRule), "shadow")
+PRUNING = ("balance", "gradient", "paper", "shadow")
 MAX_PROMPT_TOKENS, MAX_CANDIDATES = 128, 256
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 POLICY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **PENALTIES}

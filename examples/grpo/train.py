@@ -25,15 +25,14 @@ from examples.grpo.model import check_finite, load, prompt_ids, save_weights, wr
 from examples.grpo.server import PRUNING, Server, nccl_sender, rollout_fields, run_fields, sampling
 from examples.grpo.task import TASKS, VOCABULARY, Problem, describe, mean, problems
 from vllm_rollout import RolloutError
+from vllm_rollout.answers import GroupAnswer, GroupStream
 from vllm_rollout.integrations.served import check_served
-from vllm_rollout.kernel.client.connection import STARTING
-from vllm_rollout.kernel.client.groups import GroupStream
-from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.training.stream import StepResult, StreamTrainer
 
 CLIP_NORM, WARMUP_STEPS = 1.0, 5  # Adam's first steps are all sign
 MOST_IDLE_STEPS, MOST_ASKS = 10, 4  # steps in a row without a gradient, then an error; requests in a step of DAPO
 LARGEST_DIFFERENCE = 0.1  # mean distance of log probabilities, in nats: from there on the server has other weights
+STARTING = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)  # or a proxy without it
 NOT_TERMS = {"output", "url", "serve", "serve_flags", "steps", "evaluate_every", "held_out", "patience"}  # may change
 NOT_TERMS |= {"lr", "micro_tokens", "nccl"}
 

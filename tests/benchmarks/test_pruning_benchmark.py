@@ -30,7 +30,7 @@ from benchmarks.pruning.run import forget, load
 from benchmarks.pruning.setup import PHASES, Sizes, evaluation_questions, learning_questions
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.rules.types import Confidence
 
 FAMILIES = {"families": ("arithmetic", "word_sum")}

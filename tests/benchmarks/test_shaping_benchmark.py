@@ -21,7 +21,7 @@ from benchmarks.shaping.setup import WAY_NAMES, WAYS, Sizes, check, order, promp
 from benchmarks.shaping.simulation import history_of, simulate
 from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording.file import read_trace
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve

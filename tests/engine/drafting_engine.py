@@ -26,10 +26,10 @@ from transformers.generation import logits_process
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from vllm_rollout.kernel.options import DRAFTS_CONFIG
 from vllm_rollout.kernel.rules.plan import PruningPlan
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, Choice, DraftingRule
 
 ALLOWED = (10, 11, 12)
@@ -65,12 +65,12 @@ class Every(DraftingRule):
 
 
 def verify_all(worker: Any) -> None:
-    worker.model_runner.drafts.rule = Every()
+    worker.model_runner.drafter.rule = Every()
 
 
 def verified(worker: Any) -> list[int]:
-    rule = worker.model_runner.drafts.rule
-    worker.model_runner.drafts.rule = Every()
+    rule = worker.model_runner.drafter.rule
+    worker.model_runner.drafter.rule = Every()
     return [rule.num_drafted, rule.num_accepted]
 
 
@@ -80,7 +80,7 @@ def main(model: str) -> None:
     result["without"] = greedy(llm)
     del llm
     cleanup_dist_env_and_memory()
-    llm = LLM(model, **SETTINGS, **OURS, **WIDE, speculative_config=DRAFTS_CONFIG)
+    llm = LLM(model, **SETTINGS, **OURS, **WIDE, speculative_config=SPECULATIVE_CONFIG)
     llm.llm_engine.collective_rpc(verify_all)
     alone = generate(llm, [PROMPT], [SamplingParams(top_k=2, max_tokens=4, ignore_eos=True)])
     result["alone"] = len(alone[0].outputs[0].token_ids)

@@ -1,4 +1,7 @@
-"""`vllm-rollout serve` without a MODEL: the embedded default, through our own client."""
+"""`vllm-rollout serve` without a MODEL: the embedded default, through our own client.
+
+It runs without all parts that can be left out, so that nothing here needs one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.conftest import Server
+from tests.without import WHOLE
 from vllm_rollout import RolloutClient
+from vllm_rollout.kernel.parts import WITHOUT
 
 FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "32")
 
@@ -16,7 +21,9 @@ FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "32")
 @pytest.fixture(scope="module")
 def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server([sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log) as server:
+    with Server(
+        [sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log, **{WITHOUT: ",".join(WHOLE)}
+    ) as server:
         yield server
 
 

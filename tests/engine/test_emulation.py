@@ -15,7 +15,7 @@ import pytest
 
 from tests.engine.conftest import Server, emulating, lives, said_in, serve_command
 from tests.engine.run_rounds import assert_nothing_left
-from vllm_rollout.kernel.client.client import RolloutClient
+from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.parts.emulation.fate import Fate, Fates

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import V2, Server, paused, serve_command
 from tests.support.reference import worst
-from vllm_rollout.kernel.client.client import RolloutClient
+from vllm_rollout import RolloutClient
 
 pytestmark = pytest.mark.versions
 

@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.options import Options
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.parts.pruning.rules.step import TERMS
 
@@ -53,7 +53,7 @@ class DryRun:
         max_num_seqs: int = 256,
         depth: int = 1,
         log_stats: bool = False,
-        options: ServeOptions | None = None,
+        options: Options | None = None,
         **flags: Any,
     ) -> None:
         config = EngineArgs(

@@ -1,7 +1,8 @@
-"""Snapshot of a vLLM version: one line per name of vLLM that our code uses, read out of the kernel's and parts' source.
+"""Names of vLLM that our code uses, read out of the kernel's and parts' source, and what each version says of them.
 
-A snapshot has the lines of one version, sorted: `path` of an attribute, `path(parameters)` of a callable, and
-`path: absent` of a name that this version lacks. Names are read with the preferred version's types.
+`names.txt` has one row for each different answer: `path` of an attribute, `path(parameters)` of a callable, and
+`path: absent` of a name that a version lacks. A row that only some versions say names them behind a mark. Names are
+read with the preferred version's types.
 
 Run from the repository root: make snapshot, or python -m tests.versions.vllm_snapshot for the installed vLLM."""
 
@@ -36,7 +37,7 @@ from tests.versions.vllm_types import (
     scope_of,
 )
 from vllm_rollout.kernel.compat import CONTRACT, vllm_version
-from vllm_rollout.versions import PREFERRED_VLLM, minor_of
+from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM, minor_of
 
 PACKAGE = Path(vllm_rollout.__file__).parent
 
@@ -51,7 +52,9 @@ def may_use_vllm(path: Path) -> bool:
 
 
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if may_use_vllm(path) and path.name != "compat.py"]
-SNAPSHOTS = Path(__file__).parent / "snapshots"
+NAMES = Path(__file__).with_name("names.txt")
+MARK = "  # "
+"""Stands before the versions of a row that not every version says."""
 ABSENT = ": absent"
 
 RUNNERS = "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
@@ -334,17 +337,34 @@ def lines(asked: set[str]) -> list[str]:
     return sorted(map(line, asked))
 
 
-# -- snapshots
+# -- the file of names
 
 
-def file_of(version: str) -> Path:
-    return SNAPSHOTS / f"{minor_of(version)}.txt"
+def matrix() -> dict[str, tuple[str, ...]]:
+    """Each row of `names.txt` -> the versions that say it. A row without a mark is said by every version."""
+    rows = (row.partition(MARK) for row in NAMES.read_text().splitlines())
+    return {row: tuple(versions.split()) or SUPPORTED_VLLM for row, _, versions in rows}
 
 
 def recorded(version: str) -> dict[str, str]:
-    """Path -> parameters in brackets, ': absent' or nothing, as the snapshot of a version says."""
-    rows = file_of(version).read_text().splitlines() if file_of(version).exists() else []
+    """Path -> parameters in brackets, ': absent' or nothing, as the file says of a version."""
+    rows = [row for row, versions in matrix().items() if minor_of(version) in versions]
     return {path: row.removeprefix(path) for row in rows for path in re.findall(r"^[\w.]+", row)}
+
+
+def record(version: str, said: list[str]) -> None:
+    """Replace what the file says of a version."""
+    minor = minor_of(version)
+    rows = {row: {each for each in versions if each != minor} for row, versions in matrix().items()}
+    for row in said:
+        rows.setdefault(row, set()).add(minor)
+    marked = {row: [each for each in SUPPORTED_VLLM if each in versions] for row, versions in rows.items()}
+    written = (
+        row if versions == list(SUPPORTED_VLLM) else f"{row}{MARK}{' '.join(versions)}"
+        for row, versions in sorted(marked.items())
+        if versions
+    )
+    NAMES.write_text("".join(f"{row}\n" for row in written))
 
 
 def asked() -> set[str]:
@@ -366,6 +386,5 @@ def words_of(path: Path) -> frozenset[str]:
 
 
 if __name__ == "__main__":
-    SNAPSHOTS.mkdir(exist_ok=True)
-    file_of(vllm_version).write_text("".join(f"{row}\n" for row in lines(asked())))
-    print(f"{file_of(vllm_version)}: {len(recorded(vllm_version))} lines")
+    record(vllm_version, lines(asked()))
+    print(f"{NAMES}: {len(recorded(vllm_version))} names of vLLM {vllm_version}")

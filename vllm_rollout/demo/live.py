@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.demo.options import SEED, Options
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import CandidateEvent, TokensEvent, TrajectoryEvent
 
 QUESTION = "What is 17 + 25? Show your reasoning."

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import httpx
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from vllm_rollout import AsyncRolloutClient, RolloutError
 from vllm_rollout.demo.clock import Clock, shown
 from vllm_rollout.demo.options import SEED, Options
-from vllm_rollout.kernel.client.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.kernel.http.answers import CandidateEvent, GroupEvent, TrajectoryEvent
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.process import (

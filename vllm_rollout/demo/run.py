@@ -10,14 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_rollout import on_cpu
+from vllm_rollout import AsyncRolloutClient, on_cpu
 from vllm_rollout.demo.clock import Clock
 from vllm_rollout.demo.live import LiveRace, race_live
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, Way, compare_kept, run_race, run_stock
 from vllm_rollout.demo.picture import draw
 from vllm_rollout.demo.server import show
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.process import runs_on_cpu
 from vllm_rollout.whole_file import PUBLIC, write_whole
 

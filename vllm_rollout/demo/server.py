@@ -11,11 +11,10 @@ from contextlib import contextmanager
 import httpx
 from rich.console import Console, RenderableType
 
-from vllm_rollout import on_cpu
+from vllm_rollout import AsyncRolloutClient, RolloutError, on_cpu
 from vllm_rollout.demo.clock import Clock
 from vllm_rollout.demo.options import MAX_CANDIDATES, DemoOptions
 from vllm_rollout.demo.phases import Begin, PhaseType, Way, run_phases
-from vllm_rollout.kernel.client.client import AsyncRolloutClient, RolloutError
 from vllm_rollout.models import resolve
 from vllm_rollout.process import (
     ServerProcess,

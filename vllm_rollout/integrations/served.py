@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from vllm_rollout.kernel.client.client import RolloutClient
+from vllm_rollout import RolloutClient
 
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 """Fields of a model's configuration that are compared."""

@@ -24,9 +24,9 @@ from typing import Any
 
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.background import begin
 from vllm_rollout.integrations.whole import whole
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost
 
 _session: ContextVar[AgentSession | None] = ContextVar("session", default=None)

@@ -22,9 +22,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, sampling_of, seeded, with_columns
 from vllm_rollout.integrations.whole import whole
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.kernel.client.connection import DEFAULT_URL
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession

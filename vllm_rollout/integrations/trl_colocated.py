@@ -20,8 +20,8 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from vllm_rollout import RolloutOptions
 from vllm_rollout.integrations.trl_rollouts import GroupsOfSize, Placed, TRLRollouts
-from vllm_rollout.kernel.client.client import RolloutOptions
 
 NAME = "reward"
 """Name of the reward function in the engine."""

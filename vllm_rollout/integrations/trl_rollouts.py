@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Unpack
 
+from vllm_rollout import RolloutClient, RolloutError, RolloutOptions
 from vllm_rollout.integrations.trl_rows import (
     INDEX,
     PROMPT,
@@ -40,8 +41,7 @@ from vllm_rollout.integrations.trl_rows import (
     tokenized,
     with_columns,
 )
-from vllm_rollout.kernel.client.body import PromptLike
-from vllm_rollout.kernel.client.client import Redundancy, RolloutClient, RolloutError, RolloutOptions
+from vllm_rollout.kernel.client.body import PromptLike, Redundancy
 from vllm_rollout.kernel.client.connection import DEFAULT_URL
 from vllm_rollout.kernel.http.answers import GroupAnswer
 

@@ -1,7 +1,7 @@
 """The contract with vLLM, as far as it cannot be read from our code, and the differences between supported versions.
 
 `tests/versions/vllm_snapshot.py` reads from our source what our code imports, calls, reads and overrides.
-`tests/versions/snapshots/` has these facts for each supported version. This file has the rows in which versions differ,
+`tests/versions/names.txt` has these facts for each supported version. This file has the rows in which versions differ,
 and facts that no name and no signature shows.
 
 Invariant: `tests/versions/test_compat.py` compares the snapshot with the installed vLLM, our code with all snapshots,

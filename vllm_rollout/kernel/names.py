@@ -16,9 +16,6 @@ from vllm_rollout.kernel.rules.types import BASE_MODEL
 SCHEDULER_CLS = "vllm_rollout.Scheduler"
 WORKER_CLS = "vllm_rollout.Worker"
 CPU_EXECUTOR_CLS = "vllm_rollout.kernel.worker.cpu_executor.CpuExecutor"
-EMULATED_WORKER_CLS = "vllm_rollout.parts.emulation.worker.worker.EmulatedWorker"
-EMULATED_EXECUTOR_CLS = "vllm_rollout.parts.emulation.worker.executor.EmulatedExecutor"
-
 
 NUMBER_FOLLOWS = "\x1f"
 """Separates a served name and an adapter's number. No client can send it in a name of vLLM's."""

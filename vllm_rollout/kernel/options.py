@@ -1,79 +1,67 @@
-"""Our own settings of an engine. They travel in vLLM's `additional_config`, which every process gets."""
+"""Settings of an engine: the kernel's own, and the base of those of parts.
+
+They travel in vLLM's `additional_config`, which every process gets. Each part has a class of its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, Self
 
 from vllm.config import VllmConfig
 
-from vllm_rollout.config import DEFAULT_AUDIT_RATIO, DRAFT_MEMORY_BYTES, FEATURE_RING_BYTES, TRAIN_BUDGET_S
-from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
+from vllm_rollout.config import DEFAULT_AUDIT_RATIO
 
 KEY = "vllm_rollout"
 
-DRAFTS_CONFIG = {
-    "method": "custom_class",
-    "model": "vllm_rollout.Drafts",
-    "num_speculative_tokens": MAX_DRAFT_TOKENS,
-}
-"""`--speculative-config` of a server whose candidates are drafts for each other."""
+
+class Configured(Protocol):
+    """vLLM's configuration, its engine arguments, or the arguments of a command line."""
+
+    additional_config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class EmulationOptions:
-    """Values of the emulation flags."""
+class Options:
+    """Settings of the kernel, or of one part. Every field has a default.
 
-    file: str
-    speed: float
-    log: str | None
-    async_scheduling: bool
-    """The user's setting. The platform may have switched vLLM's own setting off."""
-    num_ranks: int
-    """Number of data-parallel ranks. (An engine core of a dense model knows only itself.)"""
-    log_goes_on: bool = False
-    """True if the engine replaces another one, whose steps stay in the log."""
+    Invariant: only values that differ from their defaults are written, because vLLM's compile cache depends on them.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Values of our own flags of `vllm-rollout serve`."""
-
-    train_budget_s: float = TRAIN_BUDGET_S
-    feature_ring_bytes: int = FEATURE_RING_BYTES
-    emulation: EmulationOptions | None = None
-    forks: bool = False
-    """True if engine cores begin as copies of the server on the CPU platform too, where vLLM starts new processes."""
-    moves_kv: bool = True
-    """True if a group that moves takes its KV blocks along."""
-    moves_kv_by_nixl: bool = False
-    """True if it takes them to other hosts too."""
-    audit_ratio: float = DEFAULT_AUDIT_RATIO
-    """Audit ratio of requests that learn and set none."""
-    draft_memory_bytes: int = DRAFT_MEMORY_BYTES
-    """Host memory of answers that serve as drafts, in bytes."""
-    drafts_file: str | None = None
-    """Path of the file for drafts between two starts. A rank appends its number."""
-    beside_rust: bool = False
-    """True if vLLM's Rust front end is the engine cores' first client. It knows no groups, held ranks or dead ranks."""
+    PART: ClassVar[str]
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> ServeOptions:
-        fields = dict(vllm_config.additional_config.get(KEY, {}))
-        emulation = fields.pop("emulation", None)
-        return cls(**fields, emulation=emulation and EmulationOptions(**emulation))
+    def of(cls, configured: Configured) -> Self:
+        return cls(**configured.additional_config.get(KEY, {}).get(cls.PART, {}))
 
-    @property
-    def of_next_engine(self) -> ServeOptions:
-        """Settings of an engine that replaces one with these."""
-        emulation = self.emulation
-        return self if emulation is None else replace(self, emulation=replace(emulation, log_goes_on=True))
+    @classmethod
+    def change(cls, configured: Configured, **values: Any) -> None:
+        """Give some of these settings other values."""
+        configured.additional_config = replace(cls.of(configured), **values).into(configured.additional_config)
 
     def into(self, additional_config: dict[str, Any]) -> dict[str, Any]:
-        """`additional_config` with these settings. Unchanged for default settings, because vLLM's compile cache depends
-        on it.
-        """
-        return additional_config if self == ServeOptions() else {**additional_config, KEY: asdict(self)}
+        """`additional_config` with these settings."""
+        changed = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+        ours = {**additional_config.get(KEY, {}), self.PART: changed}
+        kept = {part: values for part, values in ours.items() if values}
+        others = {key: value for key, value in additional_config.items() if key != KEY}
+        return {**others, KEY: kept} if kept else others
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions(Options):
+    """The kernel's settings."""
+
+    PART = "kernel"
+
+    forks: bool = False
+    """True if engine cores begin as copies of the server on the CPU platform too, where vLLM starts new processes."""
+    has_model: bool = True
+    """False if the worker makes tokens up, so that no model runs."""
+    audit_ratio: float = DEFAULT_AUDIT_RATIO
+    """Audit ratio of requests that learn and set none."""
+    beside_rust: bool = False
+    """True if vLLM's Rust front end is the engine cores' first client. It knows no groups, held ranks or dead ranks."""
 
 
 def observing_refusal(vllm_config: VllmConfig) -> str | None:

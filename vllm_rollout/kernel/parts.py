@@ -32,13 +32,15 @@ class Part:
 
     name: str
     purpose: str
-    """What it does for a user, in one sentence."""
+    """Its use for a user, in one sentence."""
     needs: tuple[str, ...] = ()
     """Names of the parts that it imports."""
     faces: Mapping[str, str] = field(default_factory=dict)
     """Face -> "module:attribute", which is imported where a process asks for the face."""
     exports: Mapping[str, str] = field(default_factory=dict)
     """Names that the package `vllm_rollout` offers -> "module:attribute"."""
+    also_exports: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Names that the package offers only if another part is there: name of that part -> name -> "module:attribute"."""
     also: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
 
@@ -51,21 +53,32 @@ def parts() -> tuple[Part, ...]:
 
     Raises: ValueError for a name in `VLLM_ROLLOUT_WITHOUT` that no part has, and for a part whose need is left out.
     """
-    return chosen(_installed(), left_out(os.environ.get(WITHOUT, "")))
+    return chosen(installed_parts(), left_out(os.environ.get(WITHOUT, "")))
 
 
-def chosen(installed: Mapping[str, Part], without: frozenset[str]) -> tuple[Part, ...]:
+def leave_out(names: str, said_by: str) -> None:
+    """Leave these parts out of this process, and of each that it starts. `said_by`: what the user wrote, for errors.
+
+    Raises: ValueError as `parts` does.
+    """
+    chosen(installed_parts(), left_out(names), said_by)
+    os.environ[WITHOUT] = names
+    parts.cache_clear()
+    exports.cache_clear()
+
+
+def chosen(installed: Mapping[str, Part], without: frozenset[str], said_by: str = WITHOUT) -> tuple[Part, ...]:
     """The parts that remain, in their order. Raises: ValueError as `parts` does."""
     if unknown := sorted(without - installed.keys()):
         raise ValueError(
-            f"{WITHOUT}: there is no part {unknown[0]!r}. Leave out some of: {', '.join(sorted(installed))}."
+            f"{said_by}: there is no part {unknown[0]!r}. Leave out some of: {', '.join(sorted(installed))}."
         )
     there = {name: part for name, part in sorted(installed.items()) if name not in without}
     for part in there.values():
         if missing := [need for need in part.needs if need not in there]:
             raise ValueError(
-                f"{WITHOUT}: the part {part.name!r} needs {missing[0]!r}, which is left out. Leave out {part.name!r}, "
-                f"too, or neither."
+                f"{said_by}: the part {part.name!r} needs {missing[0]!r}, which is left out. Leave out none of them, "
+                f"or all: {','.join(sorted(_with_dependents(without | {missing[0]}, installed) & installed.keys()))}."
             )
     sorter, order = TopologicalSorter({name: part.needs for name, part in there.items()}), []
     try:
@@ -76,6 +89,12 @@ def chosen(installed: Mapping[str, Part], without: frozenset[str]) -> tuple[Part
         order += sorted(ready := sorter.get_ready())
         sorter.done(*ready)
     return tuple(there[name] for name in order)
+
+
+def _with_dependents(names: frozenset[str], installed: Mapping[str, Part]) -> frozenset[str]:
+    """These parts, and all that need one of them."""
+    needing = {part.name for part in installed.values() if not names.isdisjoint(part.needs)}
+    return names if needing <= names else _with_dependents(names | needing, installed)
 
 
 def left_out(names: str) -> frozenset[str]:
@@ -108,10 +127,22 @@ def face(name: str, face: str) -> Any | None:
     return next((found for part, found in faces(face) if part == name), None)
 
 
+def faces_left_out(face: str) -> Iterator[tuple[str, Any]]:
+    """Each face that is not there, with the name of the part whose absence is the reason."""
+    installed = installed_parts()
+    for part in installed.values():
+        for other, its in ((part.name, part.faces), *part.also.items()):
+            gone = [name for name in (part.name, other) if name in installed and not has(name)]
+            if gone and other in installed and face in its:
+                yield gone[0], load(its[face])
+
+
 @cache
 def exports() -> Mapping[str, str]:
     """Names that parts offer as names of the package -> "module:attribute"."""
-    return {name: place for part in parts() for name, place in part.exports.items()}
+    offered = [part.exports for part in parts()]
+    offered += [names for part in parts() for other, names in part.also_exports.items() if has(other)]
+    return {name: place for names in offered for name, place in names.items()}
 
 
 def load(place: str) -> Any:
@@ -120,9 +151,8 @@ def load(place: str) -> Any:
     return getattr(import_module(module), attribute) if attribute else import_module(module)
 
 
-def _installed() -> Mapping[str, Part]:
-    from vllm_rollout import parts as folder
-
+def installed_parts() -> Mapping[str, Part]:
+    folder = import_module("vllm_rollout.parts")  # `from vllm_rollout import` would ask this list for names
     names = [module.name for module in iter_modules(folder.__path__) if module.ispkg]
     ours = [import_module(f"{folder.__name__}.{name}").PART for name in names]
     theirs = [point.load() for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]

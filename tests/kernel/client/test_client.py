@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -22,8 +22,8 @@ import pytest
 import vllm_rollout
 from tests.kernel.http.fake_engine import MODEL, FakeEngine
 from tests.support.waiting import WAIT_S, eventually, wait_until
-from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
-from vllm_rollout.kernel.client.client import rollout_body
+from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError, answers
+from vllm_rollout.kernel.client.body import rollout_body
 from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.http.answers import (
     DoneEvent,
@@ -48,6 +48,11 @@ def test_importing_the_package_and_the_client_stays_light():
         "assert not {'vllm', 'torch', 'fastapi'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+
+
+def test_every_event_of_a_stream_is_a_public_answer():
+    assert {event.__name__ for event in get_args(Event)} <= {*answers.__all__}
+    assert all(getattr(answers, name) for name in answers.__all__)
 
 
 def test_unknown_names_of_the_package_are_attribute_errors():

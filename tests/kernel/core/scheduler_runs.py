@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.support.dry_run import EOS_TOKEN, DryRun
 from tests.support.steps import group_terms, judge_of, said
 from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.options import Options, ServeOptions
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import Assessment, Observation
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
@@ -57,7 +57,7 @@ class TracedRun(DryRun):
     Candidates that said the same would share their blocks through the prefix cache.
     """
 
-    def __init__(self, *args: Any, num_blocks: int = 2000, options: ServeOptions = NO_AUDITS, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, num_blocks: int = 2000, options: Options = NO_AUDITS, **kwargs: Any) -> None:
         super().__init__(*args, num_blocks=num_blocks, options=options, **kwargs)
         self.num_blocks_at_rest = self.num_free_blocks
         self.requests: dict[str, Request] = {}

@@ -8,11 +8,9 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
-from tests.parts.drafts.test_drafts import Runner as DraftingRunner
 from tests.support.steps import judge_of, races_of
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.kernel.worker import runner as runner_module
 from vllm_rollout.kernel.worker.observing import NOT_FINITE
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -199,16 +197,6 @@ def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch,
     report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3, 1),))
     assert not report.failed
     assert list(report.due) == ["c"]
-
-
-def test_exceptions_of_drafts_are_reported_too(monkeypatch):
-    monkeypatch.setattr(runner_module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
-    runner = RunnerV1()
-    runner.speculative_config, runner.drafter = object(), DraftingRunner().drafts
-    observe_runner(runner, new_ring(), v2=False, cpu=False)
-    monkeypatch.setattr(runner.drafts, "_see_step", fail)
-    report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
-    assert (report.failed, report.num_internal_errors) == ({}, 1)
 
 
 def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(runner, monkeypatch):

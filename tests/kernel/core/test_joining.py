@@ -13,11 +13,11 @@ from vllm.v1.request import RequestStatus
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
 from tests.support.steps import judge_of
 from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, request_name
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.wire import TAG_KEY
 from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD
+from vllm_rollout.parts.emulation.options import EmulationOptions
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}
@@ -228,8 +228,8 @@ def test_anybody_may_reward_a_request_whose_client_nobody_knows(new_run: Callabl
 
 
 def test_an_emulated_device_is_not_asked_for_a_length_that_is_none(new_run: Callable[..., TracedRun]) -> None:
-    emulation = EmulationOptions("device.json", 1.0, None, async_scheduling=False, num_ranks=1)
-    run = new_run(options=ServeOptions(emulation=emulation))
+    emulation = EmulationOptions("device.json")
+    run = new_run(options=emulation)
     add(run, [9], {LENGTHS_FIELD: "long"}, "bad")
     add(run, [9], {LENGTHS_FIELD: 9}, "good")
     run.run()

@@ -94,9 +94,10 @@ def make_app(
     app.state.session_service = SessionService(
         engine.give_up,
         app.state.rollout_service.grading,
-        app.state.rollout_service.learning,
+        app.state.rollout_service.rewards,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
+        pruning_refusal=lambda: app.state.rollout_service.learning.pruning_refusal,
         observers=observers(app.state.rollout_service.viewers, recorder),
     )
     app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)

@@ -224,7 +224,7 @@ class FakeEngine:
 
     async def run_group(self, order: GroupOrder) -> AsyncGenerator[CandidateTokens | CandidateEnd, None]:
         group_id, plan, prompt, stream_tokens = order.group_id, order.plan, order.prompt, order.stream_tokens
-        place, beginnings = PLACE.of(order.said), order.beginnings
+        place, beginnings = PLACE.of(order.said_once), order.beginnings
         self.outlooks[prompt.id] = order.outlook
         handle: Handle = prompt.handle
         if (scoring := SCORING.of(order.said)) is not None:

@@ -87,9 +87,6 @@ class RunnerV1:
         self._sample(self.new_logits(), None)
         return self.answer()
 
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        return False  # some request is near the end of the context
-
     def new_logits(self) -> torch.Tensor:
         self.all_logits.append(torch.randn(len(self.rows), VOCAB_SIZE))
         return self.all_logits[-1]
@@ -434,16 +431,6 @@ def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
     runner.num_drafted = (1,)
     step(runner, [Row("a", 4, 4)])
     assert runner.is_verifying
-
-
-def test_our_drafts_go_on_beside_a_request_that_is_near_the_end_of_the_context():
-    """If our drafts do not go on, vLLM proposes token 0 to every request."""
-    runner = RunnerV1()
-    observe_runner(runner, new_ring(), v2=False, cpu=False)
-    assert not runner._input_fits_in_drafter("metadata"), "another drafter's"
-    runner.drafts = object()
-    assert runner._input_fits_in_drafter("metadata")
-    assert not runner._input_fits_in_drafter(None)
 
 
 def test_v2_does_not_observe_drafts():

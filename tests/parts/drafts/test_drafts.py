@@ -1,21 +1,22 @@
 """Drafts by candidate, and learning from drafts."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.kernel.worker import verification
-from vllm_rollout.kernel.worker.verification import expand, mend_expansion
+from vllm_rollout.kernel.worker.ports import WorkerParts
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, NUM_BINS, Choice, DraftingRule
+from vllm_rollout.parts.drafts.worker import runner as runner_module
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
+from vllm_rollout.parts.drafts.worker.runner import draft_in, drafts_of
 
 PROMPT = (1, 2, 3)
 ANSWER = tuple(range(10, 40))
@@ -51,7 +52,7 @@ class Runner:
             parallel_config=SimpleNamespace(
                 distributed_executor_backend=launched_by, world_size=2, data_parallel_size=1
             ),
-            additional_config=ServeOptions().into({}),
+            additional_config={},
             speculative_config=SimpleNamespace(num_speculative_tokens=MAX_DRAFT_TOKENS),
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
         )
@@ -60,6 +61,7 @@ class Runner:
         self.drafts.rule = self.rule = Every()
         self.faults = Faults()
         self.drafts.attend(lambda: SimpleNamespace(req_ids=list(self.tokens)), self.faults)
+        self.parts = WorkerParts([("drafts", self.drafts)], self.faults)
         self.tokens: dict[str, list[int]] = {}
         self.proposed: dict[str, list[int]] = {}
 
@@ -70,7 +72,7 @@ class Runner:
         for request in new:
             self.tokens[request.req_id] = list(request.prompt_token_ids)
         drafted = {id: drafts for id, drafts in self.proposed.items() if drafts and id in sampled}
-        self.drafts.see_step(
+        self.parts.see_step(
             SimpleNamespace(
                 finished_req_ids=set(finished),
                 scheduled_new_reqs=new,
@@ -148,12 +150,12 @@ def test_a_resumed_candidate_has_the_prompt_it_began_with(runner):
 
 def test_a_candidate_that_moved_here_goes_on_where_it_was(runner):
     runner.step({"a": ANSWER[:8]}, (request("a"),))
-    moved = SimpleNamespace(request=request("b"), output_token_ids=list(ANSWER[:3]))
-    runner.drafts.arrived(moved)
+    moved = request("b"), list(ANSWER[:3])
+    runner.drafts.arrived(*moved)
     runner.tokens["b"] = [*PROMPT, *ANSWER[:3]]
     assert runner.step({"b": ANSWER[3:4]})["b"] == list(ANSWER[4:8])
     known = runner.drafts._running["b"]
-    runner.drafts.arrived(moved)
+    runner.drafts.arrived(*moved)
     assert runner.drafts._running["b"] is known, "there is one of it"
 
 
@@ -221,22 +223,6 @@ def test_estimates_that_the_rule_does_not_want_are_not_drafted(runner):
     assert sum(map(len, drafts.values())) == 3
 
 
-def test_a_value_is_that_of_each_of_its_requests_tokens():
-    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    assert expand(torch.tensor([0.7, 0.1, 0.0]), ends, 5, 0, 1).tolist() == pytest.approx([0.7, 0.7, 1, 1, 1])
-    assert expand(torch.tensor([5, 6, 0]), ends, 5).tolist() == [5, 5, 0, 0, 0]
-
-
-def test_only_a_wrong_expansion_is_replaced(monkeypatch):
-    monkeypatch.setattr(verification.rejection_sampler, "expand_batch_to_tokens", expand)
-    mend_expansion()
-    assert verification.rejection_sampler.expand_batch_to_tokens is expand
-    wrong = lambda x, cu_num_tokens, num_tokens: x.new_zeros(num_tokens)  # noqa: E731
-    monkeypatch.setattr(verification.rejection_sampler, "expand_batch_to_tokens", wrong)
-    mend_expansion()
-    assert verification.rejection_sampler.expand_batch_to_tokens is expand
-
-
 def of_model(name: str, vocab_size: int = 50) -> SimpleNamespace:
     return SimpleNamespace(tokenizer=name, get_vocab_size=lambda: vocab_size)
 
@@ -273,6 +259,76 @@ def test_workers_that_each_have_a_scheduler_are_refused():
     """They would verify different drafts, and wait for each other for ever."""
     with pytest.raises(ValueError, match="external_launcher"):
         Runner("external_launcher")
+
+
+class ModelRunner:
+    """The parts of vLLM's V1 runner that drafts touch."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self.observing = SimpleNamespace(faults=Faults())
+        self.input_batch = SimpleNamespace(sampling_metadata=SimpleNamespace(logprob_token_ids=None))
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return False  # some request is near the end of the context
+
+    def _cannot_verify(self) -> bool:
+        return False
+
+
+def worker_with(drafter: Any, tmp_path: Path, *, v2: bool = False) -> SimpleNamespace:
+    config = SimpleNamespace(
+        speculative_config=object(),
+        additional_config=DraftsOptions(file=str(tmp_path / "drafts")).into({}),
+        parallel_config=SimpleNamespace(data_parallel_rank=3),
+    )
+    return SimpleNamespace(
+        model_runner=ModelRunner(drafter), vllm_config=config, use_v2_model_runner=v2, model_config=of_model("one")
+    )
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """This worker's place among the ranks that hold a model together."""
+    place = SimpleNamespace(is_last_rank=True, rank_in_group=0)
+    monkeypatch.setattr(runner_module, "get_pp_group", lambda: place)
+    monkeypatch.setattr(runner_module, "get_tp_group", lambda: place)
+    return place
+
+
+def test_a_worker_that_drafts_keeps_what_it_knows_in_the_file_of_its_rank(runner, groups, tmp_path):
+    runner.step({"a": ANSWER[:8]}, (request("a"),))
+    drafts_of(worker_with(runner.drafts, tmp_path)).stop()
+    again = Runner()
+    assert drafts_of(worker_with(again.drafts, tmp_path)) is again.drafts
+    assert again.drafts.memory.num_prompts == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["drafts-3"]
+    groups.rank_in_group = 1
+    assert drafts_of(worker_with(other := Runner().drafts, tmp_path)) is other
+    assert other.memory.num_prompts == 0, "only the first of several workers has the file"
+
+
+def test_a_worker_whose_drafts_come_from_elsewhere_has_no_part(runner, groups, tmp_path):
+    assert drafts_of(worker_with(object(), tmp_path)) is None
+    assert drafts_of(worker_with(runner.drafts, tmp_path, v2=True)) is None
+    groups.is_last_rank = False
+    assert drafts_of(worker_with(runner.drafts, tmp_path)) is None
+
+
+def test_our_drafts_go_on_beside_a_request_that_is_near_the_end_of_the_context(runner):
+    """If our drafts do not go on, vLLM proposes token 0 to every request."""
+    model_runner = ModelRunner(runner.drafts)
+    assert not model_runner._input_fits_in_drafter("metadata"), "another drafter's"
+    draft_in(model_runner)
+    assert model_runner._input_fits_in_drafter("metadata")
+    assert not model_runner._input_fits_in_drafter(None)
+
+
+def test_a_step_with_a_request_that_names_tokens_for_log_probabilities_verifies_nothing(runner):
+    draft_in(model_runner := ModelRunner(runner.drafts))
+    assert not model_runner._cannot_verify()
+    model_runner.input_batch.sampling_metadata.logprob_token_ids = {0: [7]}
+    assert model_runner._cannot_verify()
 
 
 @pytest.mark.parametrize("place", ["begin", "step", "end"])

@@ -15,9 +15,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tests.support.dry_run import DryRun
 from tests.support.steps import said
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
-from vllm_rollout.kernel.options import DRAFTS_CONFIG
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts
 from vllm_rollout.parts.emulation.device import Device
 from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, Fates
@@ -34,9 +34,9 @@ class EmulatedRun(DryRun):
     """A dry run with an emulated device. Overrides: __init__, step, sample."""
 
     def __init__(self, model: str, settings: Settings, *, drafts: bool, **kwargs: Any) -> None:
-        speculative = dict(DRAFTS_CONFIG) if drafts else None
+        speculative = dict(SPECULATIVE_CONFIG) if drafts else None
         super().__init__(RolloutScheduler, model, speculative_config=speculative, **kwargs)
-        most, room = DRAFTS_CONFIG["num_speculative_tokens"], self.scheduler.max_model_len
+        most, room = SPECULATIVE_CONFIG["num_speculative_tokens"], self.scheduler.max_model_len
         self.ring = FeatureRing(HIDDEN_SIZE, torch.float32, 2**20)
         self.runner = EmulatedRunner(
             Fates(settings),

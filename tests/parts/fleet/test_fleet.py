@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout import AsyncRolloutClient, RolloutClient, RolloutError
 from vllm_rollout.kernel.http.answers import GroupEvent, RestartedEvent, TrajectoryEvent
 
@@ -422,7 +425,7 @@ def test_all_servers_go_on_if_one_refuses_a_part_of_an_update(refused):
 
 
 def test_a_run_is_found_where_it_is_and_not_made_anew_while_a_server_is_silent(monkeypatch):
-    monkeypatch.setattr("vllm_rollout.parts.fleet.fleet.AsyncRun", lambda client, _: client)
+    monkeypatch.setattr("vllm_rollout.parts.fleet.with_rounds.client.AsyncRun", lambda client, _: client)
     monkeypatch.setattr("vllm_rollout.parts.rounds.client.run_calls.typed", lambda _: lambda response: response)
     servers = Servers()
 
@@ -499,3 +502,22 @@ def test_an_exception_that_is_no_answer_of_a_server_is_raised_and_not_waited_for
                     await client.rollout(PROMPTS, 2)
 
     asyncio.run(run())
+
+
+WITHOUT = """
+from vllm_rollout import AsyncRolloutClient, RolloutClient
+for client in (RolloutClient, AsyncRolloutClient):
+    assert {"drain", "rollout"} & set(dir(client)) == {"rollout"}
+    try:
+        client(["http://a", "http://b"])
+    except ValueError as error:
+        assert "base_url must be one URL, got ['http://a', 'http://b']: the part fleet" in str(error), error
+        assert "take fleet out of VLLM_ROLLOUT_WITHOUT" in str(error), error
+    else:
+        raise AssertionError("several servers were not refused")
+"""
+
+
+def test_clients_without_these_parts_lack_their_methods_and_refuse_several_servers():
+    left_out = {**os.environ, "VLLM_ROLLOUT_WITHOUT": "fleet,moving"}
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=WAIT_S, env=left_out)

@@ -14,8 +14,9 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS, SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
+from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.emulation import options as emulation
 from vllm_rollout.parts.in_process.api import environment
 from vllm_rollout.parts.in_process.api.environment import Wanted, created, taken_over, too_little_memory
 from vllm_rollout.parts.in_process.api.runs import rows_of, runs_of, with_spares
@@ -61,10 +62,10 @@ def test_an_engine_may_be_an_emulated_device(asked, tiny_model, tmp_path):
     device.write_text('{"step": {"ms": 3}}')
     asked.setenv("VLLM_ROLLOUT_EMULATE", str(device))
     ours = taken_over(EngineArgs(model=tiny_model, max_num_seqs=16, distributed_executor_backend="external_launcher"))
-    assert (ours.worker_cls, ours.distributed_executor_backend) == (EMULATED_WORKER_CLS, EMULATED_EXECUTOR_CLS)
+    assert (ours.worker_cls, ours.distributed_executor_backend) == (emulation.WORKER_CLS, emulation.EXECUTOR_CLS)
     assert ours.max_num_seqs == 32
-    options = ServeOptions.of(SimpleNamespace(additional_config=ours.additional_config))
-    assert options.emulation == EmulationOptions(str(device), 1.0, None, False, 1)
+    assert emulation.EmulationOptions.of(ours) == emulation.EmulationOptions(str(device))
+    assert not ServeOptions.of(ours).has_model
     asked.setenv("VLLM_ROLLOUT_STRICT", "1")
     device.write_text('{"steps": 3}')
     with pytest.raises(ValueError, match="steps"):

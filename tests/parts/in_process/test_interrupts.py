@@ -27,8 +27,8 @@ from vllm.exceptions import VLLMValidationError
 
 import vllm_rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
-from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
+from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.emulation.options import EXECUTOR_CLS, WORKER_CLS, EmulationOptions
 from vllm_rollout.parts.in_process.api import engine_args
 from vllm_rollout.parts.in_process.api.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop
 
@@ -42,17 +42,17 @@ PLAIN = SamplingParams(max_tokens=200)
 def engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> vllm_rollout.LLM:
     device = tmp_path_factory.mktemp("device") / "device.json"
     device.write_text(json.dumps(DEVICE))
-    emulation = EmulationOptions(str(device), speed=1.0, log=None, async_scheduling=False, num_ranks=1)
+    emulation = EmulationOptions(str(device))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(engine_args, "WORKER_CLS", EMULATED_WORKER_CLS)
+        patch.setattr(engine_args, "WORKER_CLS", WORKER_CLS)
         return vllm_rollout.LLM(
             tiny_model,
             max_model_len=512,
             max_num_seqs=32,
             enforce_eager=True,
-            distributed_executor_backend=EMULATED_EXECUTOR_CLS,
-            additional_config=ServeOptions(audit_ratio=0.0, emulation=emulation).into({}),
+            distributed_executor_backend=EXECUTOR_CLS,
+            additional_config=emulation.into(ServeOptions(audit_ratio=0.0).into({})),
         )
 
 

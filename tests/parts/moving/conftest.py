@@ -2,6 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.kernel.api.conftest import parsed, refusal, restored  # noqa: F401
 from tests.kernel.core.conftest import loop, new_run  # noqa: F401
 from tests.kernel.core.scheduler_runs import add_group
 from tests.kernel.http.conftest import app, client, engine, http, server_url  # noqa: F401

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.fake_cuda import FUNCTIONS, Runtime, cudaError_t, new_processes
 from tests.parts.moving.moving_runs import Ranks, assert_each_once, ids_and_lengths
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, Parcel
 from vllm_rollout.parts.moving.worker import device_kv, kv_calls
 from vllm_rollout.parts.moving.worker.device_kv import GRANULE_BYTES, LENT_S, SPARE_BYTES, DeviceKV, DeviceMemory
@@ -326,7 +326,7 @@ def test_what_has_no_room_on_the_device_goes_over_the_host(new_ranks):
 
 
 def config(**options: bool) -> SimpleNamespace:
-    return SimpleNamespace(additional_config=ServeOptions(**options).into({}))
+    return SimpleNamespace(additional_config=MovingOptions(**options).into({}))
 
 
 def layers_on(device: str) -> SimpleNamespace:

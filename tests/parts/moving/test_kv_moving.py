@@ -7,9 +7,9 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.moving_runs import Ranks, assert_each_once, ids_and_lengths
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.moving.calls import RANK_STATE
 from vllm_rollout.parts.moving.core.kv_moving import refusal
+from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, Parcel
 from vllm_rollout.parts.moving.worker import shared_kv
 
@@ -84,7 +84,7 @@ def test_a_transfer_that_fails_has_no_price_until_one_succeeds(new_ranks):
 
 
 def test_without_its_blocks_a_group_is_computed_again(new_ranks):
-    ranks = new_ranks(options=ServeOptions(moves_kv=False))
+    ranks = new_ranks(options=MovingOptions(moves_kv=False))
     assert moved(ranks, 1) >= len(PROMPT) + NUM_TOKENS - 1
     arrived = ranks.runs[1].scheduler.moves.kv.arrived
     assert (arrived.num_blocks, arrived.num_groups, arrived.transfer) == (0, 0, None)
@@ -237,7 +237,7 @@ def test_workers_that_fail_leave_no_block_behind(new_ranks):
 
 def test_where_blocks_do_not_move(new_run):
     assert refusal(new_run().scheduler) is None
-    assert refusal(new_run(options=ServeOptions(moves_kv=False)).scheduler) == "--no-enable-rollout-move-kv was given"
+    assert refusal(new_run(options=MovingOptions(moves_kv=False)).scheduler) == "--no-enable-rollout-move-kv was given"
     scheduler = new_run().scheduler
     scheduler.kv_cache_manager.enable_caching = False
     assert refusal(scheduler) == "prefix caching is off"

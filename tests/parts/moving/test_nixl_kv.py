@@ -17,7 +17,7 @@ from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.moving_runs import assert_each_once
 from tests.parts.moving.nixl_source import decoded, new_layers
 from tests.support.waiting import WAIT_S
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment
 from vllm_rollout.parts.moving.worker import kv_calls, nixl_kv
 from vllm_rollout.parts.moving.worker.kv_layers import KV_FAILURES, KVLayers, TransferError
@@ -318,9 +318,9 @@ def test_groups_take_their_blocks_along(new_ranks):
 
 def test_without_the_package_the_target_computes(new_ranks, monkeypatch):
     monkeypatch.setattr(nixl_kv, "nixl_utils", SimpleNamespace(NixlWrapper=None))
-    ranks = new_ranks(options=ServeOptions(moves_kv_by_nixl=True))
+    ranks = new_ranks(options=MovingOptions(moves_kv_by_nixl=True))
     for core in ranks.cores:
-        core.kv.vllm_config = SimpleNamespace(additional_config=ServeOptions(moves_kv_by_nixl=True).into({}))
+        core.kv.vllm_config = SimpleNamespace(additional_config=MovingOptions(moves_kv_by_nixl=True).into({}))
         with pytest.raises(TransferError, match="NIXL cannot be loaded"):
             kv_calls.kv_transfers(core.kv.vllm_config, KVLayers(list(core.kv.kv_blocks)), 0)
     (id,) = add_group(ranks.runs[0], "g", [100], group_size=1, prompt_token_ids=[5] * 100)

@@ -28,7 +28,6 @@ from vllm_rollout.kernel.core import readings
 from vllm_rollout.kernel.core.calls import answered, rollout_call
 from vllm_rollout.kernel.core.readings import MAX_READINGS, Readings
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
@@ -38,6 +37,7 @@ from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLear
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
 from vllm_rollout.parts.pruning.core import learning_calls
 from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, LearningCalls
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -147,7 +147,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         def do(*args: Any) -> Any:
             async def done() -> Any:
-                engine = EngineLearning(EngineCalls(self._client), ServeOptions(train_budget_s=10.0))
+                engine = EngineLearning(EngineCalls(self._client), PruningOptions(train_budget_s=10.0))
                 result = await getattr(engine, name)(*args)
                 await engine.settled()
                 return result
@@ -287,7 +287,7 @@ def test_of_two_posts_alike_one_is_accepted_and_one_a_duplicate(monkeypatch):
     rewards = rank.run_rollout("r", num=100)
 
     async def both() -> list:
-        engine = EngineLearning(EngineCalls(Client(rank)), ServeOptions(train_budget_s=10.0))
+        engine = EngineLearning(EngineCalls(Client(rank)), PruningOptions(train_budget_s=10.0))
         return await asyncio.gather(*(engine.post_rewards("r", rewards) for _ in range(2)))
 
     assert [list(receipt.statuses) for receipt in asyncio.run(both())] == [["accepted"] * 100, ["duplicate"] * 100]
@@ -298,7 +298,7 @@ async def test_rewards_are_taken_to_the_end_when_the_client_goes_away():
     ranks = [Rank(), Rank()]
     rewards = ranks[1].run_rollout("r", num=2 * REWARDS_PER_CALL)
     calls = EngineCalls(Client(*ranks))
-    engine = EngineLearning(calls, ServeOptions(train_budget_s=10.0))
+    engine = EngineLearning(calls, PruningOptions(train_budget_s=10.0))
     posting = asyncio.create_task(engine.post_rewards("r", rewards))
     for _ in range(4):
         await asyncio.sleep(0)

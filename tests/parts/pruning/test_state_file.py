@@ -19,12 +19,12 @@ import pytest
 from tests.parts.pruning.test_learning_calls import HEAD, Client, Rank, content, learned
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.api import state_file
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.api.state_file import LEARNED, MAX_HEADS, StateFile
 from vllm_rollout.parts.pruning.calls import PUT_HEAD
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.rounds.http.store import RUNS, RunStore
 from vllm_rollout.parts.rounds.rules.rounds import Run, RunTerms
 from vllm_rollout.parts.rounds.rules.rounds_state import run_to_state
@@ -44,7 +44,7 @@ class Server:
         folder.mkdir(exist_ok=True)
         self.rank = rank or Rank()
         calls = EngineCalls(Client(self.rank))
-        self.engine = EngineLearning(calls, ServeOptions(train_budget_s=10.0))
+        self.engine = EngineLearning(calls, PruningOptions(train_budget_s=10.0))
         self.store = RunStore(folder / RUNS)
         self.file = StateFile(folder / LEARNED, self.engine, calls, SimpleNamespace())
         self.file._save_soon = lambda: None  # nothing but what is put writes by itself

@@ -1,1 +1,2 @@
+from tests.kernel.api.conftest import parsed, refusal, restored  # noqa: F401
 from tests.kernel.http.conftest import app, client, engine, http, server_url  # noqa: F401

@@ -33,7 +33,7 @@ class Turns:
         self.app: FastAPI = make_app(FakeEngine(), database=database)
         service = self.app.state.rollout_service
         self.service = SessionService(
-            self._stop, service.grading, service.learning, Metrics(CollectorRegistry()), decode
+            self._stop, service.grading, service.rewards, Metrics(CollectorRegistry()), decode
         )
         self.app.state.session_service = self.app.state.run_service._sessions = self.service
         self.app.add_middleware(ClientNamespaces)

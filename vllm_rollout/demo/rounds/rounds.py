@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import httpx
 
+from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.kernel.http.answers import DeferredEvent, GroupEvent, RoundDoneEvent, TrajectoryEvent
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Fed, RoundFeed

@@ -150,7 +150,7 @@ class VLLMEngine:
             plan,
             rendered,
             params,
-            said=order.said,
+            said={**order.said_once, **order.said},
             beginnings=order.beginnings,
             outlook=order.outlook,
             lora_request=lora,

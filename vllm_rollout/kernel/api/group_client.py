@@ -47,6 +47,7 @@ from vllm_rollout.kernel.api.refusals import (
     refuses_prompt_logprobs,
 )
 from vllm_rollout.kernel.api.versions import REJECTIONS, mend_weight_spans
+from vllm_rollout.kernel.arguments import ArgumentError, argument_checks
 from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import Beginnings, EngineStopped, Outlook
@@ -69,7 +70,6 @@ from vllm_rollout.kernel.rules.xargs import (
     rollout_xargs,
 )
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
-from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, forced_length
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
 from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
@@ -112,6 +112,7 @@ class GroupClient:
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
         self._adapters = AdapterNames()
+        self._argument_checks = argument_checks(self.vllm_config)
         self._refuses_prompt_logprobs = refuses_prompt_logprobs(self.vllm_config)
 
     @property
@@ -134,7 +135,7 @@ class GroupClient:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         if TAG_KEY in extra_args:
             raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
-        self._check_forced_length(extra_args)
+        self._check_arguments(extra_args)
         xargs = rollout_xargs(extra_args)
         if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
@@ -168,7 +169,7 @@ class GroupClient:
         """Run a request that is one turn of a session (docs/guides/agents.md)."""
         assert self.sessions is not None
         extra_args = params.extra_args or {}
-        self._check_forced_length(extra_args)
+        self._check_arguments(extra_args)
         xargs = rollout_xargs(extra_args)
         refuse_on_open_path(xargs or ("rollout_session",))
         lora: LoRARequest | None = kwargs.get("lora_request")
@@ -226,13 +227,13 @@ class GroupClient:
         """The error for a client. `message` begins with the field's name, as the client writes it."""
         return VLLMValidationError(f"{self.fields_in}.{message}", parameter=f"{self.fields_in}.{field}")
 
-    def _check_forced_length(self, extra_args: dict[str, Any]) -> None:
-        """Check the forced length here, because a worker has no client to answer. Raises: VLLMValidationError."""
-        if ServeOptions.of(self.vllm_config).emulation is not None:
-            try:
-                forced_length(extra_args)
-            except ValueError as error:
-                raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{LENGTHS_FIELD}") from error
+    def _check_arguments(self, extra_args: dict[str, Any]) -> None:
+        """Raises: VLLMValidationError if a part cannot read one of its arguments."""
+        try:
+            for check in self._argument_checks:
+                check(extra_args)
+        except ArgumentError as error:
+            raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{error.name}") from error
 
     async def _generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS
+from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.on_cpu import BINDING, GIB, NO_COMPILER, advice, compiler, embedded_settings, this_cpu
 
 logger = init_logger("vllm.vllm_rollout")
@@ -27,8 +28,7 @@ def runs_in_core(args: argparse.Namespace) -> bool:
         and args.distributed_executor_backend is None
         and args.tensor_parallel_size * args.pipeline_parallel_size == 1
         and args.data_parallel_backend == "mp"
-        and args.rollout_parallelism == "fixed"
-        and args.rollout_judge is None  # with a judge, cores are shared out among processes
+        and not args.separate_processes
         and os.environ.get(BINDING, "nobind") == "nobind"
     )
 
@@ -44,7 +44,7 @@ def switch_on(
         return
     if args.block_size is None:
         args.block_size = CPU_BLOCK_SIZE_TOKENS
-    if args.rollout_emulate is not None:
+    if not ServeOptions.of(args).has_model:
         return
     if runs_in_core(args):
         args.distributed_executor_backend = CPU_EXECUTOR_CLS

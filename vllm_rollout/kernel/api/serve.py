@@ -1,7 +1,7 @@
 """`vllm-rollout serve`: vLLM's own serve command with our scheduler, worker and endpoints switched on.
 
-Invariant: flags, bodies, exit codes and help are vLLM's. We add flags that begin with --rollout, set four arguments and
-one environment variable.
+Invariant: flags, bodies, exit codes and help are vLLM's. We add flags that begin with --rollout, and --without. Parts
+add flags of their own, and each sets its own arguments.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm.distributed.nixl_utils import is_nixl_available
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -23,41 +24,23 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout import old_names
-from vllm_rollout.config import (
-    DEFAULT_AUDIT_RATIO,
-    DRAFT_MEMORY_BYTES,
-    FEATURE_RING_BYTES,
-    RECORD_MAX_MIB,
-    TRAIN_BUDGET_S,
-)
 from vllm_rollout.extras import install_command
 from vllm_rollout.kernel import PLUGIN
 from vllm_rollout.kernel.api import on_cpu, server_folder
+from vllm_rollout.kernel.api.flags import add_without, flags_of_parts, leave_parts_out, refuse_flags_left_out
 from vllm_rollout.kernel.api.state_folder import FolderLock, FolderTaken
 from vllm_rollout.kernel.api.versions import configure_logging, refuse_missing_flags, set_up_environment
 from vllm_rollout.kernel.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.kernel.options import DRAFTS_CONFIG, ServeOptions
+from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.models import DEFAULT_MODEL, resolve
-from vllm_rollout.parts.emulation import api as emulate
-from vllm_rollout.parts.front_ends import api as front_ends
-from vllm_rollout.parts.page.recording.file import TraceFile
-from vllm_rollout.parts.rewards.api import judge, rewards
-from vllm_rollout.parts.rounds.with_shaping.api import parallelism
-from vllm_rollout.parts.trainers.api import trainers
 from vllm_rollout.private_file import private_folder
-from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
 
-GROUPS = (rewards, judge, emulate, parallelism, trainers, front_ends)
-"""Modules with more flags, a group of them each."""
-
 EPILOG = f"""
-vllm-rollout is `vllm serve` with group rollouts. It adds the flags of the groups Rollout, Rewards, Judge, Emulation,
-Parallelism, Trainers and Front ends (--help=Rollout). All other flags are vLLM's own.
 Without MODEL it serves the embedded default, {DEFAULT_MODEL}. It adds POST /v1/rollouts with its endpoints for rewards,
 quality heads, votes and state, and rollout_* fields in vllm_xargs of the OpenAI endpoints.
 """
@@ -92,7 +75,10 @@ def main(arguments: list[str]) -> None:
             "vllm_rollout: LoRA on a CPU is for trying only: while adapters run, the base model gets wrong tokens from "
             "vLLM's operators, and prompt_logprobs are refused. Where tokens count, use a GPU or a server per policy."
         )
-    with judge.beside(args), server_folder.of_a_server(), front_ends.both(args):
+    with ExitStack() as surroundings:
+        for flags in flags_of_parts():
+            surroundings.enter_context(flags.around(args))
+        surroundings.enter_context(server_folder.of_a_server())
         command.cmd(args)
 
 
@@ -101,6 +87,7 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
 
     Raises: SystemExit as `vllm serve` does.
     """
+    says_what_is_left_out = leave_parts_out(arguments, program)
     # Before the parser is built: building it loads the plugins.
     os.environ["VLLM_PLUGINS"] = ",".join(allowed_plugins(os.environ.get("VLLM_PLUGINS")))
     set_up_environment()
@@ -110,66 +97,53 @@ def parse(arguments: list[str], program: str, usage: str) -> argparse.Namespace:
     serve_parser.usage = f"{program} {usage}"
     description = serve_parser.description or ""
     serve_parser.description = re.sub(r"Defaults to \S+", f"Defaults to {DEFAULT_MODEL}", description)
-    serve_parser.epilog = EPILOG + (serve_parser.epilog or "").replace("vllm serve", program)
-    add_all_flags(serve_parser)
+    groups = add_all_flags(serve_parser)
+    serve_parser.epilog = epilog(groups) + (serve_parser.epilog or "").replace("vllm serve", program)
     old_names.refuse(arguments, serve_parser)
+    refuse_flags_left_out(arguments, serve_parser, says_what_is_left_out)
     refuse_missing_flags(arguments, serve_parser)
     # vLLM's parser looks for the subcommand, its config file and its help topics in sys.argv.
     sys.argv = ["vllm", "serve", *arguments]
     args = parser.parse_args()
     configure_logging(args)
     refuse_unsupported(args, serve_parser)
-    emulate.refuse(args, serve_parser)
-    parallelism.refuse(args, serve_parser)
-    trainers.refuse(args, serve_parser)
+    for flags in flags_of_parts():
+        flags.refuse(args, serve_parser)
     refuse_ray(args, serve_parser)
-    front_ends.refuse(args, serve_parser)
-    judge.refuse(args, serve_parser)
     switch_on(args, arguments, serve_parser)
     return args
 
 
-def add_all_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of ours, in argument groups of their own."""
+def add_all_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Add every flag of ours, in argument groups of their own. Returns the titles of the groups."""
+    theirs = list(parser._action_groups)
     add_flags(parser)
-    for group in GROUPS:
-        group.add_flags(parser)
+    for flags in flags_of_parts():
+        flags.add(parser)
+    return [group.title or "" for group in parser._action_groups if group not in theirs]
+
+
+def epilog(groups: Sequence[str]) -> str:
+    """The end of the help. `groups`: titles of our groups of flags."""
+    names = " and ".join([", ".join(groups[:-1]), groups[-1]] if len(groups) > 1 else groups)
+    return (
+        "\n"
+        + textwrap.fill(
+            f"vllm-rollout is `vllm serve` with group rollouts. It adds the flags of the groups {names} (--help="
+            f"{groups[0]}). All other flags are vLLM's own.",
+            width=120,
+            break_on_hyphens=False,
+        )
+        + EPILOG
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Rollout",
-        description="Group rollouts (POST /v1/rollouts): learning, recording, the page, and access to them.",
+        description="Group rollouts (POST /v1/rollouts): their state, access to them, and the parts around them.",
     )
-    group.add_argument(
-        "--rollout-profile",
-        metavar="FILE",
-        help="Step times of this machine, in a file made by `vllm-rollout profile`. Redundancy auto weighs them, and "
-        "live step times are compared with them. Default: redundancy auto runs 1.5 times as many candidates as "
-        "wanted.",
-    )
-    group.add_argument(
-        "--rollout-record",
-        metavar="FILE",
-        help="Append one JSON line per rollout, and one per group of sessions, to this file, for "
-        "`vllm-rollout simulate`. A line has lengths, ends and scores of candidates, but no token and no text. "
-        "Default: off.",
-    )
-    group.add_argument(
-        "--rollout-record-max-mib",
-        type=_mib,
-        default=RECORD_MAX_MIB,
-        metavar="MIB",
-        help="Upper bound for the file of --rollout-record together with its older piece, FILE.1. At half of this "
-        "size the file becomes FILE.1. 0: no bound. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--enable-rollout-page",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Serve the page /rollouts, which shows running rollouts, and its feed. If --api-key is set, the feed "
-        "needs that key. Default: on.",
-    )
+    add_without(group)
     group.add_argument(
         "--rollout-state",
         metavar="FOLDER",
@@ -196,59 +170,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "registered (.local, .internal), the name of --host, and this host's own name. To read answers, pages need "
         "vLLM's --allowed-origins, too.",
     )
-    group.add_argument(
-        "--rollout-audit-ratio",
-        metavar="SHARE",
-        type=emulate.number_in(0, 1),
-        default=DEFAULT_AUDIT_RATIO,
-        help="Share of groups in which no candidate is stopped, so that learned estimates stay true. It applies to "
-        "pruning and to redundancy auto. A request may set its own audit_ratio. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--rollout-train-budget-ms",
-        metavar="MS",
-        type=_positive,
-        default=TRAIN_BUDGET_S * 1e3,
-        help="Train a quality head for at most this many milliseconds between two engine steps, plus the rest of one "
-        "optimizer step. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--rollout-feature-ring-mib",
-        metavar="MIB",
-        type=_positive,
-        default=FEATURE_RING_BYTES / 2**20,
-        help="Host memory for hidden states of scored candidates that wait for their rewards. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--enable-rollout-move-kv",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="If possible, a group that moves to another rank of this host takes its KV cache along. Otherwise the "
-        "other rank computes the KV cache again. Default: on.",
-    )
-    group.add_argument(
-        "--enable-rollout-nixl",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="Groups that move to ranks on other hosts take their KV cache along, too, by the package nixl. Default: "
-        "off.",
-    )
-    group.add_argument(
-        "--enable-rollout-drafts",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="Use tokens of a candidate's siblings, and of earlier answers to its prompt, as drafts. vLLM verifies "
-        "several drafts at a time where that is faster. Drafts change no probability. They need model runner V1, and "
-        "make vLLM schedule synchronously. Default: off.",
-    )
-    group.add_argument(
-        "--rollout-draft-memory-mib",
-        metavar="MIB",
-        type=_positive,
-        default=DRAFT_MEMORY_BYTES / 2**20,
-        help="Host memory for answers that serve as drafts. If the memory is full, answers that were not used for "
-        "longest are removed first. Default: %(default)s.",
-    )
 
 
 def _admin_key(text: str) -> AdminKey:
@@ -257,32 +178,10 @@ def _admin_key(text: str) -> AdminKey:
     return AdminKey(text)
 
 
-def _mib(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"must be a whole number of MiB, 0 for no bound, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return value
-
-
 def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy if groups could not work with these flags."""
     if args.grpc:
         parser.error("--grpc has no rollout endpoints. Leave it out to serve HTTP, or use plain `vllm serve`.")
-    try:
-        if args.rollout_profile is not None:
-            Profile.read(Path(args.rollout_profile))
-        if args.rollout_record is not None:
-            TraceFile(Path(args.rollout_record))
-    except ValueError as error:
-        parser.error(f"--rollout-profile: {error}")
-    except OSError as error:
-        parser.error(f"--rollout-record {args.rollout_record}: {error.strerror}. Name a file that can be written.")
     try:
         if args.rollout_state is not None:
             private_folder(Path(args.rollout_state))
@@ -292,15 +191,6 @@ def refuse_unsupported(args: argparse.Namespace, parser: argparse.ArgumentParser
         parser.error(str(error))
     except OSError as error:
         parser.error(f"--rollout-state {args.rollout_state}: {error.strerror}. Name a folder that can be written.")
-    if args.enable_rollout_nixl and not args.enable_rollout_move_kv:
-        parser.error("--enable-rollout-nixl moves KV cache between hosts. Leave out --no-enable-rollout-move-kv.")
-    if args.enable_rollout_nixl and not is_nixl_available():
-        parser.error(f"--enable-rollout-nixl needs NIXL on every host: {install_command('nixl')}.")
-    if args.enable_rollout_drafts and args.speculative_config is not None:
-        parser.error(
-            f"--enable-rollout-drafts sets --speculative-config, which is {args.speculative_config!r} here: vLLM has "
-            "one source of drafts. Leave out one of them."
-        )
     for flag, value, ours in (
         ("--scheduler-cls", args.scheduler_cls, SCHEDULER_CLS),
         ("--worker-cls", args.worker_cls, WORKER_CLS),
@@ -345,29 +235,15 @@ def switch_on(args: argparse.Namespace, arguments: Sequence[str], parser: argpar
         if is_embedded and args.served_model_name is None:
             args.served_model_name = [args.model_tag]
         args.model_tag = args.model = resolved
-    front_ends.switch_on(args)
-    options = ServeOptions(
-        args.rollout_train_budget_ms / 1e3,
-        int(args.rollout_feature_ring_mib * 2**20),
-        emulate.emulation_options(args),
-        moves_kv=args.enable_rollout_move_kv,
-        moves_kv_by_nixl=args.enable_rollout_nixl,
-        audit_ratio=args.rollout_audit_ratio,
-        draft_memory_bytes=int(args.rollout_draft_memory_mib * 2**20),
-        drafts_file=None if args.rollout_state is None else str(Path(args.rollout_state).resolve() / "drafts"),
-        beside_rust=args.rust_front_end is not None,
-        forks=args.rollout_parallelism == "fixed" and (args.rollout_emulate is not None or on_cpu.runs_in_core(args)),
-    )
-    if args.enable_rollout_drafts:
-        args.speculative_config = dict(DRAFTS_CONFIG)
     if args.allowed_origins == ["*"] and not _says(arguments, "--allowed-origins"):
         args.allowed_origins = []  # as in vLLM from 0.32 on: pages need the user's permission
-    args.additional_config = options.into(args.additional_config)
     args.scheduler_cls = SCHEDULER_CLS
     args.worker_cls = WORKER_CLS
-    if args.rollout_emulate is not None:
-        emulate.switch_on(args)
-    parallelism.switch_on(args)
+    args.separate_processes = False
+    for flags in flags_of_parts():
+        flags.switch_on(args)
+    has_model = ServeOptions.of(args).has_model
+    ServeOptions.change(args, forks=not args.separate_processes and (not has_model or on_cpu.runs_in_core(args)))
     on_cpu.switch_on(args, arguments, parser, is_embedded)
 
 

@@ -86,10 +86,17 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 
+class Blocked:
+    """Base of classes with sync versions of async methods."""
+
+    _awaited: Any
+    """The object with the async methods."""
+    _finish: Callable[[Any], Any]
+    """Runs a coroutine, and returns its result."""
+
+
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Sync version of an async method. Its object has the async object as `_awaited` and runs coroutines by
-    `_finish`.
-    """
+    """Sync version of an async method, for a class that is `Blocked`."""
 
     @wraps(method)
     def done(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, cleandoc, signature
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from pydantic import BaseModel
 from typing_extensions import Unpack
 
-from vllm_rollout.kernel.http.protocol import DualEndSelection, Prompt, Pruning
+from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields, RolloutRequest
 from vllm_rollout.kernel.http.renamed import remedy_for
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -21,36 +21,19 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Prompt
 """Text, token ids, chat messages, or a whole prompt (`{"id": …, "messages": …}`)."""
 
-Selection = str | Mapping[str, Any] | DualEndSelection
-"""`"first"`, `"shortest"` or `{"dual_end": {"num_longest": 1, "patience": 1.5}}`, as JSON."""
-
 Redundancy = int | str | Mapping[str, Any]
 """Spare candidates per prompt, `"auto"`, or `{"auto": {"tradeoff": 2.0}}`."""
 
 
-class GroupOptions(TypedDict, total=False):
-    """Options for the groups of a rollout or a round."""
-
-    early_stop: bool | str | None
-    selection: Selection
-    pruning: Mapping[str, Any] | Pruning | None
-    migration: str
-    scale_down: str
-    on_engine_failure: str
-    max_candidates: int | None
-    reward: str | Mapping[str, Any] | None
-    sampling_params: Mapping[str, Any] | None
-    include: Sequence[str] | None
-
-
-class RolloutOptions(GroupOptions, total=False):
-    """Options of `rollout` and `stream` of both clients. `help` shows their meaning, in the server's words."""
-
-    order: str
-    priority: int
-    audit_ratio: float | None
-    audit_unit: str
-    model: str | None
+if TYPE_CHECKING:
+    from vllm_rollout import GroupOptions as GroupOptions
+    from vllm_rollout import RolloutOptions as RolloutOptions
+else:  # parts add fields to the bodies
+    _ARGUMENTS = {"prompts", "group_size", "redundancy", "stream", "stream_tokens"}
+    GroupOptions, RolloutOptions = (
+        TypedDict(name, {f: its.annotation for f, its in body.model_fields.items() if f not in _ARGUMENTS}, total=False)
+        for name, body in (("GroupOptions", RolloutFields), ("RolloutOptions", RolloutRequest))
+    )
 
 
 def rollout_body(

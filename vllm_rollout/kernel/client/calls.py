@@ -1,4 +1,4 @@
-"""The calls of a server, one description per call.
+"""The calls of a race, one description per call. Parts describe theirs in the same form.
 
 Invariant: a call is described once, for both clients. Arguments, defaults and docstring of a call are those of the
 clients' method of the same name.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -19,24 +19,10 @@ from pydantic import BaseModel, TypeAdapter
 from typing_extensions import Unpack
 
 from vllm_rollout.kernel.client.body import PromptLike, Redundancy, RolloutOptions, rollout_body, said, takes_options
-from vllm_rollout.kernel.client.connection import RolloutError, parse
+from vllm_rollout.kernel.client.connection import parse
 from vllm_rollout.kernel.http.answers import RolloutAnswer
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.rewards import NamedRewardEntry, NamedRewardsAnswer, RewardEntry, RewardsAnswer
-from vllm_rollout.parts.moving.http.body import (
-    DEFAULT_DRAIN_S,
-    AdviceAnswer,
-    DrainAnswer,
-    EngineAnswer,
-    EnginesAnswer,
-)
-from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
-from vllm_rollout.parts.pruning.http.prompts import PromptsAnswer
-from vllm_rollout.parts.pruning.http.votes import VoteAnswer
-from vllm_rollout.parts.pruning.rules.known_prompts import PromptOrder
-from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
-from vllm_rollout.parts.pruning.rules.length_trial import LengthTrialReport
-from vllm_rollout.parts.pruning.rules.voting import VotingMethod
 
 T = TypeVar("T")
 
@@ -71,14 +57,6 @@ class EventsCall:
     path: str = "/v1/rollouts"
 
 
-class QualityHead(NamedTuple):
-    """A trained quality head, to keep or to put back."""
-
-    head: HeadAnswer
-    weights: bytes
-    """The head as a safetensors file with metadata."""
-
-
 class _Model(BaseModel):
     id: str
 
@@ -87,14 +65,15 @@ class _Models(BaseModel):
     data: list[_Model]
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+"""The parser of a form, which is made once."""
 
 
 def typed(form: type[T]) -> Callable[[httpx.Response], T]:
     """A function that parses an answer as `form`."""
 
     def read(response: httpx.Response) -> T:
-        answer: T = parse(_adapter(form), response.content)
+        answer: T = parse(adapter(form), response.content)
         return answer
 
     return read
@@ -183,121 +162,10 @@ def post_named_rewards(
     return Call("POST", "/v1/rewards", typed(NamedRewardsAnswer), body)
 
 
-def quality_head(detection_length: int | None = None, model: str | None = None) -> Call[QualityHead]:
-    """The trained quality head. `detection_length`: in tokens. None: the only head. `model`: a LoRA adapter, by its
-    served name.
-
-    Raises: RolloutError, 404 while there is no head.
-    """
-    query = _query(detection_length=detection_length, model=model)
-    return Call("GET", f"/v1/quality_head{query}", _read_quality_head)
-
-
-def set_quality_head(weights: bytes, model: str | None = None) -> Call[HeadAnswer]:
-    """Put a quality head in place. Raises: RolloutError, 409 for a head of another model or hidden size."""
-    return Call("PUT", f"/v1/quality_head{_query(model=model)}", typed(HeadAnswer), bytes(weights))
-
-
-def report(detection_length: int | None = None, model: str | None = None) -> Call[LearningReport]:
-    """Report on the accuracy of calibration and quality head. Arguments as of `quality_head`.
-
-    Raises: RolloutError, 404 while nothing was learned.
-    """
-    query = _query(detection_length=detection_length, model=model)
-    return Call("GET", f"/v1/quality_head/report{query}", typed(LearningReport))
-
-
-def detection_lengths(keep_ratio: float | None = None, model: str | None = None) -> Call[LengthTrialReport]:
-    """Comparison and recommendation of detection lengths, from rollouts that named several of them.
-
-    `keep_ratio`: of the pruning to compare for. None: the default of pruning. `model`: a LoRA adapter, by its served
-    name.
-
-    Raises: RolloutError.
-    """
-    query = _query(keep_ratio=keep_ratio, model=model)
-    return Call("GET", f"/v1/quality_head/detection_lengths{query}", typed(LengthTrialReport))
-
-
-def prompts(
-    limit: int | None = None,
-    after: str | None = None,
-    sort: PromptOrder = "last_seen",
-    model: str | None = None,
-) -> Call[PromptsAnswer]:
-    """One page of known prompts: lengths, success and last use of each.
-
-    `limit`: prompts per page at most. `after`: the `key` of the last prompt of the page before. `sort`: "last_seen"
-    (latest first) or "success" (lowest first, prompts without rewards last). `model`: a LoRA adapter, by its served
-    name.
-
-    Raises: RolloutError, 404 for an unknown `after`.
-    """
-    query = _query(limit=limit, after=after, sort=sort, model=model)
-    return Call("GET", f"/v1/rollouts/prompts{query}", typed(PromptsAnswer))
-
-
-def state() -> Call[bytes]:
-    """The learned state, for a checkpoint: opaque bytes for `set_state`."""
-    return Call("GET", "/v1/rollouts/state", lambda response: response.content)
-
-
-def set_state(state: bytes) -> Call[None]:
-    """Restore bytes from `state`. Raises: RolloutError, 409 for a state of another model."""
-    return Call("PUT", "/v1/rollouts/state", lambda _: None, bytes(state))
-
-
-def vote(
-    answers: Sequence[str | None] | None = None,
-    *,
-    texts: Sequence[str | None] | None = None,
-    answer_pattern: str | None = None,
-    method: VotingMethod = "majority",
-    weights: Sequence[float | None] | None = None,
-    correct: str | None = None,
-    k: int | None = None,
-) -> Call[VoteAnswer]:
-    """Vote on a group's answer, by its `answers` or by `texts` in which `answer_pattern` finds answers. None abstains.
-
-    `method`: "majority", "confidence" or "quality". The latter two need `weights`, one per answer. With `correct` and
-    `k` the result also has maj@k.
-
-    Raises: RolloutError with the server's words.
-    """
-    body = {
-        "answers": None if answers is None else list(answers),
-        "texts": None if texts is None else list(texts),
-        "answer_pattern": answer_pattern,
-        "method": method,
-        "weights": None if weights is None else [None if weight is None else float(weight) for weight in weights],
-        "correct": correct,
-        "k": k,
-    }
-    return Call("POST", "/v1/votes", typed(VoteAnswer), said(body))
-
-
-def engines() -> Call[list[EngineAnswer]]:
-    """State and load of each rank."""
-    return Call("GET", "/v1/engines", lambda response: typed(EnginesAnswer)(response).engines)
-
-
-def engines_advice() -> Call[AdviceAnswer]:
-    """Advice whether half of the ranks could be freed now."""
-    return Call("GET", "/v1/engines/advice", typed(AdviceAnswer))
-
-
-def drain(rank: int, timeout_s: float = DEFAULT_DRAIN_S) -> Call[DrainAnswer]:
-    """Move all groups of a rank to other ranks, and keep the rank empty until `restore`. Safe to repeat.
-
-    `timeout_s`: longest wait in seconds for groups that cannot move. Raises: RolloutError, 409 for the last rank.
-    """
-    body = {"timeout_s": float(timeout_s)}
-    return Call("POST", f"/v1/engines/{rank}/drain", typed(DrainAnswer), body, timeout=timeout_s + 60)
-
-
-def restore(rank: int) -> Call[EngineAnswer]:
-    """Let a drained rank take groups again. Safe to repeat."""
-    return Call("POST", f"/v1/engines/{rank}/restore", typed(EngineAnswer))
+def query(**fields: str | float | None) -> str:
+    """The end of an address with these fields, without those that are None."""
+    known = said(fields)
+    return f"?{httpx.QueryParams(known)}" if known else ""
 
 
 def _entry(reward: RewardLike | NamedRewardLike, position: int, name: str) -> dict[str, Any]:
@@ -320,15 +188,3 @@ def _entry(reward: RewardLike | NamedRewardLike, position: int, name: str) -> di
     if not math.isfinite(entry["reward"]):
         raise ValueError(f"rewards[{position}].reward must be a finite number, got {entry['reward']}. Leave it out.")
     return entry
-
-
-def _query(**fields: str | float | None) -> str:
-    query = said(fields)
-    return f"?{httpx.QueryParams(query)}" if query else ""
-
-
-def _read_quality_head(response: httpx.Response) -> QualityHead:
-    if HEAD_HEADER not in response.headers:
-        raise RolloutError(None, f"the answer has no header {HEAD_HEADER!r}: not a rollout server?", "UnexpectedAnswer")
-    head = parse(_adapter(HeadAnswer), response.headers[HEAD_HEADER].encode())
-    return QualityHead(head, response.content)

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.request import Request
 
+from vllm_rollout.kernel.arguments import ArgumentError, argument_checks
 from vllm_rollout.kernel.joining import tag_of, too_long
 from vllm_rollout.kernel.options import ServeOptions, observing_refusal
 from vllm_rollout.kernel.rules.plan import GroupJoin, PlanError
@@ -25,7 +26,6 @@ from vllm_rollout.kernel.rules.prompt_key import digest_of, joined_id
 from vllm_rollout.kernel.rules.rewards import EVERYBODY, AnswerName, request_name
 from vllm_rollout.kernel.rules.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.emulation.fate import forced_length
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -44,8 +44,8 @@ class Joining:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._max_candidates = vllm_config.scheduler_config.max_num_seqs
-        options = ServeOptions.of(vllm_config)
-        self._audit_ratio, self._is_emulated = options.audit_ratio, options.emulation is not None
+        self._audit_ratio = ServeOptions.of(vllm_config).audit_ratio
+        self._argument_checks = argument_checks(vllm_config)
         self._prompt_groups = PromptGroups()
         self._numbers: dict[str, int] = {}
         """Numbers of groups that running requests have joined without a name, by request id."""
@@ -59,11 +59,11 @@ class Joining:
         params = request.sampling_params
         if params is None or not params.extra_args:
             return None
-        if self._is_emulated:
-            try:
-                forced_length(params.extra_args)
-            except ValueError as error:
-                raise JoinRefused(str(error)) from error
+        try:
+            for check in self._argument_checks:
+                check(params.extra_args)
+        except ArgumentError as error:
+            raise JoinRefused(str(error)) from error
         if not (fields := rollout_xargs(params.extra_args)):
             return None
         if not fields.keys() & {"rollout_group_id", "rollout_group_size"}:

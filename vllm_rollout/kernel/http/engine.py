@@ -107,6 +107,8 @@ class GroupOrder:
     """In a seeded request, a candidate's samples depend only on the seed, this name and its index (`seed_for`)."""
     said: Mapping[str, Any] = field(default_factory=dict)
     """Values that each candidate carries for parts, by part."""
+    said_once: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the group for parts. Candidates that are launched for it later do not repeat them."""
     stream_tokens: int | None = None
     """Fewest new tokens of a candidate per report. None: only its end is reported."""
     beginnings: Beginnings | None = None

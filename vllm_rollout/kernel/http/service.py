@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
@@ -26,12 +27,12 @@ from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.rewards import RewardEntry
+from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
-from vllm_rollout.kernel.rules.rewards import Reward
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
 from vllm_rollout.parts.page.http import tracing
 from vllm_rollout.parts.page.http.part import PagePart
@@ -78,7 +79,9 @@ class RolloutService:
         self._clock = clock
         page, rewards = engine.find(PagePart), engine.find(RewardsPart)
         self.recorder = None if page is None else page.recorder
-        self.learning = LearningService.of(engine, metrics, clock, self._rewards_posted)
+        self.learning = LearningService.of(engine, metrics, clock)
+        self.rewards = RewardDoor(self._rewards_posted)
+        self.rewards.takers.append(self.learning)
         self._shaping = ShapingService(engine, metrics)
         self.grading = GradingService(None, metrics) if rewards is None else rewards.grading
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
@@ -294,14 +297,14 @@ class RolloutService:
         """Learn from rewards that came while the group ran."""
         assert rollout.grading is not None
         threshold = rollout.grading.options.threshold
+        name = owned_name(rollout.namespace, rollout.id)
         rewards = [
-            RewardEntry(prompt_id=group.prompt.id, index=index, reward=grade.reward)
+            NamedReward("rollout", name, Reward(group.prompt.id, index, reward, reward > threshold))
             for index, grade in group.grades.items()
-            if grade.reward is not None
+            if (reward := grade.reward) is not None
         ]
         if rewards:
-            num_unknown = await self.learning.teach(rollout.id, rewards, threshold, rollout.namespace)
-            rollout.outcome.num_forgotten += num_unknown
+            rollout.outcome.num_forgotten += await self.rewards.tell(rewards, rollout.id)
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
         if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
@@ -328,7 +331,7 @@ class RolloutService:
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
-        said = rollout.course.said(position)
+        said: dict[str, Any] = {}
         if rollout.scoring is not None:
             seed = seed_for(rollout.pruning_seed, digest_of(prompt.token_ids))
             said |= rollout.scoring.said(owned_name(rollout.namespace, rollout.id), prompt.id, seed, plan.key)
@@ -338,6 +341,7 @@ class RolloutService:
             prompt=prompt,
             seed_name=rollout.seed_names[position],
             said=said,
+            said_once=rollout.course.said(position),
             stream_tokens=rollout.stream_tokens,
             outlook=self._outlook(rollout, position),
             priority=rollout.priority,

@@ -196,7 +196,7 @@ class GroupSteps:
         """Groups whose rules raised an exception since the last step closed."""
 
     def fresh(self) -> GroupSteps:
-        """The same without any group."""
+        """Steps of the same parts, without any group."""
         return GroupSteps([part.fresh() for part in self.parts.values()], self._max_idle, contains=self._contains)
 
     def part(self, kind: type[Part]) -> Part | None:

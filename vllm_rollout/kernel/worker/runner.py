@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
@@ -23,7 +22,7 @@ from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport, nothing_seen
 from vllm_rollout.kernel.worker.observing import Observing
-from vllm_rollout.parts.drafts.worker.drafts import Drafts
+from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.features import attach, detach
@@ -148,10 +147,10 @@ def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, obse
 class RunnerMixin:
     """Common part of both runner generations. Overrides: execute_model, sample_tokens, _dummy_sampler_run.
 
-    An exception of ours here would end the engine: `observing` and `drafts` catch theirs.
+    An exception of ours here would end the engine: `observing` and `parts` catch theirs.
     """
 
-    drafts: Drafts | None = None
+    parts = WorkerParts()
     _weights = 0
     """Number of the weights change after which the last step was computed."""
 
@@ -188,8 +187,7 @@ class RunnerMixin:
             if self.feature_ring is not None:
                 attach(self.feature_ring, request_id, state.features)
             self._know(candidate)
-            if self.drafts is not None:
-                self.drafts.arrived(candidate)
+            self.parts.arrived(candidate.request, candidate.output_token_ids)
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
@@ -217,15 +215,13 @@ class RunnerMixin:
         if Changes.num != self._weights:
             self._weights = Changes.num
             self._hear_of_new_weights()
-        if self.drafts is not None:
-            self.drafts.see_step(scheduler_output)
+        self.parts.see_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _hear_of_new_weights(self) -> None:
         """Notify the worker's parts of new weights, before the first step that they compute."""
         self.observing.says_not_finite = True
-        if self.drafts is not None:
-            self.drafts.new_weights()
+        self.parts.new_weights()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
@@ -254,14 +250,7 @@ class RunnerMixin:
 
 
 class RunnerV1Mixin(RunnerMixin):
-    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample,
-    _input_fits_in_drafter."""
-
-    def start_tracking(self, *args: Any, **kwargs: Any) -> None:
-        super().start_tracking(*args, **kwargs)
-        if self.speculative_config is not None and get_pp_group().is_last_rank and isinstance(self.drafter, Drafts):
-            self.drafts = self.drafter
-            self.drafts.attend(lambda: self.input_batch, self.observing.faults)
+    """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
 
     def _generator_state(self, request_id: str) -> bytes | None:
         request = self.requests.get(request_id)
@@ -322,12 +311,8 @@ class RunnerV1Mixin(RunnerMixin):
         return output
 
     def _cannot_verify(self) -> bool:
-        """True if this step's drafts cannot be verified.
-
-        vLLM's rejection sampler ends the engine if a request names the tokens whose log probabilities it wants (vLLM
-        issue 42592). Our drafts come in steps of such requests too.
-        """
-        return self.drafts is not None and bool(self.input_batch.sampling_metadata.logprob_token_ids)
+        """True if this step samples as without drafts. A part whose drafter drafts for every request overrides it."""
+        return False
 
     def _without_drafts(self, logits: torch.Tensor | None, drafted: Any) -> tuple[torch.Tensor | None, np.ndarray]:
         """Logits of the first token of each request, as without drafts, and the number of drafts of each."""
@@ -337,13 +322,6 @@ class RunnerV1Mixin(RunnerMixin):
         first = drafted.bonus_logits_indices - torch.from_numpy(num_drafted).to(drafted.bonus_logits_indices)
         self.candidate_tracker.pick_hidden_states(first)
         return logits.index_select(0, first), num_drafted
-
-    def _input_fits_in_drafter(self, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> bool:
-        # vLLM's answer is for a draft model: False while any request is near the end of the context. Then token 0 is
-        # proposed for all requests. Our proposer checks the end of each request.
-        if self.drafts is not None:
-            return common_attn_metadata is not None
-        return super()._input_fits_in_drafter(common_attn_metadata, *args, **kwargs)
 
     def _copy_stream(self) -> torch.cuda.Stream:
         return self.async_output_copy_stream

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_rollout.kernel.options import ServeOptions, observing_refusal
+from vllm_rollout.kernel.options import observing_refusal
 from vllm_rollout.kernel.tracker.ops import active_implementation
 from vllm_rollout.kernel.weights import Changes, listen
+from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.kernel.worker.verification import mend_expansion
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
-from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.moving.worker.kv_calls import KVCalls
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 from vllm_rollout.parts.pruning.worker.quality_head import warm_up_training
@@ -45,7 +44,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
-            ring = FeatureRing(hidden_size, dtype, ServeOptions.of(self.vllm_config).feature_ring_bytes)
+            ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
@@ -60,7 +59,7 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
         )
         if current_platform.is_cpu() and self.vllm_config.speculative_config is not None:
             mend_expansion()
-        self.drafts_file = self._kept_drafts(ServeOptions.of(self.vllm_config).drafts_file)
+        self.parts = self.model_runner.parts = WorkerParts.of(self)
         say_what_serves("V2" if self.use_v2_model_runner else "V1", self.device.type)
         if refusal is not None:
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
@@ -99,16 +98,6 @@ class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         Changes.num += 1
         super().finish_weight_update(*args, **kwargs)
-
-    def _kept_drafts(self, path: str | None) -> DraftsFile | None:
-        """The file of this rank's drafts, loaded. None if there is none."""
-        drafts = self.model_runner.drafts
-        if path is None or drafts is None or get_tp_group().rank_in_group:
-            return None
-        rank = self.vllm_config.parallel_config.data_parallel_rank
-        file = DraftsFile(Path(f"{path}-{rank}"), drafts.memory, self.model_config)
-        file.load()
-        return file
 
 
 def say_what_serves(runner: str, device_type: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_rollout.kernel.call_table import Features, Refusal
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.weights import Changes
-from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
+from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
@@ -25,8 +25,7 @@ class WorkerCalls:
     """The methods of a worker that begin with `rollout_`, except those that move KV blocks."""
 
     quality_heads: QualityHeads | None
-    drafts_file: DraftsFile | None = None
-    """File of its memory of drafts, if it has one."""
+    parts = WorkerParts()
     moving_runner: Any
     """Model runner with `detach` and `attach`, for candidates that leave and come."""
 
@@ -101,9 +100,9 @@ class WorkerCalls:
         Changes.num += 1
         return Changes.num
 
-    def rollout_keep_drafts(self) -> None:
-        if self.drafts_file is not None:
-            self.drafts_file.save()
+    def rollout_stop_parts(self) -> None:
+        """Let parts keep what must outlive the server."""
+        self.parts.stop()
 
     def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
         """This worker's data about candidates that leave. None on a worker whose outputs are not read."""

@@ -7,12 +7,13 @@ CPU platform (`kernel/platform.py`), whichever vLLM is installed.
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS
-from vllm_rollout.kernel.options import EmulationOptions
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_rollout.kernel.api.flags import Flags, number_in
+from vllm_rollout.parts.emulation.options import EXECUTOR_CLS, emulate
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.private_file import private_folder
 
@@ -47,18 +48,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def number_in(low: float, high: float) -> Callable[[str], float]:
-    """A parser of a flag's value as a number in [low, high]."""
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be in [{low:g}, {high:g}], got {text!r}")
-        return value
-
-    return number
-
-
 def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with status 2 and a remedy if a device cannot be emulated with these flags."""
     if args.rollout_emulate is None:
@@ -86,16 +75,11 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             args.speculative_config is not None,
             "It has no model to draft with. Leave it out, or take --enable-rollout-drafts.",
         ),
-        (
-            "--async-scheduling",
-            args.async_scheduling is True and args.enable_rollout_drafts,
-            "With --enable-rollout-drafts vLLM schedules synchronously. Leave out one of them.",
-        ),
         ("--enable-prompt-embeds", args.enable_prompt_embeds, "Send prompts as text or tokens."),
         ("--pipeline-parallel-size", args.pipeline_parallel_size > 1, "One worker emulates all; say its cost in FILE."),
         (
             "--distributed-executor-backend",
-            args.distributed_executor_backend not in (None, "uni", EMULATED_EXECUTOR_CLS),
+            args.distributed_executor_backend not in (None, "uni", EXECUTOR_CLS),
             "The worker runs in the engine core. Leave it out.",
         ),
     ):
@@ -103,23 +87,23 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"{flag} does not go with --rollout-emulate. {remedy}")
 
 
-def emulation_options(args: argparse.Namespace) -> EmulationOptions | None:
-    """Emulation settings for the engine cores. None without --rollout-emulate."""
-    if args.rollout_emulate is None:
-        return None
-    return EmulationOptions(
-        file=str(Path(args.rollout_emulate).resolve()),
-        speed=args.rollout_emulate_speed,
-        log=None if args.rollout_emulate_log is None else str(Path(args.rollout_emulate_log).resolve()),
-        async_scheduling=args.async_scheduling is not False and not args.enable_rollout_drafts,
-        num_ranks=args.data_parallel_size,
-    )
-
-
 def switch_on(args: argparse.Namespace) -> None:
-    args.worker_cls = EMULATED_WORKER_CLS
-    args.distributed_executor_backend = EMULATED_EXECUTOR_CLS
-    args.async_scheduling = False  # as the platform requires. The executor restores the user's setting
-    args.enforce_eager = True
-    # Without a model there is no trained length.
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    if args.rollout_emulate is not None:
+        emulate(
+            args,
+            file=str(Path(args.rollout_emulate).resolve()),
+            speed=args.rollout_emulate_speed,
+            log=None if args.rollout_emulate_log is None else str(Path(args.rollout_emulate_log).resolve()),
+            async_scheduling=args.async_scheduling is not False,
+        )
+
+
+def on_device(engine_args: EngineArgs, file: str) -> EngineArgs:
+    """Face `engine_args`: arguments of an engine without a server, on the device of a file. Raises: ValueError."""
+    Settings.read(file).at(engine_args.tensor_parallel_size)
+    ours = copy(engine_args)
+    emulate(ours, file=str(Path(file).resolve()))
+    return ours
+
+
+FLAGS = Flags(add_flags, refuse, switch_on)

@@ -55,6 +55,11 @@ def _cells(speed: float, summary: Summary) -> dict[str, str]:
     }
 
 
+def register(app: typer.Typer) -> None:
+    """Add the command to the `vllm-rollout` command."""
+    app.command("emulation-report")(emulation_report)
+
+
 def emulation_report(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder that `serve --rollout-emulate-log DIR` wrote into.")
@@ -65,3 +70,8 @@ def emulation_report(
         report(read_steps(folder))
     except (ValueError, OSError) as error:
         sys.exit(f"vllm-rollout emulation-report: {error}")
+
+
+def needs_no_device(arguments: Sequence[str]) -> bool:
+    """Face `platform`: True for a server whose device is emulated."""
+    return any(argument.partition("=")[0].replace("_", "-") == "--rollout-emulate" for argument in arguments)

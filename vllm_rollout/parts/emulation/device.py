@@ -6,6 +6,7 @@ as idle time of the device, and lateness does not add up.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,3 +81,20 @@ def cost_of(settings: Settings) -> CostModel:
 
     curves = tuple((context, curve(context)) for context in COST_KNOTS)
     return CostModel(curves, prefill_s_per_token=step.ms_per_prefilled_token / 1e3)
+
+
+class FlagDevice(NamedTuple):
+    """The device that the flags of a server name."""
+
+    file: str
+    settings: Settings
+
+    def cost(self, tensor_parallel_size: int) -> CostModel:
+        """Cost model of the device's steps. Raises: ValueError."""
+        return cost_of(self.settings.at(tensor_parallel_size))
+
+
+def device_of(flags: Namespace) -> FlagDevice | None:
+    """Face `device`. None if the server has a real one. Raises: ValueError for a file that describes none."""
+    file = flags.rollout_emulate
+    return None if file is None else FlagDevice(file, Settings.read(file))

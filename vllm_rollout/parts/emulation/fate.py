@@ -15,6 +15,7 @@ from statistics import NormalDist
 from struct import Struct
 from typing import Any, NamedTuple
 
+from vllm_rollout.kernel.arguments import ArgumentError
 from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success
 from vllm_rollout.parts.page.recording.file import read_trace
@@ -46,14 +47,14 @@ class Fate(NamedTuple):
 def forced_length(extra_args: Mapping[str, Any], index: int | None = None) -> int | None:
     """The length that a request asks for; None when it does not.
 
-    Raises: ValueError with field, value and what is allowed.
+    Raises: ArgumentError with name, value and what is allowed.
     """
     if (wanted := extra_args.get(LENGTHS_FIELD)) is None:
         return None
     lengths = wanted if isinstance(wanted, list) else [wanted]
     if not lengths or any(type(length) is not int or length < 1 for length in lengths):
-        raise ValueError(
-            f"{LENGTHS_FIELD} must be a number of tokens, 1 or more, or a list of such numbers, got {wanted!r:.60}"
+        raise ArgumentError(
+            LENGTHS_FIELD, f"must be a number of tokens, 1 or more, or a list of such numbers, got {wanted!r:.60}"
         )
     length: int = lengths[(index or 0) % len(lengths)]
     return length

@@ -9,4 +9,6 @@ PART = Part(
         "moving",
         "shaping",
     ),
+    faces={"several_servers": "vllm_rollout.parts.fleet.fleet:Fleet"},
+    also={"rounds": {"several_servers": "vllm_rollout.parts.fleet.with_rounds.client:FleetWithRuns"}},
 )

@@ -1,7 +1,7 @@
 """Several servers as one client: each call goes to the right servers. There is no process in between.
 
-`fleet_rollout.py` splits rollouts. Runs and groups of sessions stay at the server that has them. Their rewards go to
-that server. Weights go to all servers.
+`rollout.py` splits rollouts. Runs and groups of sessions stay at the server that has them. Their rewards go
+to that server. Weights go to all servers.
 
 Invariants: while weights are given, no group begins. A lost server comes back once its weights have the version of the
 other servers. Every error names its server.
@@ -15,7 +15,6 @@ import random
 import re
 import socket
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -25,7 +24,6 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import httpx
-from typing_extensions import Unpack
 
 from vllm_rollout.kernel.client.calls import Call, EventsCall, typed
 from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, RolloutError, is_healthy, raise_for_error
@@ -37,9 +35,6 @@ from vllm_rollout.kernel.http.rewards import EXPLANATIONS, NamedRewardsAnswer, R
 from vllm_rollout.parts.fleet.rollout import GONE, FleetRollout, Part, is_loss
 from vllm_rollout.parts.fleet.rules import NoServerLeft, Servers
 from vllm_rollout.parts.moving.http.body import EngineAnswer, EnginesAnswer
-from vllm_rollout.parts.rounds.client import run_calls
-from vllm_rollout.parts.rounds.client.run import AsyncRun
-from vllm_rollout.parts.rounds.client.run_calls import RunOptions
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,9 +125,7 @@ class Member(Sender):
 
 
 class Fleet(Sender):
-    """Sends each call to the right servers. Overrides: __init__, send, _events, _placed, and the methods of the async
-    client that concern each server.
-    """
+    """Sends calls to the right servers. Overrides: __init__, send, _events, _placed, give_weights, health, close."""
 
     def __init__(self, base_url: Sequence[str], **settings: Any) -> None:
         urls = [url.rstrip("/").removesuffix("/v1") for url in base_url]
@@ -392,12 +385,12 @@ class Fleet(Sender):
     async def _of_finder(self, call: Call[T]) -> T:
         """Answer of the server that has the requested object. Raises: RolloutError, 404 if no server has it."""
         await self._look()
-        found = await self._found(call)
+        found = await self.found(call)
         if isinstance(found, RolloutError):
             raise found
         return found[1]
 
-    async def _found(self, call: Call[T]) -> tuple[int, T] | RolloutError:
+    async def found(self, call: Call[T]) -> tuple[int, T] | RolloutError:
         """The server that has the requested object, with its answer. Otherwise an error: a server's 404, or that none
         is left.
         """
@@ -461,32 +454,6 @@ class Fleet(Sender):
             yield self._members[group.server]
         finally:
             self._servers.over(group)
-
-    async def run(
-        self, group_size: int, prompts_per_round: int, id: str | None = None, **options: Unpack[RunOptions]
-    ) -> AsyncRun:
-        await self._look()
-        server = None if id is None else await self._server_of_run(id)
-        if server is None:
-            group = self._servers.place("run", group_size * prompts_per_round)
-            self._servers.over(group)
-            server = group.server
-        call = run_calls.create_run(group_size, prompts_per_round, id or f"run-{uuid.uuid4().hex}", **options)
-        return AsyncRun(self._members[server], await self._members[server].send(call))
-
-    async def _server_of_run(self, id: str) -> int | None:
-        found = await self._found(run_calls.run(id))
-        if not isinstance(found, RolloutError):
-            return found[0]
-        if self._servers.out:
-            reasons = "; ".join(self._reasons[number] for number in sorted(self._servers.out))
-            raise RolloutError(
-                None,
-                f"run {id!r} is at no server that answers, and may be at one that does not ({reasons}). Start that one "
-                "again, or leave it out of the client's list.",
-                "ConnectError",
-            )
-        return None
 
     async def give_weights(self, *args: Any, **options: Any) -> GivenWeights:
         async with self._gate:

@@ -13,14 +13,12 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
-from operator import add
 from typing import Any
 
-from vllm_rollout.background import begin
+from vllm_rollout.background import begin, cancelled
 from vllm_rollout.kernel.client.calls import EventsCall
 from vllm_rollout.kernel.client.connection import CONNECTION_LOST, INCOMPLETE, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
@@ -35,8 +33,6 @@ from vllm_rollout.kernel.http.answers import (
     Usage,
 )
 from vllm_rollout.parts.fleet.rules import ServedGroup, Servers
-from vllm_rollout.parts.page.rules.receipt import Receipt
-from vllm_rollout.parts.sessions.client.agent_session import cancelled
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
 MAX_UNREAD = 256
@@ -253,6 +249,7 @@ class FleetRollout:
             for id, seconds in zip(part.prompt_ids, summary.timing.started_s, strict=False):
                 started[id] = None if seconds is None else part.began_s + seconds
         versions = {its.weight_version for its in said}
+        receipts = [its.receipt for its in said if its.receipt is not None]
         first = said[0] if said else None
         return DoneEvent(
             id=self.id,
@@ -270,7 +267,7 @@ class FleetRollout:
                 time_to_first_group_s=self._first_s,
                 started_s=[started.get(str(prompt["id"])) for prompt in self._prompts],
             ),
-            receipt=_at_once([its.receipt for its in said if its.receipt is not None]),
+            receipt=receipts[0].at_once(receipts[1:]) if receipts else None,
         )
 
 
@@ -291,19 +288,3 @@ def _count(usage: Usage, event: GroupEvent, ends: Mapping[int, tuple[int, str]])
         counter = f"num_{'finished' if is_returned else end}"
         if counter in Usage.model_fields:
             setattr(usage, counter, getattr(usage, counter) + 1)
-
-
-def _at_once(receipts: Sequence[Receipt]) -> Receipt | None:
-    """Receipt of servers that worked at the same time. Tokens are summed. For seconds the longest counts."""
-    if len(receipts) < 2:
-        return receipts[0] if receipts else None
-
-    def longest(name: str) -> Any:
-        known = [getattr(each, name) for each in receipts if getattr(each, name) is not None]
-        return max(known, default=None)
-
-    names = ("seconds", "waiting_seconds", "queue_seconds")
-    whole = replace(reduce(add, receipts), **{name: longest(name) for name in names})
-    if whole.seconds is None or whole.waiting_seconds is None:
-        return whole
-    return replace(whole, saved_seconds=whole.waiting_seconds - whole.seconds)

@@ -26,7 +26,9 @@ from vllm.entrypoints.launchers.launcher import create_server_socket
 from vllm.logger import init_logger
 from vllm.v1.utils import APIServerProcessManager, RustFrontendProcessManager, run_api_server_worker_proc
 
+from vllm_rollout.kernel.api.flags import Flags
 from vllm_rollout.kernel.compat import RUST_LISTENERS, has, vllm_version
+from vllm_rollout.kernel.options import ServeOptions
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -72,11 +74,6 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         ("an external or hybrid load balancer", balanced, "Each node would need both. Unset the variable."),
         ("--grpc-port", args.grpc_port is not None, "Use plain `vllm serve`."),
         (
-            "--rollout-parallelism auto",
-            args.rollout_parallelism != "fixed",
-            "Its requests would not wait while an engine is replaced.",
-        ),
-        (
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
             envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
             "An adapter loaded at one front end is unknown to the other: name adapters by --lora-modules.",
@@ -93,6 +90,7 @@ def switch_on(args: argparse.Namespace) -> None:
     if not envs.VLLM_USE_RUST_FRONTEND:
         return
     args.rust_front_end = envs.VLLM_RUST_FRONTEND_PATH
+    ServeOptions.change(args, beside_rust=True)
     if args.rollout_port is None:
         args.rollout_port = args.port + 1
     for name in (VARIABLE, PATH_VARIABLE):  # with these vLLM starts the Rust front end only
@@ -170,3 +168,6 @@ def serve_beside_rust(
     """Run our API process, which vLLM starts as the only one, with its real number."""
     config = {**client_config, "client_index": OURS, "client_count": OURS + 1}
     run_api_server_worker_proc(listen_address, sock, args, config)
+
+
+FLAGS = Flags(add_flags, refuse, switch_on, both)

@@ -8,8 +8,11 @@ PART = Part(
     needs=("shaping",),
     faces={
         "api": "vllm_rollout.parts.moving.api.part:MovingApi",
+        "client": "vllm_rollout.parts.moving.client:CLIENT",
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
+        "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
     },
 )

@@ -8,6 +8,8 @@ PART = Part(
     needs=("shaping",),
     faces={
         "api": "vllm_rollout.parts.page.http.part:PagePart",
+        "commands": "vllm_rollout.parts.page.watching.command",
+        "flags": "vllm_rollout.parts.page.api:FLAGS",
         "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
     },
 )

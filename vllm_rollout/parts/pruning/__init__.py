@@ -7,10 +7,16 @@ PART = Part(
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
     faces={
         "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
+        "client": "vllm_rollout.parts.pruning.client:CLIENT",
         "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
+        "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
+    },
+    exports={
+        "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",
+        "QualityHead": "vllm_rollout.parts.pruning.client:QualityHead",
     },
 )

@@ -7,6 +7,7 @@ PART = Part(
     "Tail batching: runs of short and long rounds (RollPacker).",
     faces={
         "api": "vllm_rollout.parts.rounds.api:RoundsApi",
+        "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
         "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
@@ -14,6 +15,7 @@ PART = Part(
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },
     also={
+        "pruning": {"routes": "vllm_rollout.parts.rounds.with_pruning.http.routes:ROUTES"},
         "sessions": {
             "api": "vllm_rollout.parts.rounds.with_sessions.api:SessionRoundsApi",
             "run_methods": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRounds",
@@ -22,7 +24,15 @@ PART = Part(
         },
         "shaping": {
             "api": "vllm_rollout.parts.rounds.with_shaping.api.part:ShapedRoundsApi",
+            "flags": "vllm_rollout.parts.rounds.with_shaping.api.flags:FLAGS",
             "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
         },
+    },
+    exports={
+        "AsyncRun": "vllm_rollout.parts.rounds.client.run:AsyncRun",
+        "Run": "vllm_rollout.parts.rounds.client.run:Run",
+    },
+    also_exports={
+        "sessions": {"AgentRound": "vllm_rollout.parts.rounds.with_sessions.client.agent_rounds:AgentRound"},
     },
 )

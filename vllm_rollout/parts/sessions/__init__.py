@@ -8,8 +8,19 @@ PART = Part(
     needs=("rewards",),
     faces={
         "api": "vllm_rollout.parts.sessions.api.part:SessionsApi",
+        "client": "vllm_rollout.parts.sessions.client.agents:CLIENT",
         "metrics": "vllm_rollout.parts.sessions.http.metrics:SessionMetrics",
         "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
     },
-    also={"page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"}},
+    also={
+        "page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"},
+        "pruning": {"scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said"},
+    },
+    exports={
+        "AgentResult": "vllm_rollout.parts.sessions.client.agent_group:AgentResult",
+        "AgentGroup": "vllm_rollout.parts.sessions.client.agent_group:AgentGroup",
+        "AgentSession": "vllm_rollout.parts.sessions.client.agent_session:AgentSession",
+        "SessionLost": "vllm_rollout.parts.sessions.client.agent_session:SessionLost",
+        "Void": "vllm_rollout.parts.sessions.client.agent_session:Void",
+    },
 )

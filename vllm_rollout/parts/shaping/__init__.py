@@ -8,6 +8,7 @@ PART = Part(
     faces={
         "api": "vllm_rollout.parts.shaping.api.lengths:part",
         "core": "vllm_rollout.parts.shaping.core:ShapingCore",
+        "flags": "vllm_rollout.parts.shaping.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.shaping.http.metrics:ShapingMetrics",
     },
 )

@@ -6,5 +6,8 @@ PART = Part(
     "trainers",
     "Serves the endpoints of trainers' own servers.",
     needs=("sessions",),
-    faces={"app": "vllm_rollout.parts.trainers.api.trainers:attach_compat"},
+    faces={
+        "app": "vllm_rollout.parts.trainers.api.trainers:attach_compat",
+        "flags": "vllm_rollout.parts.trainers.api.trainers:FLAGS",
+    },
 )

@@ -19,12 +19,14 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import ServeOptions, each_worker_schedules
+from vllm_rollout.kernel.options import each_worker_schedules
 from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.kernel.worker.ports import WorkerPart
+from vllm_rollout.parts.drafts.options import DraftsOptions
 from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule
+from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory
-from vllm_rollout.parts.moving.wire import MovedCandidate
 
 NO_BIN = -1
 """Bin of a place without a draft."""
@@ -39,7 +41,7 @@ class Running(NamedTuple):
     """Most tokens of prompt and output together."""
 
 
-class Drafts:
+class Drafts(WorkerPart):
     """vLLM's custom proposer. `see_step` runs before each step, `propose` after it, once its tokens are known.
 
     An exception in either empties the memory. Running candidates continue without drafts, and no token changes.
@@ -51,13 +53,14 @@ class Drafts:
                 "drafts are chosen by what steps take, and with distributed_executor_backend 'external_launcher' each "
                 "worker would choose others: leave speculative_config out, or let vLLM launch the workers"
             )
-        self.memory = DraftMemory(ServeOptions.of(vllm_config).draft_memory_bytes)
+        self.memory = DraftMemory(DraftsOptions.of(vllm_config).memory_bytes)
         self.rule = DraftingRule()
         self._clock = clock
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._batch: Callable[[], InputBatch] | None = None
         self._faults = Faults()
+        self._file: DraftsFile | None = None
         self._running: dict[str, Running] = {}
         """Running candidates by request id."""
         self._verifying: dict[int, np.ndarray] = {}
@@ -74,27 +77,13 @@ class Drafts:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is no model to load."""
 
+    def keep_in(self, file: DraftsFile) -> None:
+        """Load the memory's file, which is written at the end."""
+        self._file = file
+        file.load()
+
     def see_step(self, step: SchedulerOutput) -> None:
-        """Prepare for a step: note its new and finished requests, and how long the step before took."""
-        try:
-            self._see_step(step)
-        except Exception as error:
-            self._begin_again(error)
-
-    def new_weights(self) -> None:
-        """Treat all earlier answers as older than the new weights."""
-        try:
-            self.memory.age()
-        except Exception as error:
-            self._begin_again(error)
-
-    def _begin_again(self, error: Exception) -> None:
-        """Drop all knowledge after an exception."""
-        self._faults.caught("drafts", error)
-        self.memory.clear()
-        self._running, self._verifying, self._step = {}, {}, None
-
-    def _see_step(self, step: SchedulerOutput) -> None:
+        """Note the new and finished requests of a step, and how long the step before took."""
         self._learn_cost(step)
         self._verifying = {  # vLLM may have scheduled fewer
             sequence: self._verifying[sequence][: len(tokens)]
@@ -107,10 +96,20 @@ class Drafts:
         for request in step.scheduled_new_reqs:
             self._know(request, request.req_id)
 
-    def arrived(self, candidate: MovedCandidate) -> None:
-        """Register a candidate that has run elsewhere."""
-        request = candidate.request
-        self._know(request, request.request_id, candidate.output_token_ids)
+    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+        self._know(request, request.request_id, output_token_ids)
+
+    def new_weights(self) -> None:
+        """Treat all earlier answers as older than the new weights."""
+        self.memory.age()
+
+    def stop(self) -> None:
+        if self._file is not None:
+            self._file.save()
+
+    def begin_again(self) -> None:
+        self.memory.clear()
+        self._running, self._verifying, self._step = {}, {}, None
 
     def propose(
         self,
@@ -124,7 +123,8 @@ class Drafts:
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec)
         except Exception as error:
-            self._begin_again(error)
+            self._faults.caught("drafts", error)
+            self.begin_again()
             return [[] for _ in sampled_token_ids]
 
     def _propose(self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: np.ndarray) -> list[list[int]]:

@@ -2,8 +2,8 @@
 
 Invariant: drafts of a prompt come from sequences of the same key only, and stored bytes stay within `max_bytes`.
 
-The rule is in draft_memory_reference.py. If it is built, csrc/draft_memory.cpp serves. `VLLM_ROLLOUT_OPS=torch` forces
-the reference, as for operators.
+The rule is in memory_reference.py. If it is built, csrc/memory.cpp serves. `VLLM_ROLLOUT_OPS=torch` forces the
+reference, as for operators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A draft memory in plain Python: the specification of csrc/draft_memory.cpp.
+"""A draft memory in plain Python: the specification of csrc/memory.cpp.
 
 Invariant: the same calls give the same drafts, probabilities, bytes and errors in both.
 """

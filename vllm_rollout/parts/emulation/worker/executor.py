@@ -7,16 +7,20 @@ scheduler, and before the engine core chooses its loop, so it can set the origin
 
 from __future__ import annotations
 
+from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.emulation.options import EmulationOptions
+
+
+def is_asynchronous(config: VllmConfig) -> bool:
+    """The user's setting. With drafts vLLM schedules synchronously."""
+    return EmulationOptions.of(config).async_scheduling and config.speculative_config is None
 
 
 class EmulatedExecutor(UniProcExecutor):
     """Executor with the original setting of asynchronous scheduling. Overrides: _init_executor."""
 
     def _init_executor(self) -> None:
-        emulation = ServeOptions.of(self.vllm_config).emulation
-        assert emulation is not None, "an emulated device has its settings"
-        self.scheduler_config.async_scheduling = emulation.async_scheduling
+        self.scheduler_config.async_scheduling = is_asynchronous(self.vllm_config)
         super()._init_executor()

@@ -19,12 +19,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
 from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts, SaidRow
 from vllm_rollout.parts.emulation.device import Device, DeviceSpan
 from vllm_rollout.parts.emulation.fate import Fates
+from vllm_rollout.parts.emulation.options import EmulationOptions
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.emulation.step_log import LoggedStep, StepLog
 from vllm_rollout.parts.emulation.worker.request import HIDDEN_SIZE
@@ -62,14 +62,13 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
     moving_runner: EmulatedRunner
 
     def init_device(self) -> None:
-        options = ServeOptions.of(self.vllm_config)
-        emulation = options.emulation
-        assert emulation is not None, "an emulated device has its settings"
+        emulation = EmulationOptions.of(self.vllm_config)
+        assert emulation.file is not None, "an emulated device has its settings"
         self.device = torch.device("cpu")
         parallel = self.vllm_config.parallel_config
         self.emulation = Settings.read(emulation.file).at(parallel.tensor_parallel_size)
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
-        ring = FeatureRing(HIDDEN_SIZE, torch.float32, options.feature_ring_bytes)
+        ring = FeatureRing.of(self.vllm_config, HIDDEN_SIZE, torch.float32)
         self.emulated_device = Device(self.emulation, emulation.speed)
         self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker(), self._drafts())
         self.quality_heads = QualityHeads(

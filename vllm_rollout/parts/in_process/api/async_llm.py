@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
@@ -13,14 +13,20 @@ from vllm.v1.engine import core_client, utils
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.client import calls
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.in_process.api.engine_args import UninterruptedProcesses, with_groups
 from vllm_rollout.parts.in_process.api.methods import async_streamed, awaited
 from vllm_rollout.parts.in_process.api.rollouts import Rewards, Rollouts
 from vllm_rollout.parts.in_process.api.runs import with_spares
 from vllm_rollout.parts.moving.api.rank_client import RankClient
 
+if TYPE_CHECKING:
+    from vllm_rollout import AsyncLLMMethods
+else:
+    AsyncLLMMethods = type("AsyncLLMMethods", tuple(methods for _, methods in faces("async_llm")), {})
 
-class AsyncLLM(RolloutAsyncLLM):
+
+class AsyncLLM(AsyncLLMMethods, RolloutAsyncLLM):
     """AsyncLLM with `rollout`, `stream`, `post_rewards` and related methods. Build it by `from_engine_args`.
 
     `generate` runs a group if `extra_args` has `rollout_*` fields: `n` outputs, of `n + rollout_redundancy` candidates.
@@ -32,14 +38,6 @@ class AsyncLLM(RolloutAsyncLLM):
     stream = async_streamed(calls.stream)
     post_rewards = awaited(calls.post_rewards)
     post_named_rewards = awaited(calls.post_named_rewards)
-    quality_head = awaited(calls.quality_head)
-    set_quality_head = awaited(calls.set_quality_head)
-    report = awaited(calls.report)
-    detection_lengths = awaited(calls.detection_lengths)
-    prompts = awaited(calls.prompts)
-    state = awaited(calls.state)
-    set_state = awaited(calls.set_state)
-    vote = awaited(calls.vote)
 
     fields_in = "extra_args"
     spares = 0

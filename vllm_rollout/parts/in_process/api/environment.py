@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from math import ceil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import vllm
@@ -25,9 +24,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.v1.engine import async_llm
 
-from vllm_rollout.kernel.names import EMULATED_EXECUTOR_CLS, EMULATED_WORKER_CLS, SCHEDULER_CLS
-from vllm_rollout.kernel.options import EmulationOptions, ServeOptions
-from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.kernel.names import SCHEDULER_CLS
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.engine_args import with_groups
 from vllm_rollout.parts.in_process.api.llm import LLM
@@ -135,17 +133,10 @@ def _with_spares(engine_args: EngineArgs, wanted: Wanted) -> EngineArgs:
 
 def _emulated(engine_args: EngineArgs, file: str) -> EngineArgs:
     """Engine arguments for an emulated device. Raises: ValueError for a file that describes no device."""
-    Settings.read(file).at(engine_args.tensor_parallel_size)
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without a model there is no trained length
-    device = EmulationOptions(str(Path(file).resolve()), 1.0, None, False, engine_args.data_parallel_size)
-    return replace(
-        engine_args,
-        worker_cls=EMULATED_WORKER_CLS,
-        distributed_executor_backend=EMULATED_EXECUTOR_CLS,
-        async_scheduling=False,
-        enforce_eager=True,
-        additional_config=ServeOptions(emulation=device).into(dict(engine_args.additional_config or {})),
-    )
+    if (on_device := face("emulation", "engine_args")) is None:
+        raise ValueError(f"{EMULATE} is for the part 'emulation', and it is left out. Unset it.")
+    emulated: EngineArgs = on_device(engine_args, file)
+    return emulated
 
 
 def _let_become_ours() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput
@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.xargs import rollout_xargs
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.engine_args import group_settings, uninterrupted
@@ -27,7 +28,13 @@ logger = init_logger("vllm.vllm_rollout")
 T = TypeVar("T")
 
 
-class LLM(vllm.LLM):
+if TYPE_CHECKING:
+    from vllm_rollout import LLMMethods
+else:
+    LLMMethods = type("LLMMethods", tuple(methods for _, methods in faces("llm")), {})
+
+
+class LLM(LLMMethods, vllm.LLM):
     """LLM with `rollout`, `stream`, `post_rewards` and related methods.
 
     `generate` and `chat` run a group for each prompt whose sampling parameters have `rollout_*` fields in `extra_args`:
@@ -43,14 +50,6 @@ class LLM(vllm.LLM):
     stream = streamed(AsyncLLM.stream)
     post_rewards = done(AsyncLLM.post_rewards)
     post_named_rewards = done(AsyncLLM.post_named_rewards)
-    quality_head = done(AsyncLLM.quality_head)
-    set_quality_head = done(AsyncLLM.set_quality_head)
-    report = done(AsyncLLM.report)
-    detection_lengths = done(AsyncLLM.detection_lengths)
-    prompts = done(AsyncLLM.prompts)
-    state = done(AsyncLLM.state)
-    set_state = done(AsyncLLM.set_state)
-    vote = done(AsyncLLM.vote)
 
     spares = 0
     """Spare candidates of requests with `n` that have no group fields. Equal prompts in a row count as such

@@ -23,8 +23,8 @@ from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.services import build_services
 from vllm_rollout.kernel.client.calls import Call
-from vllm_rollout.kernel.client.client import AsyncRolloutClient
 from vllm_rollout.kernel.client.connection import RolloutError
+from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.http.answers import Event
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_body, explain_invalid
@@ -47,7 +47,7 @@ class Rollouts:
     def __init__(self, app: FastAPI, engine: VLLMEngine) -> None:
         self._app = app
         self._engine = engine
-        self._client = AsyncRolloutClient(URL, transport=httpx.ASGITransport(app))
+        self._client = Sender(URL, transport=httpx.ASGITransport(app))
 
     @classmethod
     async def around(

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from vllm_rollout.kernel.core.versions import holds_what_is_found, without_zeroing, zeroes_what_comes
 from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
 from vllm_rollout.parts.moving.wire import KVBlocks, KVSegment
 
@@ -164,14 +165,14 @@ def _assumed_cost(scheduler: Scheduler) -> TransferCost:
 
 def refusal(scheduler: Scheduler) -> str | None:
     """Reason if no KV blocks move to and from this engine core, else None."""
-    options, groups = ServeOptions.of(scheduler.vllm_config), scheduler.kv_cache_config.kv_cache_groups
-    if not options.moves_kv:
+    config, groups = scheduler.vllm_config, scheduler.kv_cache_config.kv_cache_groups
+    if not MovingOptions.of(config).moves_kv:
         return "--no-enable-rollout-move-kv was given"
-    if options.emulation is not None:
+    if not ServeOptions.of(config).has_model:
         return "an emulated device keeps none"
     if not scheduler.kv_cache_manager.enable_caching:
         return "prefix caching is off"
-    speculative = scheduler.vllm_config.speculative_config
+    speculative = config.speculative_config
     if speculative is not None and speculative.method not in WITHOUT_BLOCKS:
         return "a draft model has blocks of its own"
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):

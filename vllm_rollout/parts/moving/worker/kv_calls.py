@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, KVWay
 from vllm_rollout.parts.moving.worker.device_kv import DeviceKV, DeviceMemory
 from vllm_rollout.parts.moving.worker.kv_layers import KV_FAILURES, KVLayers, KVTransfer, TransferError
@@ -76,7 +76,7 @@ class KVCalls:
 
 def kv_transfers(vllm_config: VllmConfig, layers: KVLayers, rank: int) -> Mapping[KVWay, KVTransfer]:
     """Ways out of a worker and into it, the best first. Raises: TransferError if there is none."""
-    if ServeOptions.of(vllm_config).moves_kv_by_nixl:
+    if MovingOptions.of(vllm_config).moves_kv_by_nixl:
         return {"nixl": NixlKV(layers, rank, Agent.load())}
     host_memory = SharedKV(layers, rank)
     if layers.device.type != "cuda" or (runtime := cuda_runtime()) is None:

@@ -17,8 +17,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
+from operator import add
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -153,6 +154,21 @@ class Receipt:
             ),
             bubble=_mean((self.bubble, self.seconds), (other.bubble, other.seconds)),
         )
+
+    def at_once(self, others: Sequence[Receipt]) -> Receipt:
+        """Receipt of servers that worked at the same time. Tokens are summed. For seconds the longest counts."""
+        if not others:
+            return self
+
+        def longest(name: str) -> Any:
+            known = [getattr(each, name) for each in (self, *others) if getattr(each, name) is not None]
+            return max(known, default=None)
+
+        names = ("seconds", "waiting_seconds", "queue_seconds")
+        whole = replace(reduce(add, others, self), **{name: longest(name) for name in names})
+        if whole.seconds is None or whole.waiting_seconds is None:
+            return whole
+        return replace(whole, saved_seconds=whole.waiting_seconds - whole.seconds)
 
 
 ADDED = (

@@ -11,6 +11,9 @@ from typing import Annotated
 
 import typer
 
+from vllm_rollout.parts.page.watching.export_command import export
+from vllm_rollout.parts.page.watching.receipt_command import receipt
+
 
 def watch(
     files: Annotated[
@@ -78,3 +81,9 @@ def top(
         sys.exit(f"vllm-rollout top: {error.message}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the part's commands to the `vllm-rollout` command."""
+    for command in (watch, top, receipt, export):
+        app.command()(command)

@@ -21,7 +21,6 @@ from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
 from vllm_rollout.kernel.call_table import Refusal
 from vllm_rollout.kernel.http.engine import CoreCalls, EngineStopped, RequestError
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.parts.pruning.calls import (
@@ -47,6 +46,7 @@ from vllm_rollout.parts.pruning.calls import (
     StateToPut,
 )
 from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
+from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
@@ -87,9 +87,9 @@ class EngineLearning(LearningPart):
     Overrides: is_busy, settled, take, put.
     """
 
-    def __init__(self, calls: EngineCalls, options: ServeOptions) -> None:
+    def __init__(self, calls: EngineCalls, options: PruningOptions | None = None) -> None:
         self._calls = calls
-        self._options = options
+        self._options = options or PruningOptions.of(calls.vllm_config)
         self._training: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by rollout id, held while its rewards are posted."""

@@ -239,10 +239,9 @@ class StateFile(Unkept):
                     logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
             await asyncio.sleep(SAVE_INTERVAL_S)
 
-    async def _save_with_drafts(self) -> None:
+    async def _save_all(self) -> None:
         await self.save()
-        if self._client.vllm_config.speculative_config is not None:
-            await self._client.collective_rpc("rollout_keep_drafts")
+        await self._client.engine_core.collective_rpc_async("rollout_stop_parts")
 
     def _save_at_shutdown(self) -> None:
         """Save at the server's end. Called on a thread of its own, before the engine is stopped."""
@@ -250,7 +249,7 @@ class StateFile(Unkept):
             logger.warning("vllm_rollout: %s is the one of the last training: the engine is dead", self._path)
             return
         try:
-            asyncio.run_coroutine_threadsafe(self._save_with_drafts(), self._loop).result(SAVE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._save_all(), self._loop).result(SAVE_TIMEOUT_S)
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
         except Exception as error:  # the server ends in any case
             logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -14,17 +13,12 @@ from vllm_rollout.config import (
     HISTORY_KEY_CHARS,
     MAX_BODY_BYTES,
     MAX_DETECTION_LENGTH,
-    MAX_STATE_BYTES,
-    REWARD_THRESHOLD,
 )
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.body import limits
-from vllm_rollout.kernel.http.boundary import RolloutRoute, StateRoute
-from vllm_rollout.kernel.http.clients import client_namespace
+from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
-from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest, RewardsAnswer, RewardsRequest
-from vllm_rollout.kernel.http.serialised import PartsResponse, filled, json_response, to_json
-from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.rules.fields import SHARE
 from vllm_rollout.kernel.rules.types import WHOLE
 from vllm_rollout.parts.pruning.http import votes
@@ -61,52 +55,13 @@ ServedName = Annotated[
 ]
 
 router = APIRouter(route_class=RolloutRoute, tags=["learning"])
-state_router = APIRouter(route_class=StateRoute, tags=["learning"])
 vote_router = APIRouter(route_class=RolloutRoute)
-ROUTES = {10: vote_router, 20: router, 30: state_router}
+ROUTES = {10: vote_router, 20: router}
 
 
 def _learning(request: Request) -> LearningService:
     service: LearningService = request.app.state.rollout_service.learning
     return service
-
-
-async def _in_parts(answer: RewardsAnswer | NamedRewardsAnswer) -> Response:
-    results = await each(answer.results, to_json)
-    return PartsResponse(filled(answer.model_copy(update={"results": []}), "results", results))
-
-
-@router.post(
-    "/v1/rollouts/{rollout_id}/rewards",
-    summary="Post rewards of a rollout's trajectories",
-    description=f"""Calibration learns from the rewards at once, and the quality head in the background.
-
-A reward above `threshold` ({REWARD_THRESHOLD} unless the body has another) is positive, any other negative. A
-request may be repeated: a (prompt_id, index) learns from its first reward. The same reward again is a `duplicate`,
-another reward is a `conflict`. Every entry gets a status: `accepted`, `duplicate`, `conflict`, `unknown`,
-`unfinished` or `unscored`. Each status but `accepted` comes with a message. Pruned candidates need no reward.""",
-    response_model=RewardsAnswer,
-    responses=CONFLICTS,
-)
-async def post_rewards(rollout_id: str, body: RewardsRequest, request: Request) -> Response:
-    answer = await request.app.state.run_service.rewards.post(rollout_id, body, client_namespace())
-    return await _in_parts(answer)
-
-
-@router.post(
-    "/v1/rewards",
-    summary="Post rewards of any groups' candidates",
-    description="""One request can have rewards of many groups. A candidate of an OpenAI endpoint is named by the
-`id` of its answer and the index of its choice (`request_id`, `index`). A candidate of a rollout is named by
-`group_id` and `index`. Candidates are learned from if their request had `rollout_detection_length` (or `pruning`).
-Statuses are as for the rewards of a rollout, and a name without a candidate is `unknown`. Clients with different
-API keys cannot name each other's requests.""",
-    response_model=NamedRewardsAnswer,
-    responses=ERRORS,
-)
-async def post_named_rewards(body: NamedRewardsRequest, request: Request) -> Response:
-    answer = await request.app.state.run_service.rewards.post_named(body, client_namespace())
-    return await _in_parts(answer)
 
 
 @router.get(
@@ -224,34 +179,6 @@ async def get_prompts(
 ) -> Response:
     answer = await _learning(request).prompts(limit, after, sort, model)
     return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
-
-
-@router.get(
-    "/v1/rollouts/state",
-    summary="Learned state and all runs",
-    response_class=Response,
-    responses={**ERRORS, 200: {"description": "Opaque bytes, for the PUT.", "content": BYTES_SCHEMA}},
-)
-async def get_state(request: Request) -> Response:
-    """Read everything learned and all runs as opaque bytes, for a trainer's checkpoint: calibration, heads with
-    their optimizers, lengths, runs."""
-    return Response(await request.app.state.run_service.state(), media_type=BYTES)
-
-
-@state_router.put(
-    "/v1/rollouts/state",
-    summary="Restore learned state and all runs",
-    description=f"Send the bytes of the GET, at most {MAX_STATE_BYTES}. They replace learned state and all runs. "
-    "400: the body is no state. 409: the state is of another model, or a round runs.",
-    status_code=HTTPStatus.NO_CONTENT,
-    response_class=Response,
-    responses=PUT_ERRORS,
-    dependencies=[Depends(require_admin)],
-    openapi_extra={"requestBody": {"required": True, "content": BYTES_SCHEMA}},
-)
-async def put_state(request: Request) -> Response:
-    await request.app.state.run_service.set_state(await request.body())
-    return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
 @vote_router.post(

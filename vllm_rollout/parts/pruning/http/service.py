@@ -1,29 +1,21 @@
-"""Learning over HTTP: takes rewards, gives heads and reports. Invariant: every posted reward gets a status of its
-own."""
+"""Learning over HTTP: takes rewards, gives heads and reports. Invariant: a dead engine is an error of the request that
+finds it dead."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
+from operator import attrgetter
+from typing import Any
 
-from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES, REPORT_INTERVAL_S
-from vllm_rollout.kernel.http.clients import owned_name
+from vllm_rollout.config import REPORT_INTERVAL_S
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, RequestError
+from vllm_rollout.kernel.http.errors import not_empty
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.rewards import (
-    NamedRewardResult,
-    NamedRewardsAnswer,
-    NamedRewardsRequest,
-    RewardCounts,
-    RewardEntry,
-    RewardResult,
-    RewardsAnswer,
-    RewardsRequest,
-)
+from vllm_rollout.kernel.http.reward_door import Posted, Taken
 from vllm_rollout.kernel.http.slices import each
-from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
 from vllm_rollout.parts.pruning.http.engine import LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.http.metrics import PruningMetrics
@@ -45,108 +37,52 @@ class LearningService:
         adapter_name: Callable[[str | None], str],
         metrics: Metrics,
         clock: Callable[[], float],
-        on_rewards: Callable[[str, list[Reward]], None] = lambda rollout_id, rewards: None,
     ) -> None:
-        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`). `on_rewards`:
-        called with rewards that a trainer has posted and that were accepted."""
+        """`adapter_name`: the adapter that is served under a model's name (`Engine.adapter_name`)."""
         self._learning = learning
         self._adapter_name = adapter_name
-        self._on_rewards = on_rewards
         self._metrics = metrics.of(PruningMetrics)
         self._clock = clock
         self._reported: dict[HeadKey, float] = {}
         """Time when the gauges of each head were last set, by the service's clock."""
 
     @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        on_rewards: Callable[[str, list[Reward]], None],
-    ) -> LearningService:
-        return cls(engine.part(LearningPart), engine.adapter_name, metrics, clock, on_rewards)
+    def of(cls, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> LearningService:
+        return cls(engine.part(LearningPart), engine.adapter_name, metrics, clock)
 
     @property
     def pruning_refusal(self) -> str | None:
         """Reason why candidates cannot be scored here. None if they can."""
         return self._learning.pruning_refusal
 
-    async def post_rewards(
-        self, rollout_id: str, request: RewardsRequest, namespace: str = "", *, by_server: bool = False
-    ) -> RewardsAnswer:
-        """Post rewards of a rollout. `namespace`: of the client that owns it. Raises: RequestError (404) for an
-        unknown rollout."""
-        rewards = await each(request.rewards, lambda entry: entry.judged(request.threshold))
-        receipt = await self._learning.post_rewards(owned_name(namespace, rollout_id), rewards)
-        if receipt is None:
-            raise RequestError(
-                f"no rollout {rollout_id!r} of yours is known here that was asked for with pruning. This server "
-                f"remembers the newest rollouts with pruning, up to {MAX_REMEMBERED_CANDIDATES} candidates, until it "
-                "ends. Take the id from the rollout's answer, and post rewards before the next restart.",
-                status=HTTPStatus.NOT_FOUND,
-                param="rollout_id",
-            )
-        if not by_server:
-            posted = zip(rewards, receipt.statuses, strict=True)
-            self._on_rewards(rollout_id, [reward for reward, status in posted if status == "accepted"])
-        await self._posted(receipt, rewards)
-        results = await each(zip(request.rewards, receipt.statuses, strict=True), lambda pair: RewardResult.of(*pair))
-        return RewardsAnswer(
-            id=rollout_id,
-            results=results,
-            counts=RewardCounts.of(receipt.statuses),
-            threshold=request.threshold,
-            num_training=receipt.num_training,
-            head_version=next(iter(receipt.head_versions.values())),
-        )
+    async def rewarded(self, posted: Posted) -> Taken:
+        """Learn from rewards. No answer reports what the server has computed, so it is logged and counted.
 
-    async def teach(self, rollout_id: str, rewards: list[RewardEntry], threshold: float, namespace: str = "") -> int:
-        """Post rewards that the server has computed itself. Returns the number of rewards for unknown candidates.
-
-        No answer reports these, so they are logged and counted. A dead engine is ignored.
+        Raises: RequestError (503) for a dead engine, which is ignored for rewards that the server has computed.
         """
+        rewards = await each(posted.rewards, attrgetter("reward"))
         try:
-            request = RewardsRequest(rewards=rewards, threshold=threshold)
-            answer = await self.post_rewards(rollout_id, request, namespace, by_server=True)
-            num_unknown = answer.counts.unknown
+            receipt = await self._learned(posted, rewards)
         except EngineStopped:
-            return 0
-        except RequestError as error:
-            self._metrics.rewards_posted(["unknown"] * len(rewards), [entry.judged(threshold) for entry in rewards])
-            num_unknown = len(rewards)
-            logger.warning("vllm_rollout: rewards of %s: %s", rollout_id, error)
-        _warn_of_unknown(num_unknown, rollout_id)
-        return num_unknown
+            if posted.by_server:
+                return Taken()
+            raise
+        if receipt is None and not posted.by_server:
+            return Taken()
+        statuses: Sequence[RewardStatus] = ["unknown"] * len(rewards) if receipt is None else receipt.statuses
+        self._metrics.rewards_posted(statuses, rewards)
+        if posted.by_server:
+            _warn_of_unknown(statuses.count("unknown"), posted.rollout_id or "an OpenAI answer")
+        if receipt is None:
+            return Taken(dict(enumerate(statuses)))
+        reports = [await self.report_if_any(head) for head in receipt.head_versions if self._is_due(head)]
+        self._metrics.learning_reported(report for report in reports if report is not None)
+        return Taken(dict(enumerate(statuses)), _fields(receipt, of_rollout=posted.rollout_id is not None))
 
-    async def teach_named(self, rewards: Sequence[NamedReward]) -> None:
-        """Post rewards that the server has computed for candidates behind the OpenAI endpoints."""
-        try:
-            receipt = await self._learning.post_named_rewards(rewards)
-        except EngineStopped:
-            return
-        await self._posted(receipt, [named.reward for named in rewards])
-        _warn_of_unknown(receipt.statuses.count("unknown"), "an OpenAI answer")
-
-    async def post_named_rewards(self, request: NamedRewardsRequest, client: str) -> NamedRewardsAnswer:
-        """Post rewards for candidates of any requests and groups. Clients can only name their own."""
-        namespace = request.namespace or ""
-        rewards = await each(request.rewards, lambda entry: entry.named(request.threshold, client, namespace))
-        receipt = await self._learning.post_named_rewards(rewards)
-        await self._posted(receipt, [named.reward for named in rewards])
-        pairs = zip(request.rewards, receipt.statuses, strict=True)
-        results = await each(pairs, lambda pair: NamedRewardResult.of(*pair))
-        return NamedRewardsAnswer(
-            results=results,
-            counts=RewardCounts.of(receipt.statuses),
-            threshold=request.threshold,
-            num_training=receipt.num_training,
-            head_versions=_versions(receipt, BASE_MODEL),
-            adapter_head_versions={
-                adapter: _versions(receipt, adapter)
-                for adapter in sorted({head.adapter for head in receipt.head_versions} - {BASE_MODEL})
-            },
-        )
+    async def _learned(self, posted: Posted, rewards: Sequence[Reward]) -> RewardsReceipt | None:
+        if posted.rollout_id is not None:
+            return await self._learning.post_rewards(posted.rewards[0].id, rewards)
+        return await self._learning.post_named_rewards(posted.rewards)
 
     async def prompts(self, limit: int, after: str | None, order: PromptOrder, model: str | None) -> PromptsAnswer:
         """A page of the known prompts. Raises: RequestError (404) for an unknown `after`."""
@@ -183,11 +119,6 @@ class LearningService:
         weights = not_empty(weights, "the safetensors of GET /v1/quality_head")
         return await self._learning.set_quality_head(weights, adapter)
 
-    async def _posted(self, receipt: RewardsReceipt, rewards: Sequence[Reward]) -> None:
-        self._metrics.rewards_posted(receipt.statuses, rewards)
-        reports = [await self.report_if_any(head) for head in receipt.head_versions if self._is_due(head)]
-        self._metrics.learning_reported(report for report in reports if report is not None)
-
     def _is_due(self, head: HeadKey) -> bool:
         """True if a head's gauges are not recent. They are set now."""
         now, last = self._clock(), self._reported.get(head)
@@ -204,14 +135,20 @@ def _warn_of_unknown(num_unknown: int, whose: str) -> None:
         )
 
 
+def _fields(receipt: RewardsReceipt, *, of_rollout: bool) -> dict[str, Any]:
+    """Fields of the answer to rewards of a rollout, or of any groups."""
+    if of_rollout:
+        return {"num_training": receipt.num_training, "head_version": next(iter(receipt.head_versions.values()))}
+    adapters = sorted({head.adapter for head in receipt.head_versions} - {BASE_MODEL})
+    return {
+        "num_training": receipt.num_training,
+        "head_versions": _versions(receipt, BASE_MODEL),
+        "adapter_head_versions": {adapter: _versions(receipt, adapter) for adapter in adapters},
+    }
+
+
 def _versions(receipt: RewardsReceipt, adapter: str) -> dict[int, int]:
     """Head versions of an adapter, by detection length."""
     return {
         head.detection_length: version for head, version in receipt.head_versions.items() if head.adapter == adapter
     }
-
-
-def not_empty(body: bytes, wanted: str) -> bytes:
-    if not body:
-        raise RequestError(f"the body is empty. Send {wanted} as application/octet-stream.")
-    return body

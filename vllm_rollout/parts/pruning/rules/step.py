@@ -123,8 +123,8 @@ class PruningStep(StepPart):
             known, said = (terms and getattr(terms.plan, each.name) for terms in (ours, theirs))
             if known != said:
                 return f"pruning.{each.name}", known, said
-        ratios = (0.0 if terms is None else terms.audit_ratio for terms in (ours, theirs))
-        return "audit_ratio", *ratios
+        known_ratio, said_ratio = (0.0 if terms is None else terms.audit_ratio for terms in (ours, theirs))
+        return "audit_ratio", known_ratio, said_ratio
 
     def note(self, id: CandidateId, group: Group) -> Scores | None:
         if (judged := JUDGED.of(group.parts)) is None:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from vllm.config import VllmConfig
+
+from vllm_rollout.parts.pruning.options import PruningOptions
 
 
 class StateKey(NamedTuple):
@@ -38,6 +41,10 @@ class FeatureRing:
         self._free: list[int] = []
         self._num_used = 0
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, config: VllmConfig, hidden_size: int, dtype: torch.dtype) -> FeatureRing:
+        return cls(hidden_size, dtype, PruningOptions.of(config).feature_ring_bytes)
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -18,11 +18,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.joining import answer_name
 from vllm_rollout.kernel.output_text import MARK_KEY
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.xargs import NAMES
-from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.body import RewardOptions
@@ -36,9 +36,9 @@ LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
 class AnswerGrader:
     """Grades the choices of OpenAI answers."""
 
-    def __init__(self, grading: GradingService, learning: LearningService) -> None:
+    def __init__(self, grading: GradingService, door: RewardDoor) -> None:
         self._grading = grading
-        self._learning = learning
+        self._door = door
 
     def options(self, xargs: Mapping[str, Any], params: SamplingParams) -> RewardOptions:
         """Reward options of a request. Raises: VLLMValidationError."""
@@ -94,7 +94,7 @@ class AnswerGrader:
             for at, grade in enumerate(grades)
             if grade is not None and (reward := grade["reward"]) is not None
         ]
-        await self._learning.teach_named(rewards)
+        await self._door.tell(rewards)
 
 
 def without_reward(params: SamplingParams) -> SamplingParams:

@@ -27,8 +27,8 @@ from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
 
 from vllm_rollout.kernel import PLUGIN
+from vllm_rollout.kernel.api.flags import number_in
 from vllm_rollout.models import resolve
-from vllm_rollout.parts.emulation.api import number_in
 from vllm_rollout.parts.rewards.api.judge_process import JudgeProcess
 from vllm_rollout.parts.rewards.grading.judge import ENGINE_MODEL, ENGINE_VARIABLE, JudgeEngine
 from vllm_rollout.process import STOP_TIMEOUT_S, free_port
@@ -151,6 +151,11 @@ def _refuse_on_cpus(args: argparse.Namespace, parser: argparse.ArgumentParser) -
                 f"{BINDING}={binding} binds this engine to cores {sorted(shared)}, which are the judge's. Leave the "
                 "last cores out of it, or say --rollout-judge-cores 0."
             )
+
+
+def switch_on(args: argparse.Namespace) -> None:
+    if args.rollout_judge is not None:
+        args.separate_processes = True  # cores are shared out among them
 
 
 def cores_of_judge(args: argparse.Namespace) -> list[int]:

@@ -39,4 +39,4 @@ class RewardsApi(RewardsPart):
         self.grading = GradingService(grader, self._client.rollout_metrics, kept)
 
     def serve(self, app: FastAPI) -> None:
-        self._client.answer_grader = AnswerGrader(self.grading, app.state.rollout_service.learning)
+        self._client.answer_grader = AnswerGrader(self.grading, app.state.rollout_service.rewards)

@@ -32,7 +32,7 @@ class LaunchedCandidates:
         plan = replace(self._order.plan, group_size=len(indices), redundancy=0, early_stop=False, patience=None)
         beginnings = Beginnings(dict.fromkeys(indices, ()), max(indices) + 1)
         # A race counts this group by the candidates that it began with.
-        order = replace(self._order, group_id=name, plan=plan, place=None, beginnings=beginnings)
+        order = replace(self._order, group_id=name, plan=plan, said_once={}, beginnings=beginnings)
         async with aclosing(self._engine.run_group(order)) as happenings:
             async for happening in happenings:
                 yield happening

@@ -13,11 +13,11 @@ from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from typing_extensions import Unpack
 
-from vllm_rollout.kernel.client.blocking import blocking, blocking_generator, finished
+from vllm_rollout.kernel.client.blocking import Blocked, blocking, blocking_generator, finished
 from vllm_rollout.kernel.client.body import PromptLike, prompt_body, takes_options
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError
 from vllm_rollout.kernel.client.sender import Sender
@@ -106,11 +106,14 @@ def _is_refused(error: RolloutError) -> bool:
     return error.status in (HTTPStatus.CONFLICT, HTTPStatus.BAD_REQUEST)
 
 
-_MORE = [methods for _, methods in faces("run_methods")]
-"""Classes with the methods of runs that need another part."""
+if TYPE_CHECKING:
+    from vllm_rollout import RunMethods
+else:
+    RunMethods = type("RunMethods", tuple(methods for _, methods in faces("run_methods")), {})
+    """Methods of runs that need another part."""
 
 
-class AsyncRun(*_MORE):  # type: ignore[misc]  # they depend on the parts that are there
+class AsyncRun(RunMethods):
     """A run of an `AsyncRolloutClient`: rounds of prompts with a queue at the server."""
 
     def __init__(self, client: Sender, answer: RunAnswer) -> None:
@@ -249,7 +252,7 @@ class AsyncRun(*_MORE):  # type: ignore[misc]  # they depend on the parts that a
         await self._client.send(run_calls.delete_run(self.id))
 
 
-class Run:
+class Run(Blocked):
     """A run of a `RolloutClient`: rounds of prompts with a queue at the server."""
 
     refresh = blocking(AsyncRun.refresh)
@@ -259,6 +262,7 @@ class Run:
     give_up = blocking(AsyncRun.give_up)
     delete = blocking(AsyncRun.delete)
     __repr__ = AsyncRun.__repr__
+    _awaited: AsyncRun
 
     def __init__(self, run: AsyncRun, finish: Callable[[Any], Any] = finished) -> None:
         """`finish`: runs a coroutine and returns its result."""

@@ -43,8 +43,8 @@ def _of_rollout(body: type[B]) -> type[B]:
         annotation: Any = field.annotation  # it may be a union, too
         its.annotation, its.default, its.default_factory = annotation | None, None, None
         its.description = f"{field.description} {_IN_ROUNDS.get(name, '')}".rstrip()
-    if of_sessions is not None and (its := body.model_fields.get("sessions")) is not None:
-        its.annotation = of_sessions.SessionOptions | None
+    if of_sessions is not None and "sessions" in body.model_fields:
+        body.model_fields["sessions"].annotation = of_sessions.SessionOptions | None
     body.model_rebuild(force=True)
     return body
 

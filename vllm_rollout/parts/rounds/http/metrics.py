@@ -49,5 +49,6 @@ class RoundMetrics(PartMetrics):
             self._resumed.labels(fate).inc(ending.num_resumed)
 
     async def refresh(self, engine: Engine, ranks: Mapping[int, RankCounts]) -> Iterable[Reading]:
-        self._races.set(sum(await engine.calls.call_all(NUM_RACES, None)))
+        held: list[int] = await engine.calls.call_all(NUM_RACES, None)
+        self._races.set(sum(held))
         return ()

@@ -24,9 +24,8 @@ from vllm_rollout.parts.rounds.http.ended_groups import events_of
 from vllm_rollout.parts.rounds.http.live import LiveEvent
 from vllm_rollout.parts.rounds.http.of_sessions import ANY_ANSWER, of_sessions
 
-_ANSWER: TypeAdapter[Any] = TypeAdapter(
-    ANY_ANSWER if of_sessions is None else Annotated[ANY_ANSWER, Discriminator("object")]
-)
+_FORM: Any = ANY_ANSWER if of_sessions is None else Annotated[ANY_ANSWER, Discriminator("object")]
+_ANSWER: TypeAdapter[Any] = TypeAdapter(_FORM)
 
 
 async def replayed(answer: bytes) -> AsyncGenerator[LiveEvent, None]:

@@ -25,7 +25,7 @@ from vllm_rollout.parts.rounds.http.service import RunService
 
 RUN_ERRORS = ERRORS | errors_of(409, 507)
 
-router = APIRouter(route_class=RolloutRoute, tags=["runs"])
+router: APIRouter = APIRouter(route_class=RolloutRoute, tags=["runs"])
 ROUTES = {40: router}
 
 

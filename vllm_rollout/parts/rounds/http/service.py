@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -20,8 +20,6 @@ from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
 from vllm_rollout.kernel.rules.prompt_key import history_key
-from vllm_rollout.parts.pruning.http.engine import LearningPart
-from vllm_rollout.parts.pruning.http.service import not_empty
 from vllm_rollout.parts.rounds.calls import FORGET_RACE
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
 from vllm_rollout.parts.rounds.http.body import ONE_REWARD, RoundRequest, RunRequest, digest_of_prompt
@@ -56,7 +54,6 @@ from vllm_rollout.parts.rounds.http.request import (
 from vllm_rollout.parts.rounds.http.resumed import Resumption
 from vllm_rollout.parts.rounds.http.rewards import RunRewards
 from vllm_rollout.parts.rounds.http.rollout_round import RolloutRound
-from vllm_rollout.parts.rounds.http.saved import SEND_AS_IT_IS, parse_saved, with_runs
 from vllm_rollout.parts.rounds.http.store import RunStore
 from vllm_rollout.parts.rounds.http.stored import EndedGroup, Looked, PlannedRound, StoredRun, UnreadableRun, run_answer
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundError, Run
@@ -82,14 +79,14 @@ class RunService:
         self._rollouts = rollouts
         self.sessions: Any = None
         """The service of sessions. None if this server has none."""
-        self._engine = engine
+        self.engine = engine
         self._store = store
         self._metrics = metrics.of(RoundMetrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm_rollout-runs")
         """A single thread, so that transactions come one after the other."""
         self._live: dict[str, LiveRound] = {}
         """Running rounds, by the id of their rollout or of their sessions."""
-        self.rewards = RunRewards(self._live, rollouts.learning)
+        rollouts.rewards.takers.insert(0, RunRewards(self._live))  # a round learns of its rewards first
         self.length_history: Callable[..., Awaitable[Any]] | None = None
         """Lengths of prompts, by their keys and adapter (`ShapingPart.length_history`). None: no lengths are known."""
         self._parallelism: Any = None
@@ -108,7 +105,7 @@ class RunService:
         name = _name(request.id or f"run-{uuid.uuid4().hex[:12]}")
         terms = request.terms
         try:
-            terms.check(request.num_candidates(self._engine.max_num_seqs))
+            terms.check(request.num_candidates(self.engine.max_num_seqs))
         except RoundError as error:
             raise RequestError(str(error), param=error.field) from error
         checked = await self._checked(request)
@@ -206,7 +203,7 @@ class RunService:
             return
         assert self.length_history is not None, "it comes with parallelism"
         seen = (await self.length_history([])).dataset
-        await self._parallelism.begin(stored.request, seen, self._engine.max_model_len, stored.id)
+        await self._parallelism.begin(stored.request, seen, self.engine.max_model_len, stored.id)
 
     async def answer(self, begun: Begun) -> bytes:
         """Run a round to its end. Returns its answer as JSON."""
@@ -215,26 +212,20 @@ class RunService:
                 pass
         return begun.live.answer
 
-    async def state(self) -> bytes:
-        """Everything learned, and all runs of this client, as bytes."""
-        learned = await self._engine.part(LearningPart).learning_state()
-        runs = await self._stored(self._store.dump, client_namespace())
-        return await asyncio.to_thread(with_runs, runs, learned)
+    async def saved_runs(self) -> Sequence[Mapping[str, Any]]:
+        """All runs of this client, for a saved state."""
+        return await self._stored(self._store.dump, client_namespace())
 
-    async def set_state(self, state: bytes) -> None:
-        """Replace everything learned, and all runs of this client.
-
-        Raises: RequestError, 400 for what is no state, 409 for one of another model and while a round runs, 503 and 507
-        when the database does not take it. Nothing has changed then.
-        """
-        not_empty(state, "the bytes of GET /v1/rollouts/state")
-        try:
-            saved = await asyncio.to_thread(parse_saved, state)
-        except ValueError as error:
-            raise RequestError(f"not a rollout state ({error}). {SEND_AS_IT_IS}") from error
+    async def check_idle(self) -> None:
+        """Raises: RequestError (409) while a round of this client runs."""
         await self._stored(self._store.check_all_idle, client_namespace())
-        keep = partial(self._stored, self._store.replace, saved.runs, namespace=client_namespace())
-        await self._engine.part(LearningPart).set_learning_state(saved.learned, keep)
+
+    async def replace_runs(self, namespace: str, runs: Sequence[Mapping[str, Any]], staged: str) -> None:
+        """Replace all runs of a client. `staged`: name of the learned state that belongs to them.
+
+        Raises: RequestError, 503 and 507 when the database does not take them.
+        """
+        await self._stored(self._store.replace, runs, staged, namespace=namespace)
 
     async def _take_again(self, name: str, request: RoundRequest, key: str) -> LiveRound:
         """Take up a round that was interrupted."""
@@ -267,7 +258,7 @@ class RunService:
         if run.terms.queue_order == "first_in" or not run.queue or self.length_history is None:
             return {}
         ids = list(dict.fromkeys(entry.prompt_id for entry in run.queue))
-        adapter = self._engine.adapter_name(stored.model)
+        adapter = self.engine.adapter_name(stored.model)
         history = await self.length_history([history_key(id, ()) for id in ids], adapter)
         return {id: known.mean for id, known in zip(ids, history.prompts, strict=True) if known is not None}
 
@@ -278,9 +269,9 @@ class RunService:
         if defaults.sessions is not None:
             self._check_has_sessions()
             prompts = await asyncio.to_thread(bodies_of, planned, fresh)
-            rounds = of_sessions.prepared(self.sessions, planned, request, prompts, filters=filters)
+            rounds: LiveRound = of_sessions.prepared(self.sessions, planned, request, prompts, filters=filters)
             if self._store.is_durable:
-                self._keep_groups_of(rounds, await self._engine.current_weight_version())
+                self._keep_groups_of(rounds, await self.engine.current_weight_version())
             return rounds
         if defaults.resume:
             check_unchanged(request, defaults)
@@ -315,13 +306,13 @@ class RunService:
         ]
         # A filter by rewards that are posted would need those, too, and they come again with the groups.
         keeps_ended = self._store.is_durable and not (filters and rollout.grading is None)
-        version = await self._engine.current_weight_version() if defaults.resume or keeps_ended else None
+        version = await self.engine.current_weight_version() if defaults.resume or keeps_ended else None
         if defaults.resume:
             check_resumable(rollout)
             before, unreadable = await asyncio.to_thread(resumed, planned)
             rollout.resumption = Resumption(opened.kind == "short", version, before)
             rollout.warnings += unreadable
-        course = RoundCourse(self._engine, rollout.id, opened, filters=filters)
+        course = RoundCourse(self.engine, rollout.id, opened, filters=filters)
         course.progress.start_in([position async for position in rollout.course.positions()])
         rollout.course = course
         rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
@@ -394,7 +385,7 @@ class RunService:
         fates = [outcome.fate for outcome in outcomes.values()]
         self._metrics.round_over(live.opened.kind, fates, spent.latency_s)
         if self._parallelism is not None and isinstance(live, RolloutRound):
-            self._parallelism.round_over(live, self._engine.max_num_seqs * self._engine.num_ranks)
+            self._parallelism.round_over(live, self.engine.max_num_seqs * self.engine.num_ranks)
         told = summary(live, run)
         self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
         return live.done(told)
@@ -402,7 +393,7 @@ class RunService:
     def _forget(self, race_id: str) -> None:
         async def forget() -> None:
             with suppress(EngineStopped):  # reported elsewhere
-                await self._engine.calls.tell_groups(FORGET_RACE, race_id)
+                await self.engine.calls.tell_groups(FORGET_RACE, race_id)
 
         spawn(forget(), "forgetting a race")
 

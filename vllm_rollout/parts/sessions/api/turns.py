@@ -22,19 +22,21 @@ from vllm_rollout.kernel.api.refusals import FULL_TURN
 from vllm_rollout.kernel.api.versions import version_spans
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.xargs import turn_from_xargs
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import SCORING
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
-from vllm_rollout.parts.sessions.http.service import SCORED, SessionService
+from vllm_rollout.parts.sessions.http.service import SessionService
 
 MANY = 1 << 40
 """Limit of turns per group, large enough for any group. The group's rank is kept between turns."""
 TERMS = GroupTerms(1, 1, early_stop=False)
 """Terms of the engine's group. It decides nothing, and is dropped when no turn runs."""
+
+SCORED_SAYS = face("sessions", "scored_says")
+"""Returns what a scored turn says to pruning. None without pruning, which scores."""
 
 
 def turn_of(
@@ -76,7 +78,7 @@ def tag_of(turn: OpenTurn, params: SamplingParams) -> CandidateTag:
     terms, said = TERMS, {}
     if turn.is_scored:
         terms = replace(turn.group.race.plan.terms, early_stop=False, patience=None, num_replaceable=0)
-        said = SCORING.value(Scoring(turn.group.engine_id, SCORED, turn.group.seed))
+        said = SCORED_SAYS(turn)
     return CandidateTag(turn.engine_id, turn.index, terms, interval, said, observed=False, namespace=client_namespace())
 
 

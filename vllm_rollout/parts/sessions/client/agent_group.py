@@ -18,7 +18,7 @@ from typing import Annotated, Any, Protocol
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
-from vllm_rollout.background import begin
+from vllm_rollout.background import begin, cancel, cancelled
 from vllm_rollout.kernel.client.calls import Call, typed
 from vllm_rollout.kernel.client.connection import POLL_INTERVAL_S, RolloutError, event_data, parse
 from vllm_rollout.kernel.client.sender import Sender
@@ -29,8 +29,6 @@ from vllm_rollout.parts.sessions.client.agent_session import (
     SessionLost,
     Void,
     as_reward,
-    cancel,
-    cancelled,
 )
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,

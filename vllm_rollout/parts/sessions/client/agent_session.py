@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from vllm_rollout.background import begin, heard
+from vllm_rollout.background import begin, cancelled, heard
 from vllm_rollout.kernel.client.calls import Call, typed
 from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.client.sender import Sender
@@ -136,17 +136,3 @@ def as_reward(value: Any) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"a reward must be a finite number, got {reward}. Return None for none, or raise Void.")
     return reward
-
-
-def cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel a task at most once. A second cancellation would interrupt the cleanup of the user's function."""
-    if not task.cancelling():
-        task.cancel()
-
-
-async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these tasks and wait until they have ended. Their exceptions are dropped."""
-    tasks = list(tasks)
-    for task in tasks:
-        cancel(task)
-    await asyncio.gather(*tasks, return_exceptions=True)

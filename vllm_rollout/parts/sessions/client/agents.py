@@ -11,10 +11,11 @@ from typing import Any, TypedDict
 
 from typing_extensions import Unpack
 
+from vllm_rollout.background import cancelled
 from vllm_rollout.kernel.client.body import option_fields, takes_options
+from vllm_rollout.kernel.client.methods import ClientPart
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, RunAgent, RunningGroup, Shared
-from vllm_rollout.parts.sessions.client.agent_session import cancelled
 from vllm_rollout.parts.sessions.http.body import SessionGroupRequest
 
 MAX_CONCURRENT = 512
@@ -110,3 +111,12 @@ def agents(
         raise TypeError(f"prompts must be a list of prompts, got one {type(prompts).__name__}. Write [prompt].")
     body = {"group_size": group_size, "redundancy": redundancy, **option_fields(options, AgentOptions)}
     return _groups(Shared(client, run, body, max_concurrent), prompts)
+
+
+class AsyncAgentCalls(Sender):
+    """Methods of the async client."""
+
+    agents = agents
+
+
+CLIENT = ClientPart(AsyncAgentCalls)

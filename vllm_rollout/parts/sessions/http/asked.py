@@ -12,7 +12,6 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.fields import SessionFields
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.xargs import NAMES, TurnSaid
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.sessions.http.body import SessionGroupRequest
 from vllm_rollout.parts.sessions.http.groups import OpenGroup, Terms, limits_of
 
@@ -38,9 +37,7 @@ def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit
     )
 
 
-def _pruned(
-    request: SessionGroupRequest, refusal: str | None, audit_ratio: float
-) -> tuple[PruningPlan | None, int, bool]:
+def _pruned(request: SessionGroupRequest, refusal: str | None, audit_ratio: float) -> tuple[Any, int, bool]:
     """The pruning plan, the turn to score, and True for an audit group. Raises: RequestError."""
     if request.pruning is None:
         return None, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)

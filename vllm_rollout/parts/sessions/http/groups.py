@@ -18,7 +18,6 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.fields import SelectionRule
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import GroupStatus
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,
@@ -92,7 +91,8 @@ class Terms(NamedTuple):
     is_rewritable: bool = False
     """True if a turn may contradict the history of earlier turns."""
     max_sessions: int | None = None
-    pruning: PruningPlan | None = None
+    pruning: Any = None
+    """The plan of pruning. None: sessions are not scored."""
     pruning_turn: int = 1
     """Number of the turn whose tokens are scored, from 1."""
     is_audit: bool = False

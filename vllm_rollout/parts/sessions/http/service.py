@@ -25,9 +25,9 @@ from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSI
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.rewards import RewardEntry
+from vllm_rollout.kernel.http.reward_door import RewardDoor
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.xargs import NAMES, TurnSaid
-from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.body import RewardOptions, options_of
@@ -67,20 +67,22 @@ class SessionService:
         self,
         stop_turns: Callable[[Mapping[str, Sequence[int]]], Any],
         grading: GradingService,
-        learning: LearningService,
+        rewards: RewardDoor,
         metrics: Metrics,
         decode: Decode,
         *,
         observers: Sequence[Observer] = (),
+        pruning_refusal: Callable[[], str | None] = lambda: None,
         audit_ratio: float = 0.0,
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stop_turns`: awaited with indices of turns by group, as the engine knows them. `begin`: called before the
-        first group."""
+        first group. `pruning_refusal`: returns the reason why sessions cannot be scored here. None: they can."""
         self._stop_turns = stop_turns
         self._grading = grading
-        self._learning = learning
+        self._rewards = rewards
+        self._pruning_refusal = pruning_refusal
         self._observers = observers
         self._audit_ratio = audit_ratio
         self._metrics = metrics
@@ -479,12 +481,12 @@ class SessionService:
         if index is None or reward is None or group.race.state(session) not in ("finished", "truncated"):
             return
         threshold = REWARD_THRESHOLD if group.reward is None else group.reward.threshold
-        rewards = [RewardEntry(prompt_id=SCORED, index=index, reward=reward)]
-        await self._learning.teach(group.engine_id, rewards, threshold)
+        named = NamedReward("rollout", group.engine_id, Reward(SCORED, index, reward, reward > threshold))
+        await self._rewards.tell([named], group.engine_id)
 
     def _asked(self, request: SessionGroupRequest) -> tuple[Terms, RewardOptions | None]:
         """The terms and the reward of a declared group. Raises: RequestError."""
-        refusal = None if request.pruning is None else self._learning.pruning_refusal
+        refusal = None if request.pruning is None else self._pruning_refusal()
         terms = asked_terms(request, refusal, self._audit_ratio)
         reward = None if request.reward is None else options_of(request.reward)
         if reward is not None:

@@ -14,9 +14,8 @@ from vllm.logger import init_logger
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.emulation.device import cost_of
-from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.calls import (
     LENGTH_HISTORY,
@@ -53,12 +52,13 @@ class EngineShaping(ShapingPart):
         await self.use_costs(settings)
 
     async def use_costs(self, settings: Namespace) -> None:
-        """Use the costs of the profile that the flags name, or of the emulated device."""
+        """Use the costs of the profile that the flags name, or of the device that they name."""
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
-        elif settings.rollout_emulate is not None:  # an emulated device knows what its steps cost
-            size = self._client.vllm_config.parallel_config.tensor_parallel_size
-            self._weigh(cost_of(Settings.read(settings.rollout_emulate).at(size)))
+            return
+        for _, device_of in faces("device"):  # a device that is not real knows what its steps cost
+            if (device := device_of(settings)) is not None:
+                self._weigh(device.cost(self._client.vllm_config.parallel_config.tensor_parallel_size))
 
     def _weigh(self, cost: CostModel) -> None:
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from vllm import envs
 
 from vllm_rollout import old_names
+from vllm_rollout.kernel.api.flags import Flags
 from vllm_rollout.parts.trainers.api import areal, prime_rl, skyrl
 
 COMPAT: Mapping[str, Callable[[FastAPI], None]] = {
@@ -56,3 +57,6 @@ def attach_compat(app: FastAPI) -> None:
     """Add the routes of the trainers in `--rollout-compat` to the app. Plain `vllm serve` has no such flag."""
     for trainer in vars(app.state.args).get("rollout_compat", ()):
         COMPAT[trainer](app)
+
+
+FLAGS = Flags(add_flags, refuse)

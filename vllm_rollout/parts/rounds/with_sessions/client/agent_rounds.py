@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Discriminator, TypeAdapter
 
+from vllm_rollout.background import cancel, cancelled
 from vllm_rollout.kernel.client.body import PromptLike
 from vllm_rollout.kernel.client.calls import EventsCall
 from vllm_rollout.kernel.client.connection import INCOMPLETE, RolloutError, event_data, parse, transport_error
@@ -28,7 +29,6 @@ from vllm_rollout.parts.rounds.with_sessions.http.answers import (
     UnstartedEvent,
 )
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, RunAgent, RunningGroup, Shared
-from vllm_rollout.parts.sessions.client.agent_session import cancel, cancelled
 from vllm_rollout.parts.sessions.client.agents import MAX_CONCURRENT
 from vllm_rollout.parts.sessions.http.body import SessionEvent
 
@@ -136,7 +136,7 @@ class AgentRounds:
     """The methods of a run whose rounds consist of sessions."""
 
     async def agent_rounds(
-        self: Any,
+        self,
         /,
         prompts: Iterable[PromptLike],
         *,
@@ -157,13 +157,16 @@ class AgentRounds:
         Raises: RolloutError, 504 if no call has done anything for `idle_timeout_s` seconds.
         """
 
-        async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
-            call = run_calls.agent_round(self.id, prompts, key=key or new_key(), **options)
-            return await self._patiently(
-                lambda: RunningRound(Shared(self._client, run, idle, max_concurrent), call).result(), patience_s
-            )
+        its: Any = self  # an AsyncRun
 
-        idle = {"idle_timeout_s": (self.info.sessions or {}).get("idle_timeout_s")}
-        async with aclosing(self._rounds(prompts, epoch, play)) as rounds:
+        async def play(prompts: Iterable[PromptLike] = (), *, key: str | None = None, **options: Any) -> AgentRound:
+            call = run_calls.agent_round(its.id, prompts, key=key or new_key(), **options)
+            answer: AgentRound = await its._patiently(
+                lambda: RunningRound(Shared(its._client, run, idle, max_concurrent), call).result(), patience_s
+            )
+            return answer
+
+        idle = {"idle_timeout_s": (its.info.sessions or {}).get("idle_timeout_s")}
+        async with aclosing(its._rounds(prompts, epoch, play)) as rounds:
             async for answer in rounds:
                 yield answer

@@ -27,7 +27,7 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls, engine_stopped
 from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
 from vllm_rollout.parts.shaping.api.lengths import EngineShaping
 
@@ -79,7 +79,8 @@ def config_of(args: Namespace, size: int) -> VllmConfig:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     engine_args.tensor_parallel_size = size
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    config.additional_config = ServeOptions.of(config).of_next_engine.into(config.additional_config)
+    for _, take_over in faces("next_engine"):
+        take_over(config)
     return config
 
 

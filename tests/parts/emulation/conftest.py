@@ -1,0 +1,1 @@
+from tests.kernel.api.conftest import parsed, refusal, restored  # noqa: F401

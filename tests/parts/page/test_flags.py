@@ -1,0 +1,18 @@
+"""`vllm-rollout serve`: the page and recordings."""
+
+
+def test_there_is_a_page_unless_the_user_wants_none(parsed):
+    assert parsed().enable_rollout_page
+    assert not parsed("--no-enable-rollout-page").enable_rollout_page
+
+
+def test_a_configuration_file_takes_the_page_away(parsed, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("no-enable-rollout-page: true\n")
+    assert not parsed("--config", str(config)).enable_rollout_page
+
+
+def test_a_recording_that_cannot_be_written_is_refused(refusal, tmp_path):
+    assert "must be a whole number of MiB, 0 for no bound, got '-1'" in refusal("--rollout-record-max-mib", "-1")
+    said = refusal("--rollout-record", str(tmp_path / "nowhere" / "file"))
+    assert "No such file or directory. Name a file that can be written." in said

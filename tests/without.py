@@ -1,0 +1,246 @@
+"""Checks that the package works without some of its parts: `python -m tests.without PART...`, or `make without`.
+
+Copies the checkout without the parts' folders, without what needs them in other parts (`with_PART`), without the parts
+that need them, and without tests that need any of them (tests/needs.py). In the copy it builds the C++ extension if a
+part has sources of it. Then it looks for imports of what is gone, and runs ruff, mypy and tests. Only tests that can
+notice run: those that reach the list of parts by their imports, and start no engine. Tests of pages and tools for
+contributors stay out, since pages name all parts.
+
+`--of-the-day N` takes N of `WHOLE`, others on the next day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.needs import left_out
+from tests.support.imports import imported_modules
+from vllm_rollout.kernel import parts
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "vllm_rollout"
+EXTENSION = "_C.abi3.so"
+
+WHOLE = ("drafts",)
+"""Parts without which everything here succeeds."""
+
+TESTED = ("tests/kernel", "tests/parts", "tests/tools", "tests/test_architecture.py", "tests/test_parts.py")
+ABOUT_THE_WHOLE = (
+    "tests/test_architecture.py::test_docs_and_docstrings_cite_files_that_are_there",
+    "tests/test_architecture.py::test_functions_that_the_docs_name_are_there",
+    "tests/test_architecture.py::test_the_wiring_between_kernel_and_parts_does_not_grow",
+)
+"""Tests that name the files of every part."""
+KIND = "not engine and not slow and not thorough"
+NUM_LANES = 2
+MOST_SECONDS = 1800
+"""Upper bound of one command."""
+LIST_OF_PARTS = "vllm_rollout.kernel.parts"
+
+
+class Check(NamedTuple):
+    """One check in the copy."""
+
+    name: str
+    said: str
+    """Last line of its output, or its complaints."""
+    succeeded: bool
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="a part that is left out, together with the others")
+    parser.add_argument("--of-the-day", type=int, metavar="N", help="N parts of those that are whole, each by itself")
+    parser.add_argument("--keep", action="store_true", help="do not delete the copy")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - {part.name for part in parts.parts()}:
+        parser.error(f"there is no part {sorted(unknown)[0]!r}")
+    alone = of_the_day(options.of_the_day or 0, datetime.date.today())
+    runs = [*([options.parts] if options.parts else []), *([name] for name in alone)]
+    if not runs:
+        parser.error("name a part, or --of-the-day")
+    failed = [names for names in runs if not succeeds(names, options.keep)]
+    sys.exit(f"failed without {', '.join(map(' '.join, failed))}" if failed else 0)
+
+
+def of_the_day(num: int, day: datetime.date) -> list[str]:
+    """`num` parts, the next ones on the next day."""
+    return [WHOLE[(day.toordinal() * num + place) % len(WHOLE)] for place in range(min(num, len(WHOLE)))]
+
+
+def succeeds(names: list[str], keep: bool) -> bool:
+    """Say what is left out, run the checks, and sum up."""
+    gone, tests, start = with_dependents(names), left_out(*names), time.monotonic()
+    print(f"without {', '.join(gone)}:", *(f"  {path.relative_to(ROOT)}" for path in tests), sep="\n", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"without-{'-'.join(names)}-"))
+    try:
+        copy(folder, gone, tests)
+        checks = [*checks_of(folder, gone)]
+    finally:
+        if keep:
+            print(f"the copy: {folder}")
+        else:
+            shutil.rmtree(folder)
+    for check in checks:
+        print(f"{check.name:<10} {'ok' if check.succeeded else 'FAILED':<6} {check.seconds:4.0f} s  {check.said}")
+    succeeded = all(check.succeeded for check in checks)
+    outcome = "succeeded" if succeeded else "FAILED"
+    print(f"without {', '.join(names)}: {outcome} in {time.monotonic() - start:.0f} s", flush=True)
+    return succeeded
+
+
+def with_dependents(names: Iterable[str]) -> list[str]:
+    """These parts, and those that need them."""
+    gone = set(names)
+    for part in parts.parts():  # in this list, parts come after those that they need
+        if not gone.isdisjoint(part.needs):
+            gone.add(part.name)
+    return sorted(gone)
+
+
+def copy(target: Path, gone: Iterable[str], tests: Iterable[Path]) -> None:
+    """Copy the files that git knows, or would add, and what was built: the extension, and what mypy knows."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=MOST_SECONDS,
+    ).stdout.split("\0")  # fmt: skip
+    dropped = [*folders_of(gone), *tests]
+    for name in filter(None, listed):
+        source = ROOT / name
+        if source.is_file() and not any(source.is_relative_to(each) for each in dropped):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    shutil.copy2(ROOT / PACKAGE / EXTENSION, target / PACKAGE / EXTENSION)
+    if (known := ROOT / ".mypy_cache").exists():
+        shutil.copytree(known, target / known.name)
+
+
+def folders_of(names: Iterable[str]) -> Iterator[Path]:
+    """Folders of parts, and folders of other parts that are there only with one of them."""
+    folder = ROOT / PACKAGE / "parts"
+    for name in names:
+        yield folder / name
+        yield from folder.glob(f"*/with_{name}")
+
+
+def checks_of(folder: Path, gone: list[str]) -> Iterator[Check]:
+    if any((ROOT / PACKAGE / "parts" / name / "csrc").exists() for name in gone):
+        yield run("C++", folder, build_command(folder))
+    start = time.monotonic()
+    imports = imports_of_what_is_gone(folder, gone)
+    yield Check("imports", "".join(f"\n  {each}" for each in imports), not imports, time.monotonic() - start)
+    if imports:
+        return  # nearly every test would say the same
+    yield run("names", folder, [sys.executable, "-m", "docs_tools.stub", "--write"])
+    yield run("ruff", folder, ["ruff", "check", "--quiet", "."])
+    yield run("mypy", folder, ["mypy", *typed_files(folder)])
+    yield from run_tests(folder)
+
+
+def build_command(folder: Path) -> list[str]:
+    build, python = folder / "build" / "without", f"-DVLLM_ROLLOUT_PYTHON_EXECUTABLE={sys.executable}"
+    commands = [
+        f"cmake -G Ninja -S {folder} -B {build} -DCMAKE_BUILD_TYPE=Release {python}",
+        f"cmake --build {build} -j {os.cpu_count()}",
+        f"cp {build / EXTENSION} {folder / PACKAGE / EXTENSION}",
+    ]
+    return ["sh", "-ec", "\n".join(commands)]
+
+
+def imports_of_what_is_gone(folder: Path, gone: Iterable[str]) -> list[str]:
+    """Imports of the package that nothing answers, also those for types only."""
+    modules = tuple(f"{PACKAGE}.parts.{name}" for name in gone)
+    return [
+        f"{path.relative_to(folder)}: {name}"
+        for path in sorted((folder / PACKAGE).rglob("*.py"))
+        for name in sorted(imported_modules(path.read_text()))
+        if name.startswith(tuple(f"{module}." for module in modules)) or name in modules
+    ]
+
+
+def typed_files(folder: Path) -> list[str]:
+    """The files and folders that pyproject.toml has for mypy and that are there."""
+    patterns = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    return [path.relative_to(folder).as_posix() for pattern in patterns for path in sorted(folder.glob(pattern))]
+
+
+def run_tests(folder: Path) -> Iterator[Check]:
+    """Run the tests that can notice, in lanes side by side."""
+    files = [path.relative_to(folder).as_posix() for path in affected_tests(folder)]
+    deselected = [f"--deselect={test}" for test in ABOUT_THE_WHOLE]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-m", KIND, *deselected]
+    lanes = [begin(folder, [*pytest, *files[lane::NUM_LANES]]) for lane in range(NUM_LANES)]
+    yield from (end(f"tests {number}", *lane) for number, lane in enumerate(lanes, 1))
+
+
+def affected_tests(folder: Path) -> list[Path]:
+    """Test files that reach the list of parts by their imports, the tests of the list among them."""
+    files = [path for place in TESTED for path in sorted((folder / place).rglob("test_*.py")) or [folder / place]]
+    return [path for path in files if reaches_the_list(folder, path)]
+
+
+def reaches_the_list(folder: Path, path: Path) -> bool:
+    found: set[Path] = set()
+    left = [path, *(each / "conftest.py" for each in path.parents if (each / "conftest.py").exists())]
+    while left:
+        file = left.pop()
+        if file in found:
+            continue
+        found.add(file)
+        if file == module_at(folder, LIST_OF_PARTS):
+            return True
+        is_part = file.name == "__init__.py" and file.parents[1].name == "parts"  # it says what the part is
+        left += () if is_part else imported_files(folder, file)
+    return False
+
+
+@cache
+def imported_files(folder: Path, path: Path) -> tuple[Path, ...]:
+    """Files of the copy that a file imports."""
+    names = imported_modules(path.read_text(), ".".join(path.relative_to(folder).parts[:-1]))
+    found = (module_at(folder, name) or module_at(folder, name.rpartition(".")[0]) for name in names)
+    return tuple(file for file in found if file is not None)
+
+
+@cache
+def module_at(folder: Path, name: str) -> Path | None:
+    place = folder.joinpath(*name.split("."))
+    files = (place.with_suffix(".py"), place / "__init__.py") if name else ()
+    return next((file for file in files if file.exists()), None)
+
+
+def run(name: str, folder: Path, command: list[str]) -> Check:
+    return end(name, *begin(folder, command))
+
+
+def begin(folder: Path, command: list[str]) -> tuple[subprocess.Popen[str], float]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return process, time.monotonic()
+
+
+def end(name: str, process: subprocess.Popen[str], start: float) -> Check:
+    output, _ = process.communicate(timeout=MOST_SECONDS)
+    succeeded = process.returncode == 0
+    if not succeeded:
+        print(f"-- {name}:", output, sep="\n", flush=True)
+    return Check(name, (output.strip().splitlines() or [""])[-1], succeeded, time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Hooks by which a part takes part in a worker, and the parts of one worker.
+
+Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.kernel.parts import faces
+
+
+class WorkerPart:
+    """A part beside the model runner. Only the hooks that it overrides are called.
+
+    Its face `worker` is a function that makes it of a worker whose model runner exists, and returns None if the part
+    has nothing to do there.
+    """
+
+    def see_step(self, step: SchedulerOutput) -> None:
+        """Prepare for a step: its new and finished requests, and the tokens that it computes."""
+
+    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+        """Register a candidate that has run elsewhere."""
+
+    def new_weights(self) -> None:
+        """Prepare for the first step with new weights."""
+
+    def stop(self) -> None:
+        """Keep what must outlive the server, which ends next."""
+
+    def begin_again(self) -> None:
+        """Drop what an exception in a hook has left half done. It must not raise."""
+
+
+HOOKS = ("see_step", "arrived", "new_weights", "stop")
+
+
+class WorkerParts:
+    """The parts of one worker, by the hooks that they have."""
+
+    def __init__(self, parts: Sequence[tuple[str, WorkerPart]] = (), faults: Faults | None = None) -> None:
+        """`parts`: with their names. `faults`: the model runner's, which its reports count."""
+        self._faults = faults or Faults()
+        self._with: dict[str, list[tuple[str, WorkerPart]]] = {
+            hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not getattr(WorkerPart, hook)]
+            for hook in HOOKS
+        }
+
+    @classmethod
+    def of(cls, worker: Any) -> WorkerParts:
+        """The parts that have something to do in this worker."""
+        made = [(name, part) for name, make in faces("worker") if (part := make(worker)) is not None]
+        return cls(made, worker.model_runner.observing.faults)
+
+    def see_step(self, step: SchedulerOutput) -> None:
+        self._call("see_step", step)
+
+    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+        self._call("arrived", request, output_token_ids)
+
+    def new_weights(self) -> None:
+        self._call("new_weights")
+
+    def stop(self) -> None:
+        self._call("stop")
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for name, part in self._with[hook]:
+            try:
+                getattr(part, hook)(*args)
+            except Exception as error:
+                self._faults.caught(name, error)
+                part.begin_again()

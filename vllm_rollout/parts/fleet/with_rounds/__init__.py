@@ -1,0 +1,1 @@
+"""Runs at several servers, with the part rounds."""

@@ -1,0 +1,1 @@
+"""Learning in a trainer's own process, with the part pruning."""

@@ -1,0 +1,1 @@
+"""Quality heads, votes and rewards of an engine in a trainer's own process."""

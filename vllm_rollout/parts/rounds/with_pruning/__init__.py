@@ -1,0 +1,1 @@
+"""Runs and learned state in one saved state. These files are there if both parts are."""

@@ -1,0 +1,1 @@
+"""Sessions that pruning scores. These files are there if both parts are."""
