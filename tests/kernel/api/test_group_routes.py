@@ -17,7 +17,7 @@ from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, work_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
 from vllm_rollout.kernel.rules.plan import GroupPlan

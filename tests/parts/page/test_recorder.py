@@ -20,7 +20,7 @@ from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording import file as trace_file
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import TracedCandidate
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate
 
 
 @pytest.fixture

@@ -14,5 +14,7 @@ PART = Part(
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
+        "simulated": "vllm_rollout.parts.moving.simulated",
     },
+    also={"emulation": {"emulated": "vllm_rollout.parts.moving.with_emulation.worker:emulated_moves"}},
 )

@@ -12,9 +12,11 @@ PART = Part(
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
+        "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
     },
+    also={"emulation": {"emulated": "vllm_rollout.parts.pruning.with_emulation.worker:emulated_heads"}},
     exports={
         "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",
         "QualityHead": "vllm_rollout.parts.pruning.client:QualityHead",

@@ -1,4 +1,4 @@
-"""The command `vllm-rollout receipt`.
+"""The command `vllm-rollout receipt`: receipts of the page, and the setting that the simulator advises.
 
 Invariant: importing it is light.
 """
@@ -31,7 +31,7 @@ def receipt(
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="Key, if the server asks for one.", show_envvar=True)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Report the cost of rollouts, and the savings of stopping candidates against waiting for all of them.
 
@@ -60,11 +60,23 @@ def receipt(
     **Next** (for a trace): the setting that `vllm-rollout simulate` expects to save most. The accuracy of all these
     numbers: docs/guides/watching.md.
     """
+    from rich.console import Console
+
     from vllm_rollout.kernel.client.connection import RolloutError
-    from vllm_rollout.parts.page.watching.receipt import show
+    from vllm_rollout.parts.page.watching.receipt import as_json, receipts_of, show
+    from vllm_rollout.parts.shaping.rules.trace import told_reasons
+    from vllm_rollout.simulator.advice import advice
 
     try:
-        show(source, profile, api_key, as_json=as_json)
+        found = receipts_of(source, api_key)
+        with Console(stderr=True).status("Replaying the trace with other settings"):
+            following = advice(source, found, profile)
+        if found.skipped:
+            print(f"vllm-rollout receipt: {told_reasons(found.skipped)}.", file=sys.stderr)
+        if json:
+            print(as_json(source, found, following))
+        else:
+            show(found, following)
     except RolloutError as error:
         sys.exit(f"vllm-rollout receipt: {error.message}")
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""All ranks of a rollout on one clock, and the groups that move between ranks.
+"""Groups on several simulated ranks: where they start, and how they move between ranks on one clock.
 
 A look at the loads is due when enough candidates have ended since the last look. A group leaves its rank between two
 steps, and joins the target's line between two steps.
@@ -10,17 +10,55 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from vllm_rollout.config import REWARD_THRESHOLD
-from vllm_rollout.kernel.rules.types import GroupResult
-from vllm_rollout.parts.moving.rules.load import RankLoad
+from vllm_rollout.kernel.rules.step import GroupSteps
+from vllm_rollout.parts.moving.rules.load import GroupLoad, RankLoad, TransferCost
 from vllm_rollout.parts.moving.rules.migration import PlannedMove, is_look_due, plan_consolidation, plan_spread
+from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.moving.rules.scaling import Progress, plan_scale_down
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.moving.rules.work import TokenCost, Work
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.race import Race
 from vllm_rollout.simulator.rank import Departed, Rank
+
+
+class Places:
+    """The places of groups on several ranks. Invariant: ranks are chosen as a server does."""
+
+    def __init__(self, machine: Machine) -> None:
+        """Tokens are weighed by step costs, or all alike on an ideal machine."""
+        self.num_ranks = machine.num_ranks
+        self._placement = Placement(machine.num_ranks)
+        if (cost := machine.known_cost) is not None:
+            self._placement.token_cost = TokenCost.of(cost)
+        self._placed: dict[Race, tuple[int, Work]] = {}
+        """Rank and remaining work of each group."""
+
+    def place(self, race: Race) -> int:
+        work = _work_of(race, [0] * race.plan.num_candidates)
+        rank = self._placement.place(work)
+        self._placed[race] = rank, work
+        return rank
+
+    def note(self, race: Race, num_tokens: Sequence[int]) -> None:
+        rank, before = self._placed[race]
+        work = _work_of(race, num_tokens)
+        self._placement.change(rank, before, work)
+        self._placed[race] = rank, work
+
+    def leave(self, race: Race) -> None:
+        self._placement.leave(*self._placed.pop(race))
+
+
+def _work_of(race: Race, num_tokens: Sequence[int]) -> Work:
+    """Work of candidates that have `num_tokens` tokens each."""
+    return Work.of(num_tokens, race.lengths, race.max_tokens, race.prompt_tokens)
+
+
+def transfer_cost(kv_bytes_per_token: float, block_size: int) -> TransferCost:
+    """Assumed cost of KV that moves along. `kv_bytes_per_token`: of one device."""
+    return TransferCost.assumed(kv_bytes_per_token, block_size)
 
 
 class Mover:
@@ -57,7 +95,10 @@ class Mover:
         loads = [
             RankLoad(
                 number,
-                tuple(rank.loads_at(seconds)),
+                tuple(
+                    GroupLoad.of(id, race.prompt_tokens, num_tokens, race.lengths, race.max_tokens)
+                    for id, race, num_tokens in rank.running_at(seconds)
+                ),
                 kv_capacity_tokens=machine.kv_capacity_tokens,
                 max_num_seqs=machine.num_slots,
                 is_held=number in self._freed,
@@ -101,9 +142,9 @@ class Mover:
             self._ranks[move.source].send_away(move.group_id, seconds + self._message_s, deliver)
 
 
-def run_fleet(machine: Machine, judges: Sequence[Judge], races: Sequence[Sequence[Race]]) -> FleetRun:
-    """Run all races to their end. `races`: by rank."""
-    ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
+def run_fleet(machine: Machine, learned: Sequence[GroupSteps], races: Sequence[Sequence[Race]]) -> FleetRun:
+    """Run all races to their end. `learned`, `races`: by rank."""
+    ranks = [Rank(machine, steps, f"{number}/") for number, steps in enumerate(learned)]
     for rank, own in zip(ranks, races, strict=True):
         for race in own:
             rank.launch(race)
@@ -127,18 +168,3 @@ def _next(ranks: Sequence[Rank]) -> Rank | None:
         if (happening := rank.next) is not None
     ]
     return ranks[min(happenings)[2]] if happenings else None
-
-
-def reward(judge: Judge, judges: Sequence[Judge], rollout_id: str, results: Mapping[Race, GroupResult]) -> None:
-    """Reward returned trajectories after the rollout. Every judge learns the rewards."""
-    rewards = []
-    for race, result in results.items():
-        for index in result.selected:
-            value = race.pool[index].reward
-            if value is not None:
-                rewards.append((race.prompt_id, index, value, value > REWARD_THRESHOLD))
-    if not rewards or (learned := judge.reward(rollout_id, rewards)) is None:
-        return
-    for other in judges:
-        if other is not judge:
-            other.learn(learned[2])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import RoundSweep, RunOutcome
 from vllm_rollout.simulator.machine import duration
 from vllm_rollout.simulator.picture import BASELINE, FASTEST, KEEPING, PLAIN, open_axes, sheet
-from vllm_rollout.simulator.rounds.outcome import RoundSweep, RunOutcome
 
 SHORT, LONG = FASTEST, KEEPING
 MAX_ROUNDS = 40

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from vllm_rollout.parts.page.recording.rows import Trace
 from vllm_rollout.parts.rounds.rules.rounds import FreshPrompt, RoundKind, Run
+from vllm_rollout.parts.shaping.rules.trace import Trace
 from vllm_rollout.simulator.generate import LengthDistribution, draw_length, log_medians
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Pools

@@ -8,37 +8,51 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_rollout.kernel.rules.prompt_key import draft_key
+from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
 from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule, bin_of
 from vllm_rollout.parts.emulation.device import StepWork
-from vllm_rollout.parts.emulation.drafts import NO_DRAFTS, DrawnDrafts, draw, share_factor
-from vllm_rollout.parts.emulation.settings import DraftSettings
+from vllm_rollout.parts.emulation.fate import chances
+from vllm_rollout.parts.emulation.worker.ports import EmulatedPart, SaidRow
 from vllm_rollout.parts.emulation.worker.request import EmulatedRequest
 
 MAX_KNOWN_PROMPTS = 2**17
 """Limit of prompts whose answers are counted. A real memory is bounded in bytes."""
 
 
-class SaidRow(NamedTuple):
-    """A row of a step that is over."""
+class DrawnDrafts(NamedTuple):
+    """The drafts of one row and step."""
 
-    request_id: str
-    request: EmulatedRequest
-    num_said: int
-    """Sampled tokens. 0 in a prefill that is not over."""
-    num_drafts: int = 0
-    """Drafts that were verified for this row."""
+    probabilities: Sequence[float]
+    """Probability that each draft is accepted together with all drafts before it."""
+    num_right: int
+    """Number of correct drafts, from the first one on."""
 
 
-class EmulatedDrafts:
-    """Decides the drafts of one engine. After each step, call `took`, then `propose`."""
+NO_DRAFTS = DrawnDrafts((), 0)
+
+
+def draw(settings: DraftSettings, factor: float, salt: int, number: int) -> DrawnDrafts:
+    """For output token `number` and those after it, of the candidate with this `salt`."""
+    place, luck, *_ = chances("drafts", salt, number)
+    for kind in settings.kinds:
+        place -= factor * kind.share
+        if place < 0:
+            return DrawnDrafts(kind.accepted, sum(probability > luck for probability in kind.accepted))
+    return NO_DRAFTS
+
+
+class EmulatedDrafts(EmulatedPart):
+    """Decides the drafts of one engine."""
 
     def __init__(self, settings: DraftSettings, most: int, max_model_len: int) -> None:
         """`most`: most drafts per row."""
-        self.most = most
+        self._most = most
         self._settings = settings
         self._rule = DraftingRule()
         self._max_model_len = max_model_len
@@ -49,45 +63,46 @@ class EmulatedDrafts:
         self._verifying: dict[str, Sequence[int]] = {}
         """Bins of the drafts that are being verified, by request id."""
 
-    def begin(self, request_id: str, prompt: str, group_id: str) -> None:
-        """Register a candidate."""
+    def begin(self, request: EmulatedRequest, tag: CandidateTag, prompt: Sequence[int]) -> None:
+        self.know(request.id, draft_key(tag.namespace, prompt, ""), tag.group_id)
+
+    def know(self, request_id: str, prompt: str, group_id: str) -> None:
+        """Register a candidate. `prompt`: the key under which answers to its prompt serve as drafts."""
         self._candidates[request_id] = prompt, group_id
         self._known.setdefault(prompt, Counter())[group_id] += 1
         self._known.move_to_end(prompt)
         if len(self._known) > MAX_KNOWN_PROMPTS:
             self._known.popitem(last=False)
 
-    def end(self, request_id: str) -> None:
+    def end(self, request: EmulatedRequest) -> None:
         """Forget a request. Its tokens still serve as drafts."""
-        self._candidates.pop(request_id, None)
-        self._verifying.pop(request_id, None)
+        self._candidates.pop(request.id, None)
+        self._verifying.pop(request.id, None)
 
     def took(self, work: StepWork, seconds: float) -> None:
-        """Note how many seconds a step took on the device."""
         if not work.prefilled_tokens:
             self._rule.took(work.num_requests, work.num_drafts, seconds)
 
     def propose(self, rows: Sequence[SaidRow]) -> DraftTokenIds:
-        """Drafts for the next step, which has these rows again, or fewer."""
         self._learn_accepted(rows)
-        longest = min(self._rule.longest(len(rows)), self.most)
+        longest = min(self._rule.longest(len(rows)), self._most)
         if not longest:
-            return DraftTokenIds([row.request_id for row in rows], [[] for _ in rows])
+            return DraftTokenIds([row.request.id for row in rows], [[] for _ in rows])
         drawn = [self._draw(row, longest) for row in rows]
         bins = [list(map(bin_of, its.probabilities)) for its in drawn]
         choice = self._rule.choose(len(rows), _by_bin(bin for its in bins for bin in its))
         lengths = choice.lengths(bins)
         for row, its, length in zip(rows, bins, lengths, strict=True):
             if length:
-                self._verifying[row.request_id] = its[:length]
+                self._verifying[row.request.id] = its[:length]
         tokens = [_tokens(*each) for each in zip(rows, drawn, lengths, strict=True)]
-        return DraftTokenIds([row.request_id for row in rows], tokens)
+        return DraftTokenIds([row.request.id for row in rows], tokens)
 
     def _learn_accepted(self, rows: Sequence[SaidRow]) -> None:
         drafted: list[int] = []
         accepted: list[int] = []
         for row in rows:
-            bins = self._verifying.pop(row.request_id, ())[: row.num_drafts]  # vLLM may have scheduled fewer
+            bins = self._verifying.pop(row.request.id, ())[: row.num_drafts]  # vLLM may have scheduled fewer
             if row.num_said:
                 drafted += bins
                 accepted += bins[: row.num_said - 1]
@@ -103,14 +118,24 @@ class EmulatedDrafts:
             request.max_tokens - 1 - request.newest,
             self._max_model_len - 1 - request.num_prompt - request.newest,
         )
-        if not row.num_said or room < 1 or row.request_id not in self._candidates:
+        if not row.num_said or room < 1 or row.request.id not in self._candidates:
             return NO_DRAFTS
-        prompt, group_id = self._candidates[row.request_id]
+        prompt, group_id = self._candidates[row.request.id]
         groups = self._known.get(prompt, Counter({group_id: 1}))
         num_siblings = max(0, groups[group_id] - 1)
         factor = share_factor(self._settings, num_siblings, groups.total() - groups[group_id])
         probabilities, num_right = draw(self._settings, factor, request.salt, request.num_before + request.newest + 1)
         return DrawnDrafts(probabilities[:room], min(num_right, room))
+
+
+def emulated_drafts(worker: Any) -> EmulatedDrafts | None:
+    """Face `emulated`: drafts of a worker whose engine verifies some."""
+    speculative = worker.vllm_config.speculative_config
+    if speculative is None:
+        return None
+    return EmulatedDrafts(
+        worker.emulation.drafts, speculative.num_speculative_tokens, worker.model_config.max_model_len
+    )
 
 
 def _by_bin(bins: Iterable[int]) -> list[int]:

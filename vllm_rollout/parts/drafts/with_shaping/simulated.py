@@ -1,4 +1,4 @@
-"""Expected effect of drafts on a step: verified drafts, gained tokens and seconds.
+"""Expected effect of drafts on a simulated step: verified drafts, gained tokens and seconds.
 
 Invariant: closed form of `parts/drafts/rules.py::DraftingRule`, in expectation, once the rule has learned all it can.
 The likeliest drafts are verified as long as tokens per second grow. If no step has been without drafts for long, one is
@@ -7,16 +7,24 @@ made without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from rich.table import Table
+
+from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
 from vllm_rollout.parts.drafts.rules import NUM_BINS, PLAIN_INTERVAL_STEPS, bin_of, least_worthy
-from vllm_rollout.parts.emulation.settings import DraftSettings
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.race import Race
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CONTEXTS = tuple(2.0**power for power in range(8, 18))
 """Knots of drafted costs, besides those of the costs themselves. The verified drafts change with the context."""
+MAX_BATCH_SIZE = 256
+"""Largest batch size shown for a machine without a limit."""
 
 
 class DraftedStep(NamedTuple):
@@ -85,6 +93,30 @@ def drafted(cost: CostModel, settings: DraftSettings, factor: float) -> CostMode
     return CostModel(curves, cost.prefill_s_per_token, cost.step_prefill_s, cost.max_num_seqs)
 
 
+class DraftedSteps:
+    """Costs of one rank's steps, whose candidates come and go."""
+
+    def __init__(self, cost: CostModel, settings: DraftSettings) -> None:
+        self._settings = settings
+        self._drafted = cache(partial(drafted, cost, settings))
+        """Step costs by draft factor, in hundredths."""
+        self._factors = 0.0
+        """Draft factors of running candidates, summed."""
+
+    def start(self, race: Race) -> None:
+        """A candidate of this group starts to run."""
+        self._factors += self._factor(race)
+
+    def stop(self, race: Race) -> None:
+        self._factors -= self._factor(race)
+
+    def cost(self, num_running: int) -> CostModel:
+        return self._drafted(round(self._factors / num_running, 2))
+
+    def _factor(self, race: Race) -> float:
+        return share_factor(self._settings, race.plan.num_candidates - 1, race.num_earlier)
+
+
 class BatchGain(NamedTuple):
     """Gain of drafts at one batch size."""
 
@@ -106,3 +138,25 @@ def gains(
         faster = cost.ptl(size, context_tokens) / step.s_per_token
         rows.append(BatchGain(size, step.drafts, step.tokens, faster))
     return rows
+
+
+def gained_of(machine: Machine, group_size: int, contexts: Iterable[float]) -> tuple[list[Table], dict[str, Any]]:
+    """Gain of drafts by batch size, for groups of `group_size`: a table, and its numbers.
+
+    `contexts`: context of each candidate half way, in tokens.
+    """
+    drafts = machine.with_drafts(True).drafts
+    most = machine.num_slots or MAX_BATCH_SIZE
+    sizes = [size for size in BATCH_SIZES if size & (size - 1) == 0 and size <= most]
+    rows = gains(machine.step_cost, drafts, share_factor(drafts, group_size - 1, 0), sizes, fmean(contexts))
+    table = Table(title=f"What drafts bring, with {group_size} candidates to a prompt")
+    for name in ("candidates in a step", "drafts of each", "tokens of each", "times as fast"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(f"{row.batch_size:,}", f"{row.drafts:.2f}", f"{row.tokens:.2f}", f"{row.faster:.2f}")
+    return [table], {"drafts": [row._asdict() for row in rows]}
+
+
+def as_measured() -> DraftSettings:
+    """Acceptance of drafts where nothing else is said."""
+    return DraftSettings()

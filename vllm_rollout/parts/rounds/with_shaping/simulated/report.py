@@ -8,10 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_rollout.parts.page.recording.rows import Trace
-from vllm_rollout.simulator.machine import duration
-from vllm_rollout.simulator.report import count, ideal_times, left_out, preemptions, table_of
-from vllm_rollout.simulator.rounds.outcome import (
+from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import (
     Fairness,
     RoundSweep,
     RunOutcome,
@@ -20,6 +17,9 @@ from vllm_rollout.simulator.rounds.outcome import (
     mean_seconds,
     percentile_of_lengths,
 )
+from vllm_rollout.parts.shaping.rules.trace import Trace
+from vllm_rollout.simulator.machine import duration
+from vllm_rollout.simulator.report import count, ideal_times, left_out, preemptions, table_of
 
 Column = tuple[str, Callable[[RunOutcome], str]]
 DASH = "—"

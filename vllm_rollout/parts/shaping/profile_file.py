@@ -141,9 +141,7 @@ class Profile(_Model):
             ) from error
 
     def write(self, path: Path | str) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (self.model_dump_json(indent=1) + "\n").encode(), PUBLIC)
+        write_whole(Path(path), (self.model_dump_json(indent=1) + "\n").encode(), PUBLIC)
 
     @property
     def tensor_parallel_sizes(self) -> list[int]:

@@ -13,13 +13,11 @@ from vllm_rollout.kernel.rules.fields import RunFields
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
-from vllm_rollout.simulator.settings import FIELDS as GROUP_FIELDS
-from vllm_rollout.simulator.settings import Setting, setting_of, written_fields
+from vllm_rollout.simulator.settings import Setting, setting_fields, setting_of, written_fields
 
 TERMS = {field: row for field, row in rows(RunFields).items() if field != "group_size"}
 NOT_OF_ROUNDS = ("group_size", "order", "audit_ratio", "audit_unit")
 """Fields of groups that rounds do not take. A round has its own size and order, and audits no group."""
-FIELDS = {**TERMS, **{field: row for field, row in GROUP_FIELDS.items() if field not in NOT_OF_ROUNDS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,8 @@ def parse_rounds(text: str, group_size: int, pruning: Mapping[str, Any] | None =
 
     Raises: PlanError, or ValueError for a field that is unknown or out of range.
     """
-    given = written_fields(text, FIELDS)
+    of_groups = {field: row for field, row in setting_fields().items() if field not in NOT_OF_ROUNDS}
+    given = written_fields(text, TERMS | of_groups)
     terms = {field: given.pop(field) for field in TERMS if field in given}
     if "prompts_per_round" not in terms:
         raise ValueError("prompts_per_round is missing: the prompts that a round returns")

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop
 from random import Random
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.kernel.rules.rows import Integer, Number, row, rows
 from vllm_rollout.kernel.rules.types import CandidateId, GroupResult
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.sessions.rules import Session, SessionLimits, SessionRace
 from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
 from vllm_rollout.simulator.machine import Machine, RankRun
+from vllm_rollout.simulator.parts import FlagError
 from vllm_rollout.simulator.race import Race, Runner
 from vllm_rollout.simulator.rank import Closed, Message, Rank
 from vllm_rollout.simulator.settings import written_fields
@@ -48,6 +48,15 @@ class SessionTerms:
     tool_failures: float = row(
         Number(0, 1, below=True), "Chance that a tool fails, so that its session is void.", default=0.0
     )
+    max_factor: ClassVar[int] = MORE_SESSIONS
+
+    def group_of(self, race: Race, seed: int, key: tuple[int, ...], machine: Machine) -> SessionGroup:
+        """As the function of this name."""
+        return group_of(race, self, seed, key, machine)
+
+    def run(self, machine: Machine, races: Iterable[SessionGroup]) -> RankRun:
+        """Run all groups at once on one engine."""
+        return run_sessions(machine, races, self)
 
 
 RECORDED = "recorded"
@@ -60,6 +69,19 @@ def parse_sessions(text: str, others: SessionTerms | None = None) -> SessionTerm
     """
     written = {} if text == RECORDED else written_fields(text, rows(SessionTerms))
     return replace(others or SessionTerms(), **written)
+
+
+def terms_of(text: str, learned: SessionTerms | None) -> SessionTerms:
+    """Face `simulated`: terms from `--sessions`. Fields that it leaves out are those of recorded groups, if any.
+
+    Raises: FlagError.
+    """
+    if text == RECORDED and learned is None:
+        raise FlagError(f"--sessions {RECORDED}: no group of sessions was recorded. Say what they do, as in turns=4.")
+    try:
+        return parse_sessions(text, learned)
+    except ValueError as error:
+        raise FlagError(f"--sessions {text!r}: {error}") from error
 
 
 class Course(NamedTuple):
@@ -156,7 +178,7 @@ class SessionRank(Rank):
     """An engine that runs groups of sessions to their end. Its waiting line holds turns."""
 
     def __init__(self, machine: Machine, tool_tokens: int) -> None:
-        super().__init__(machine, Judge())
+        super().__init__(machine)
         self._tool_tokens = tool_tokens
         self._kept: dict[SessionRunner, int] = {}
         """Tokens of sessions outside the batch whose KV is still in the cache, the longest unused first."""

@@ -7,41 +7,16 @@ reads it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
-from vllm_rollout.parts.page.recording.rows import (
-    MAX_ROW_NAME_CHARS,
-    RolloutPrompt,
-    RolloutRow,
-    Trace,
-    TracedRollout,
-    end_of,
-)
-from vllm_rollout.simulator.machine import FleetRun
+from vllm_rollout.parts.page.recording.rows import MAX_ROW_NAME_CHARS, RolloutPrompt, RolloutRow
+from vllm_rollout.parts.shaping.rules.trace import Trace, end_of
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.settings import Setting
+from vllm_rollout.simulator.replay import Ran
 from vllm_rollout.whole_file import PUBLIC, write_whole
 
 SECONDS_DIGITS = 6
-
-
-class Ran(NamedTuple):
-    """A replayed rollout."""
-
-    setting: Setting
-    epoch: int
-    number: int
-    rollout: TracedRollout
-    ranks: Sequence[Sequence[Race]]
-    """Groups by rank, as they began."""
-    results: Sequence[GroupResult]
-    """Results in the order of the rollout's prompts."""
-    races: Sequence[Race]
-    """Groups in the order of the rollout's prompts."""
-    run: FleetRun
 
 
 class Recording:

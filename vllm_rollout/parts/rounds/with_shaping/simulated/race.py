@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import Any
 
 from vllm_rollout.kernel.rules.launch import LaunchWindow, Turn, num_launch_places
 from vllm_rollout.kernel.rules.selection import conclude
+from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import GroupResult
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.moving.rules.work import Work
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import OpenRound
-from vllm_rollout.simulator.fleet import Mover
+from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.parts import simulated
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rank import Closed, Left, Phase, Rank
+from vllm_rollout.simulator.rank import Closed, Phase, Rank
 
 ORDER: Mapping[Phase, int] = {"close": 0, "begin": 2}
 API_ORDER = 1
@@ -40,29 +41,28 @@ class RoundRace:
     def __init__(
         self,
         machine: Machine,
-        judges: Sequence[Judge],
-        placement: Placement,
+        learned: Sequence[GroupSteps],
+        places: Any,
         opened: OpenRound,
         races: Sequence[Race],
         message_s: float,
     ) -> None:
-        """`races`: by position of `opened.all_entries`."""
+        """`learned`: as of `Rank`, by rank. `places`: of all groups. `races`: by position of `opened.all_entries`."""
         self.progress = RoundProgress(opened)
         self.results: dict[int, GroupResult] = {}
         """Results of the groups that are over, by position."""
         self.rank_of: dict[int, int] = {}
         """Rank on which each group was launched, by position."""
-        self._work: dict[int, Work] = {}
-        """Remaining work of each running group, by position, as last reported."""
         self._races = races
         self._position_of = {race: position for position, race in enumerate(races)}
-        self._ranks = [Rank(machine, judge, f"{number}/") for number, judge in enumerate(judges)]
-        num_candidates = sum(race.plan.num_candidates for race in races[: len(opened.entries)])
-        self._mover = Mover(machine, self._ranks, num_candidates, message_s)
-        self._moves_groups = machine.moves_groups
-        self._next = [(inf, API_ORDER, rank) for rank in range(len(judges))]
+        self._ranks = [Rank(machine, steps, f"{number}/") for number, steps in enumerate(learned)]
+        self._mover = None
+        if machine.moves_groups:
+            num_candidates = sum(race.plan.num_candidates for race in races[: len(opened.entries)])
+            self._mover = simulated("moving", "--migration").Mover(machine, self._ranks, num_candidates, message_s)
+        self._next = [(inf, API_ORDER, rank) for rank in range(len(learned))]
         """(seconds, order, rank) of each rank's next event."""
-        self._placement = placement
+        self._places = places
         num_slots = machine.num_slots
         self._window = LaunchWindow(
             sys.maxsize if num_slots is None else num_launch_places(num_slots, machine.num_ranks, 1)
@@ -87,7 +87,7 @@ class RoundRace:
             rank = event[2]
             closed = self._ranks[rank].go_on()
             self._note(rank)
-            if self._moves_groups:  # groups that left this rank are on their way to others
+            if self._mover is not None:  # groups that left this rank are on their way to others
                 self._note_all()
             if closed is not None and closed.num_ended:
                 heappush(self._inbox, (event[0] + self._message_s, next(self._numbers), closed))
@@ -99,28 +99,29 @@ class RoundRace:
 
     @property
     def num_moves(self) -> int:
-        return self._mover.num_moves
+        return 0 if self._mover is None else self._mover.num_moves
 
     def freed_s(self, seconds: float) -> float:
         """Seconds for which ranks were free in a round that ended at `seconds`, summed."""
-        return self._mover.freed_s(seconds)
+        return 0 if self._mover is None else self._mover.freed_s(seconds)
 
     def _hear(self, seconds: float, told: Closed) -> None:
         self._window.release(told.num_ended)
         for left in told.left:
-            self._note_work(left)
-        self._mover.ended(told.num_ended)
+            self._places.note(left.race, left.num_tokens)
+        if self._mover is not None:
+            self._mover.ended(told.num_ended)
         if told.over:
             was_cut = self.progress.is_cut
             for race in told.over:
-                position = self._position_of[race]
-                self._placement.leave(self.rank_of[position], self._work.pop(position))
+                self._places.leave(race)
                 self._group_over(race)
             if self.progress.is_cut and not was_cut:
                 self._cut(seconds)
         if told.over or self._turn is not None:  # else nothing has changed for groups that have not started
             self._start(seconds)
-        if self._moves_groups and not self.progress.is_cut and len(self.rank_of) >= len(self.progress.opened.entries):
+        has_begun = len(self.rank_of) >= len(self.progress.opened.entries)
+        if self._mover is not None and has_begun and not self.progress.is_cut:
             self._mover.look(seconds)
             self._note_all()
 
@@ -129,14 +130,14 @@ class RoundRace:
         if len(self._ranks) == 1 or self.progress.opened.kind == "long":
             return
         for rank, its in enumerate(self._ranks):
-            its.cut(self.progress.opened.key, seconds + self._message_s)
+            its.tell(seconds + self._message_s, partial(_cut, self.progress.opened.key))
             self._note(rank)
 
     def _group_over(self, race: Race) -> None:
         position = self._position_of[race]
         result = self.results[position] = conclude(race.plan, race.endings)
         longest = max((result.endings[index].num_tokens for index in result.selected), default=0)
-        is_deferred = race.lost or any(ending.state == "deferred" for ending in result.endings)
+        is_deferred = bool(LOST.of(race.group.parts)) or any(ending.state == "deferred" for ending in result.endings)
         self.progress.group_over(position, GroupEnd(result.status == "complete", is_deferred, longest))
 
     def _start(self, seconds: float) -> None:
@@ -161,17 +162,10 @@ class RoundRace:
     def _launch(self, position: int, seconds: float) -> None:
         race, opened = self._races[position], self.progress.opened
         if opened.kind == "short":
-            race.place = RacePlace(opened.key, self.progress.num_wanted, position)
-        work = self._work[position] = race.work
-        rank = self.rank_of[position] = self._placement.place(work)
+            race.said |= PLACE.value(RacePlace(opened.key, self.progress.num_wanted, position))
+        rank = self.rank_of[position] = self._places.place(race)
         self._ranks[rank].launch(race, seconds + self._message_s)
         self._note(rank)
-
-    def _note_work(self, left: Left) -> None:
-        if self._placement.num_ranks > 1:
-            position = self._position_of[left.race]
-            before, self._work[position] = self._work[position], left.race.work_of(left.num_tokens)
-            self._placement.change(self.rank_of[position], before, self._work[position])
 
     def _note_all(self) -> None:
         for rank in range(len(self._ranks)):
@@ -182,3 +176,10 @@ class RoundRace:
         self._next[rank] = (
             (inf, API_ORDER, rank) if happening is None else (happening.seconds, ORDER[happening.phase], rank)
         )
+
+
+def _cut(race_id: str, steps: GroupSteps) -> None:
+    """Cut a race, because enough of its groups are complete elsewhere."""
+    part = steps.part(RoundsStep)
+    assert part is not None, "this part is there"
+    part.cut(race_id, steps)

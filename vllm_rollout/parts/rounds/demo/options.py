@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_rollout.demo.options import MAX_CANDIDATES, SEED, DemoOptions
-from vllm_rollout.demo.rounds.prompts import make_prompts
+from vllm_rollout.parts.rounds.demo.prompts import make_prompts
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 TEMPERATURE = 0.6

@@ -10,16 +10,21 @@ from dataclasses import replace
 from functools import partial
 
 from vllm_rollout.kernel.rules.types import GroupResult
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.rounds import Entry, OpenRound, Run
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import DataPrompt, HandIn, RunConditions, Trainer
+from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import (
+    ReturnedPrompt,
+    RoundOutcome,
+    RoundSweep,
+    RunOutcome,
+)
+from vllm_rollout.parts.rounds.with_shaping.simulated.race import RoundRace
+from vllm_rollout.parts.rounds.with_shaping.simulated.settings import RoundSetting
 from vllm_rollout.parts.shaping.rules.history import observed_lengths
-from vllm_rollout.simulator.fleet import reward
+from vllm_rollout.simulator.parts import simulated
 from vllm_rollout.simulator.planner import PlannedRollout, Planner
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rounds.data import DataPrompt, HandIn, RunConditions, Trainer
-from vllm_rollout.simulator.rounds.outcome import ReturnedPrompt, RoundOutcome, RoundSweep, RunOutcome
-from vllm_rollout.simulator.rounds.race import RoundRace
-from vllm_rollout.simulator.rounds.settings import RoundSetting
+from vllm_rollout.simulator.rank import new_steps
 
 
 def replay_run(
@@ -44,8 +49,9 @@ class _RunReplay:
         self._setting = setting
         self._prompts = {prompt.id: prompt for prompt in its.data.prompts}
         self._planner = Planner(setting.group, its.machine)
-        self._judges = [Judge() for _ in range(its.machine.num_ranks)]
-        self._placement = its.machine.new_placement()
+        self._engines = [new_steps() for _ in range(its.machine.num_ranks)]
+        """The steps of each rank's engine, for what they have learned."""
+        self._places = its.machine.new_places()
         self._run = Run(setting.terms)
         self._trainer = Trainer(its.data.prompts, its.epochs, its.seed, whole_epochs=its.whole_epochs)
         self._handed_in: dict[int, int] = {}
@@ -71,7 +77,7 @@ class _RunReplay:
         prompts = [self._prompts[entry.prompt_id] for entry in opened.all_entries]
         planned = self._planned(opened, prompts)
         races = [self._race(opened, *each) for each in zip(opened.all_entries, planned, strict=True)]
-        race = RoundRace(self._its.machine, self._judges, self._placement, opened, races, self._its.message_s)
+        race = RoundRace(self._its.machine, self._engines, self._places, opened, races, self._its.message_s)
         if opened.wants_all:
             race.progress.start_in(self._planner.launch_order(prompts, planned))
         seconds = race.run()
@@ -97,13 +103,14 @@ class _RunReplay:
                 self._planner.history.observe(races[position].prompt_id, observed_lengths(result.endings))
         if self._setting.group.pruning is None:
             return
-        for rank, judge in enumerate(self._judges):
+        pruning = simulated("pruning", "detection_length")
+        for rank, engine in enumerate(self._engines):
             own = {
                 races[position]: result
                 for position, result in race.results.items()
                 if (race.rank_of[position] == rank or race.num_moves) and race.progress.fates[position] == "returned"
             }
-            reward(judge, self._judges, key, own)
+            pruning.reward(engine, self._engines, key, own)
 
     def _close(self, opened: OpenRound, hand_in: HandIn, race: RoundRace, seconds: float) -> RoundOutcome:
         returned = tuple(

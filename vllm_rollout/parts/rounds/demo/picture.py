@@ -9,9 +9,9 @@ from pathlib import Path
 
 from vllm_rollout.demo.picture import AVOIDED_STYLE as IDLE
 from vllm_rollout.demo.picture import only_bottom
-from vllm_rollout.demo.rounds.options import RoundsOptions
-from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
 from vllm_rollout.drawing import INK, figure_at
+from vllm_rollout.parts.rounds.demo.options import RoundsOptions
+from vllm_rollout.parts.rounds.demo.rounds import Period, ReturnedGroup, Round
 
 OWN_ROUND = "#0f766e"
 LATER = "#f59e0b"

@@ -16,10 +16,11 @@ from typing import NamedTuple
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.kernel.rules.types import SessionState
 from vllm_rollout.parts.page.recording.file import rows_of
-from vllm_rollout.parts.page.recording.rows import End, RolloutRow, Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.page.recording.rows import RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import STOPPED_STATES, SessionGroupRow, SessionRow
+from vllm_rollout.parts.sessions.with_shaping.simulated import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths
-from vllm_rollout.simulator.sessions import MAX_TOOL_SECONDS, MAX_TURNS, SessionTerms
+from vllm_rollout.parts.shaping.rules.trace import End, Trace, TracedCandidate, TracedPrompt, TracedRollout
 
 ENDS: dict[SessionState, End] = {
     "finished": "stop", "truncated": "length", "surplus": "surplus", "pruned": "pruned", "deferred": "deferred",
@@ -39,9 +40,17 @@ class RecordedGroups(NamedTuple):
     broken: list[str]
     """Fault of each broken row. The last row may still have been in writing."""
 
+    def trace(self, prompts_per_step: int | None) -> Trace:
+        """As of `trace_of_sessions`."""
+        return trace_of_sessions(self.groups, prompts_per_step, self.num_rollouts, self.broken)
+
+    def terms(self, *, in_steps: bool) -> SessionTerms:
+        """As of `learned_terms`."""
+        return learned_terms(self.groups, in_steps=in_steps)
+
 
 def read_session_groups(path: Path) -> RecordedGroups:
-    """Read the groups of sessions of a recording. Raises: OSError."""
+    """Face `recorded`: the groups of sessions of a recording. Raises: OSError."""
     groups, num_rollouts = [], 0
     broken: list[str] = []
     for row in rows_of(path, broken):

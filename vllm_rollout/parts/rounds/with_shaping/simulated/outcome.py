@@ -17,8 +17,8 @@ from statistics import fmean
 import numpy as np
 
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind
-from vllm_rollout.simulator.rounds.data import RunConditions
-from vllm_rollout.simulator.rounds.settings import RoundSetting, responses_only
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import RunConditions
+from vllm_rollout.parts.rounds.with_shaping.simulated.settings import RoundSetting, responses_only
 
 
 @dataclass(frozen=True, slots=True)

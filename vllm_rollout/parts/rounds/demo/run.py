@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from itertools import zip_longest
+from typing import Any
 
 from rich.table import Table
 
 from vllm_rollout.demo.phases import Way
-from vllm_rollout.demo.rounds.options import RoundsOptions
-from vllm_rollout.demo.rounds.picture import draw
-from vllm_rollout.demo.rounds.rounds import Period, Round, plain_rounds, tail_rounds
 from vllm_rollout.demo.server import show
+from vllm_rollout.parts.rounds.demo.options import QUICK, RoundsOptions
+from vllm_rollout.parts.rounds.demo.picture import draw
+from vllm_rollout.parts.rounds.demo.rounds import Period, Round, plain_rounds, tail_rounds
+
+
+def demo(chosen: Mapping[str, Any], quick: bool) -> None:
+    """Face `demo`: of rounds, with the chosen options of the command. Raises: as `RoundsOptions` and `show`."""
+    if "candidates" in chosen:
+        raise ValueError("--candidates is not for --rounds: a run speculates with 1.25 times --group-size")
+    run(RoundsOptions(**((QUICK if quick else {}) | chosen)))
 
 
 def run(options: RoundsOptions) -> None:
