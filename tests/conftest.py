@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def warnings_reach_caplog() -> None:
     """In any order of tests: vLLM cuts its logger off from the root, and a package it imports silences the root."""
     logging.getLogger("vllm").propagate = True
     logging.getLogger("vllm_rollout").setLevel(logging.WARNING)
+
+
+@pytest.fixture(autouse=True)
+def vllm_reads_the_environment() -> Iterator[None]:
+    """Also after a test whose engine ran in this process: from then on vLLM keeps the values that it has read."""
+    yield
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        envs.disable_envs_cache()
 
 
 @pytest.fixture(autouse=True)

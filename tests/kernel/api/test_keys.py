@@ -15,7 +15,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from vllm import envs
 from vllm.entrypoints.launchers.app import build_app
 
 from vllm_rollout.kernel import plugin
@@ -56,8 +55,6 @@ BODIES: dict[tuple[str, str], Any] = {
 @pytest.fixture
 def app_of(monkeypatch, tiny_model):
     """vLLM's app with what these trainers ask for, no engine behind it; or as vLLM has it, without us."""
-
-    envs.disable_envs_cache()  # an engine that ran in this process has it on
 
     @cache
     def app_of(*trainers: str, ours: bool = True) -> FastAPI:
