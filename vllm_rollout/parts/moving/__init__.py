@@ -14,5 +14,6 @@ PART = Part(
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
+        "worker_calls": "vllm_rollout.parts.moving.worker.move_calls:MoveCalls",
     },
 )

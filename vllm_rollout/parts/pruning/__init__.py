@@ -14,6 +14,7 @@ PART = Part(
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
+        "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",
     },
     exports={
         "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",

@@ -59,7 +59,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
     made-up hidden states.
     """
 
-    moving_runner: EmulatedRunner
+    model_runner: EmulatedRunner
 
     def init_device(self) -> None:
         emulation = EmulationOptions.of(self.vllm_config)
@@ -70,9 +70,9 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
         ring = FeatureRing.of(self.vllm_config, HIDDEN_SIZE, torch.float32)
         self.emulated_device = Device(self.emulation, emulation.speed)
-        self.moving_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker(), self._drafts())
+        self.model_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker(), self._drafts())
         self.quality_heads = QualityHeads(
-            self.moving_runner,
+            self.model_runner,
             ring,
             hidden_size=HIDDEN_SIZE,
             model=self.model_config.served_model_name or self.model_config.model,
@@ -141,7 +141,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         """Do nothing, in no time, on a rank without requests beside ranks with some (shared experts)."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        self._launched = self.moving_runner.step(scheduler_output)
+        self._launched = self.model_runner.step(scheduler_output)
         return EMPTY_MODEL_RUNNER_OUTPUT if self._launched is None else None
 
     def sample_tokens(self, grammar_output: Any) -> EmulatedOutput | None:
@@ -149,7 +149,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         if step is None:
             return None
         span = self.emulated_device.launch(time.perf_counter(), step.work)
-        if (drafts := self.moving_runner.drafts) is not None:
+        if (drafts := self.model_runner.drafts) is not None:
             drafts.took(step.work, span.end - span.start)
             self._said = step.rows
         return EmulatedOutput(step, span, self.step_log)
@@ -157,7 +157,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for the next step."""
         rows, self._said = self._said, ()
-        return self.moving_runner.drafts.propose(rows) if rows else None
+        return self.model_runner.drafts.propose(rows) if rows else None
 
     def shutdown(self) -> None:
         self.step_log.close()
