@@ -48,9 +48,8 @@ from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny
 from vllm_rollout.parts.emulation.device import cost_of
-from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+from vllm_rollout.parts.emulation.settings import Settings, settings_type
+from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
@@ -137,12 +136,12 @@ def settings_of(folder: Path, cell: Cell) -> Settings:
     if cell.part.endswith("poor"):
         drafts["kinds"] = POOR
     if cell.device in SLOW_STEPS:
-        return Settings.model_validate({"step": SLOW_STEPS[cell.device], "drafts": drafts})
+        return settings_type().model_validate({"step": SLOW_STEPS[cell.device], "drafts": drafts})
     if cell.device == "overhead":
         step = Settings.read("examples/emulate_7b.json").step
         assert step is not None, "the example says what a step takes"
-        return Settings.model_validate({"step": step.model_dump(), "drafts": drafts})
-    return Settings.model_validate({"profile": str(folder / ROOFLINE), "drafts": drafts})
+        return settings_type().model_validate({"step": step.model_dump(), "drafts": drafts})
+    return settings_type().model_validate({"profile": str(folder / ROOFLINE), "drafts": drafts})
 
 
 def roofline() -> Profile:
@@ -208,9 +207,9 @@ def emulate(
     )
     for number_of, its in enumerate(lengths):
         prompt = [100 + (1000 * seed + number_of) % 30_000, *range(1, PROMPT_TOKENS)]
-        if cell.part == "deferred" and run.runner.drafts is not None:
+        if cell.part == "deferred" and run.drafts is not None:
             for earlier in range(NUM_EARLIER):
-                run.runner.drafts.begin(f"short/{number_of}/{earlier}", draft_key("", prompt, ""), "short")
+                run.drafts.know(f"short/{number_of}/{earlier}", draft_key("", prompt, ""), "short")
         run.launch(f"g{number_of}", its, prompt, GroupTerms(len(its), len(its)), max_tokens=MAX_TOKENS)
     run.run(max_steps=10**6)
     return run
@@ -230,7 +229,7 @@ def simulate(settings: Settings, cell: Cell, lengths: list[list[int]], *, drafts
         race = Race(str(number_of), GroupPlan(len(its)), pool, PROMPT_TOKENS)
         race.num_earlier = NUM_EARLIER if cell.part == "deferred" else 0
         races.append(race)
-    return run_races(machine, races, Judge()).seconds
+    return run_races(machine, races).seconds
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

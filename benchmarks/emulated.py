@@ -27,10 +27,10 @@ from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.parts.emulation.fate import Fates
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.rounds.rules.rounds import Run, RunTerms
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import DataPrompt, Trainer
 from vllm_rollout.process import ServerProcess
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
-from vllm_rollout.simulator.rounds.data import DataPrompt, Trainer
 
 FIRST_SEED = 1000
 """Sampling seed of candidate 0."""

@@ -23,10 +23,10 @@ from benchmarks.tables import columns, number
 from vllm_rollout.kernel.rules.fields import LaunchRule
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.page.simulated import Ran, Recording
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.recording import Ran, Recording
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
 

@@ -41,10 +41,10 @@ from benchmarks.tables import columns, number, percent
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.emulation.step_log import Summary, read_steps
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.moving.simulated import run_fleet
 from vllm_rollout.process import counter, exit_on_sigterm
-from vllm_rollout.simulator.fleet import run_fleet
 from vllm_rollout.simulator.race import Race
+from vllm_rollout.simulator.rank import new_steps
 
 WAYS: dict[str, dict[str, Any]] = {
     "stay": {},
@@ -117,9 +117,9 @@ def simulated(its: Workload, data: EmulatedDataSet, way: str) -> dict[str, Any]:
     races: list[list[Race]] = [[] for _ in range(its.num_ranks)]
     for number_of, prompt in enumerate(data.prompts):
         pool = data.candidates(prompt, 0, 0, its.group_size)
-        race = Race(str(number_of), plan, pool, prompt.prompt_tokens, None, None, None, its.model.max_tokens)
+        race = Race(str(number_of), plan, pool, prompt.prompt_tokens, max_tokens=its.model.max_tokens)
         races[number_of % its.num_ranks].append(race)
-    run = run_fleet(machine, [Judge() for _ in races], races)
+    run = run_fleet(machine, [new_steps() for _ in races], races)
     return {
         "seconds": run.seconds,
         "freed_rank_s": sum(run.seconds - rank.seconds for rank in run.ranks),

@@ -33,12 +33,12 @@ from benchmarks.prompts import cycle
 from benchmarks.tables import columns, number, percent, picture
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.on_cpu import this_cpu
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel, computed_prompt_tokens, rollout_time
 from vllm_rollout.process import MAX_BATCHED_TOKENS, ServerProcess, exit_on_sigterm, log_folder, runs_on_cpu
 from vllm_rollout.profiling.grid import Wanted
 from vllm_rollout.profiling.options import ProfileOptions
 from vllm_rollout.profiling.picture import draw_size
-from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import run as run_profile
 
 MAX_NUM_SEQS = 64

@@ -36,10 +36,10 @@ from benchmarks.tables import columns, number, percent
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.parts.emulation.step_log import Summary, read_steps
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind, RunTerms
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import RunConditions
+from vllm_rollout.parts.rounds.with_shaping.simulated.replay import replay_run
+from vllm_rollout.parts.rounds.with_shaping.simulated.settings import RoundSetting
 from vllm_rollout.process import ServerProcess, exit_on_sigterm
-from vllm_rollout.simulator.rounds.data import RunConditions
-from vllm_rollout.simulator.rounds.replay import replay_run
-from vllm_rollout.simulator.rounds.settings import RoundSetting
 
 SETTINGS = ("1,1", "1,1.25", "1.25,1", "1.25,1.25", "1.5,1.5")
 SYNCHRONOUS_ROUNDS = 2

@@ -5,26 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests import needs
-from tests.needs import NEEDS, TESTS, imported_parts, left_out, own, row, with_needs
+from tests.needs import NEEDS, TESTS, imported_parts, left_out, own, row
 
 FILES = sorted(TESTS.rglob("*.py"))
 
 
 def below(folder: str) -> list[Path]:
     return [path for path in FILES if path.is_relative_to(TESTS / folder)]
-
-
-def test_the_kernels_tests_import_no_part_but_what_is_written_down():
-    """The aim is that no row begins with `kernel/`."""
-    found = {path: imported_parts(path) for path in below("kernel") if imported_parts(path)}
-    assert {path.relative_to(TESTS).as_posix(): sorted(names) for path, names in found.items()} == {
-        file: list(names) for file, names in NEEDS.items() if file.startswith("kernel/")
-    }
-
-
-def test_tests_of_a_part_import_what_it_needs_and_what_is_written_down():
-    missing = {path: imported_parts(path).difference(row(path), *map(with_needs, own(path))) for path in below("parts")}
-    assert {path: names for path, names in missing.items() if names} == {}
 
 
 def test_engine_tests_import_what_is_written_down():

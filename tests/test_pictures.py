@@ -23,13 +23,13 @@ from tests.test_docs import PAGES, ROOT
 from vllm_rollout.demo import picture as race_picture
 from vllm_rollout.demo.options import Options
 from vllm_rollout.demo.phases import Phase, RacedCandidate
-from vllm_rollout.demo.rounds import picture as rounds_picture
-from vllm_rollout.demo.rounds.options import RoundsOptions
-from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
 from vllm_rollout.demo.training import picture as training_picture
 from vllm_rollout.demo.training.curve import Answer, Curve
+from vllm_rollout.parts.rounds.demo import picture as rounds_picture
+from vllm_rollout.parts.rounds.demo.options import RoundsOptions
+from vllm_rollout.parts.rounds.demo.rounds import Period, ReturnedGroup, Round
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.profiling.picture import draw as draw_profile_alone
-from vllm_rollout.profiling.profile_file import Profile
 
 RESULTS = ROOT / "benchmarks/results"
 

@@ -5,7 +5,9 @@
     page -> simulator 6                a part names a tool: 0 is the aim
 
 Files that need another part beside the needs of their own stand in a folder `with_OTHER`, and are reached by `also` of
-their part. They may name the other part. The rest of their part may not name them.
+their part. They may name the other part and its needs. The rest of their part may not name them.
+
+Files that only a tool loads have the name of the tool's face (`TOOLS`), and may name the tool.
 
 `tests/wired.txt` has the counts. A test fails if a count differs: a larger one is new wiring, a smaller one is written
 down, so that it stays small. Run from the repository root: python -m tests.wired --write
@@ -23,7 +25,13 @@ from vllm_rollout.kernel.parts import parts
 
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).with_suffix(".txt")
-TOOLS = ("demo", "doctor", "integrations", "models", "profiling", "simulator", "training")
+TOOLS = {
+    **dict.fromkeys(("integrations", "profiling", "training")),
+    "demo": "demo",
+    "doctor": "doctor",
+    "simulator": "simulated",
+}
+"""Folder of each tool -> its face, which names files or folders of parts."""
 
 
 def wiring(package: Path) -> dict[str, int]:
@@ -35,14 +43,16 @@ def wiring(package: Path) -> dict[str, int]:
         ring, owner = where.parts[0], where.parts[1] if len(where.parts) > 2 else ""
         if ring not in ("kernel", "parts"):
             continue
+        rooms = where.with_suffix("").parts if ring == "parts" else ()
         for module in imports(path.read_text()):
             _, *rest = module.split(".")
             if rest[:1] == ["parts"] and len(rest) > 1 and ring == "kernel":
                 found[f"{where} {rest[1]}"] += 1
             elif rest[:1] == ["parts"] and len(rest) > 1:
-                named = {rest[1], *others(rest)} - {owner, *needs.get(owner, ()), *others(where.parts)}
-                found.update(f"{owner} -> {other}" for other in named)
-            elif rest and rest[0] in TOOLS:
+                allowed = {owner, *others(where.parts)}
+                allowed.update(need for part in list(allowed) for need in needs.get(part, ()))
+                found.update(f"{owner} -> {other}" for other in {rest[1], *others(rest)} - allowed)
+            elif rest and rest[0] in TOOLS and TOOLS[rest[0]] not in rooms:
                 found[f"{where if ring == 'kernel' else owner} -> {rest[0]}"] += 1
     return dict(sorted(found.items()))
 

@@ -16,9 +16,9 @@ import vllm_rollout
 from vllm_rollout import old_names
 from vllm_rollout.doctor.command import doctor
 from vllm_rollout.doctor.start import refuse_installation, refuse_start
-from vllm_rollout.kernel.parts import faces, installed_parts, parts
-from vllm_rollout.profiling import command as profile_command
-from vllm_rollout.simulator.command import simulate
+from vllm_rollout.kernel.parts import face, faces, has, installed_parts, parts
+from vllm_rollout.profiling import command as profiling
+from vllm_rollout.simulator import command as simulator
 
 app = typer.Typer(
     help="Group rollouts for reinforcement learning: vLLM's step loop stops candidates that a group does not need.",
@@ -149,18 +149,16 @@ def _run_training_demo(chosen: dict[str, Any], quick: bool) -> None:
 
 
 def _run_rounds_demo(chosen: dict[str, Any], quick: bool) -> None:
-    from vllm_rollout.demo.rounds.options import QUICK, RoundsOptions
-    from vllm_rollout.demo.rounds.run import run
-
-    if "candidates" in chosen:
-        raise ValueError("--candidates is not for --rounds: a run speculates with 1.25 times --group-size")
-    run(RoundsOptions(**((QUICK if quick else {}) | chosen)))
+    if (rounds := face("rounds", "demo")) is None:
+        raise ValueError("--rounds shows the part 'rounds', and it is left out")
+    rounds(chosen, quick)
 
 
-profile_command.register(app)
-app.command()(simulate)
 app.command()(doctor)
 with suppress(ValueError):  # of the environment variable that leaves parts out: `main` says it
+    if has("shaping"):
+        profiling.register(app)
+        simulator.register(app)
     for _, commands in faces("commands"):
         commands.register(app)
 

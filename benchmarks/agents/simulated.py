@@ -9,9 +9,9 @@ from benchmarks.agents.world import PROMPT_TOKENS, TERMS, course_of
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings
+from vllm_rollout.parts.sessions.with_shaping.simulated import MORE_SESSIONS, SessionGroup, run_sessions
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
-from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionGroup, run_sessions
 
 WAYS: dict[Way, int] = {"wait 8": 8, "wait 16": 16, "race": 16, "race 10": 10, "refill 10": 10}
 """Way -> conversations that a group begins with."""

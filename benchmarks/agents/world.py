@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from vllm_rollout.simulator.sessions import Course, SessionTerms, draw_course
+from vllm_rollout.parts.sessions.with_shaping.simulated import Course, SessionTerms, draw_course
 
 TERMS = SessionTerms(turns=4, tool_seconds=0.5, tool_sigma=1.0, tool_tokens=40, tool_failures=0.05)
 PROMPT_TOKENS = 200

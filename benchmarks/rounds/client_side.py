@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from vllm_rollout.demo.phases import raise_for_status
-from vllm_rollout.demo.rounds.rounds import ReturnedGroup, Round, RoundName, messages, sampling_of
+from vllm_rollout.parts.rounds.demo.rounds import ReturnedGroup, Round, RoundName, messages, sampling_of
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 

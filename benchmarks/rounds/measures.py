@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common import median, percentile
 from benchmarks.rounds.setup import BASELINE, WAY_NAMES, WayName
-from vllm_rollout.demo.rounds.rounds import Period, Round
+from vllm_rollout.parts.rounds.demo.rounds import Period, Round
 
 Row = dict[str, Any]
 

@@ -50,7 +50,7 @@ from benchmarks.rounds.picture import draw, tables
 from benchmarks.rounds.setup import TINY, TITLES, WAY_NAMES, Sizes, WayName, check
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.demo.phases import warm_up
-from vllm_rollout.demo.rounds.rounds import Period, Round, plain_rounds, tail_rounds
+from vllm_rollout.parts.rounds.demo.rounds import Period, Round, plain_rounds, tail_rounds
 from vllm_rollout.process import ServerProcess, server_flags
 
 NOTE = (

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from benchmarks.long_run import SEED_STRIDE, TINY, TINY_SAMPLING, check_positive, size
 from vllm_rollout.config import DEFAULT_SPECULATION
-from vllm_rollout.demo.rounds.options import TEMPERATURE
-from vllm_rollout.demo.rounds.prompts import make_prompts
 from vllm_rollout.models import DEFAULT_MODEL
+from vllm_rollout.parts.rounds.demo.options import TEMPERATURE
+from vllm_rollout.parts.rounds.demo.prompts import make_prompts
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
 
 WayName = Literal["plain", "client", "run"]

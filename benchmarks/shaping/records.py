@@ -10,7 +10,8 @@ from typing import Any
 
 from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.page.recording.rows import End, RolloutPrompt, RolloutRow
+from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow
+from vllm_rollout.parts.shaping.rules.trace import End
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,8 @@ from benchmarks.shaping.setup import TINY, WAY_NAMES, WAYS, Sizes, check
 from benchmarks.shaping.simulation import history_of, simulate
 from vllm_rollout import AsyncRolloutClient
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.process import ServerProcess, runs_on_cpu, server_flags
-from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.simulator.machine import Machine
 
 NOTE = (

@@ -16,7 +16,6 @@ from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import history_key
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.memory import Memory
 from vllm_rollout.parts.pruning.saved_state import parse_state
 from vllm_rollout.parts.rounds.http.saved import parse_saved
@@ -71,7 +70,7 @@ def _simulated(
         Race(group.prompt_id, plan, _candidates(group, plan.num_candidates), group.prompt_tokens)
         for group, plan in zip(groups, plans, strict=True)
     ]
-    run = run_races(machine, races, Judge())
+    run = run_races(machine, races)
     generated = sum(ending.num_tokens for race in races for ending in race.endings)
     return Simulated(run.seconds, generated, [plan.num_candidates for plan in plans])
 

@@ -16,7 +16,7 @@ from benchmarks.rounds.client_side import client_rounds
 from benchmarks.rounds.measures import Run, run_row, summarize
 from benchmarks.rounds.picture import draw, tables
 from benchmarks.rounds.setup import WAY_NAMES, Sizes, check
-from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round
+from vllm_rollout.parts.rounds.demo.rounds import Period, ReturnedGroup, Round
 from vllm_rollout.process import ServerError
 
 SIZES = Sizes("fake", prompts_per_round=4, group_size=2, max_tokens=64, temperature=1.0, repeats=2, seed=3)

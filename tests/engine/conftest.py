@@ -266,7 +266,7 @@ def write_profile(model: str, path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
-    from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+    from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile
 
     config = EngineArgs(model=model, dtype="float32", enforce_eager=True).create_engine_config()
     facts = EngineFacts(

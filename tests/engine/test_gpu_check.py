@@ -18,7 +18,7 @@ from benchmarks.gpu_check.pieces import ENGINES, PIECES, sources_of
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.served import FLAGS
 from tests.support.waiting import wait_until
-from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.parts.shaping.profile_file import Profile
 
 ROOT = Path(__file__).parents[2]
 REHEARSAL_S = 900

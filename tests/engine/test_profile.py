@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S
 from tests.support.waiting import WAIT_S
-from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.parts.shaping.profile_file import Profile
 
 PROGRAM = "import typer; from vllm_rollout.profiling.command import register; app = typer.Typer(); "
 PROGRAM += "app.callback()(lambda: None); register(app); app()"

@@ -25,9 +25,9 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.emulation.tokens import succeeded
 from vllm_rollout.parts.page.recording.file import parse_row
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
+from vllm_rollout.parts.sessions.with_shaping.simulated import SessionGroup, SessionTerms, draw_course, run_sessions
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate
-from vllm_rollout.simulator.sessions import SessionGroup, SessionTerms, draw_course, run_sessions
 
 DEVICE = {
     "step": {"ms": 4.0},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_rollout.profiling.profile_file import EngineFacts, Point, Profile
+from vllm_rollout.parts.shaping.profile_file import EngineFacts, Point, Profile
 
 HARDWARE = {"num_devices": 1, "device": "abacus", "num_cpus": 2}
 

@@ -19,7 +19,6 @@ from vllm_rollout.doctor.machine import (
     check_model,
     check_number_type,
     check_port,
-    check_sandbox,
     check_temporary,
     listed_gpus,
 )
@@ -35,6 +34,7 @@ from vllm_rollout.doctor.packages import (
     vllm_here,
 )
 from vllm_rollout.doctor.start import DEFAULT_PORT
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.on_cpu import available_memory, compiler, this_cpu
 from vllm_rollout.process import runs_on_cpu
 
@@ -98,5 +98,5 @@ def examine(port: int = DEFAULT_PORT) -> list[Finding]:
         check_model(),
         check_temporary(),
         check_port(None, port),
-        check_sandbox(),
+        *(check() for _, check in faces("doctor")),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import shutil
 import socket
@@ -16,7 +15,6 @@ from vllm_rollout import models
 from vllm_rollout.doctor.finding import Finding, ok
 from vllm_rollout.extras import install_command
 from vllm_rollout.on_cpu import GIB, NO_COMPILER, Cpu, kv_cache_gib
-from vllm_rollout.parts.rewards.grading.sandbox import SandboxError, choose_sandbox
 
 LAST_PORT = 65_535
 TEMPORARY_BYTES = GIB // 16
@@ -136,11 +134,3 @@ def check_model(name: str = models.DEFAULT_MODEL) -> Finding:
         return place
     fetch = f"{name} is not fetched; serve and demo do so, from a network: vllm-rollout models fetch {name}"
     return Finding("embedded model", "warning", fetch)
-
-
-def check_sandbox() -> Finding:
-    try:
-        asyncio.run(choose_sandbox())
-    except (SandboxError, OSError) as error:
-        return Finding("sandbox", "warning", f"rewards that run programs are off. {error}")
-    return ok("sandbox", "bubblewrap holds: rewards may run programs")

@@ -111,20 +111,25 @@ def faces(face: str) -> Iterator[tuple[str, Any]]:
 
     A face that needs two parts comes after those of both.
     """
-    there: dict[str, Part] = {}
-    for part in parts():
-        there[part.name] = part
-        if (place := part.faces.get(face)) is not None:
-            yield part.name, load(place)
-        for one in there.values():
-            for other, its in one.also.items():
-                if face in its and other in there and part.name in (one.name, other):
-                    yield one.name, load(its[face])
+    for name, place in _places(face):
+        yield name, load(place)
 
 
 def face(name: str, face: str) -> Any | None:
     """This face of one part. None if the part is not there, or has no such face."""
-    return next((found for part, found in faces(face) if part == name), None)
+    return next((load(place) for part, place in _places(face) if part == name), None)
+
+
+def _places(face: str) -> Iterator[tuple[str, str]]:
+    there: dict[str, Part] = {}
+    for part in parts():
+        there[part.name] = part
+        if (place := part.faces.get(face)) is not None:
+            yield part.name, place
+        for one in there.values():
+            for other, its in one.also.items():
+                if face in its and other in there and part.name in (one.name, other):
+                    yield one.name, its[face]
 
 
 def faces_left_out(face: str) -> Iterator[tuple[str, Any]]:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_rollout.drawing import INK, figure_at
+from vllm_rollout.parts.shaping.profile_file import Profile, describe_hardware, describe_model
 from vllm_rollout.profiling.picture import CONTEXT_COLORS, finish
-from vllm_rollout.profiling.profile_file import Profile, describe_hardware, describe_model
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_rollout.profiling.profile_file import EngineFacts
+from vllm_rollout.parts.shaping.profile_file import EngineFacts
 
 PROFILE_SHORTEST_CONTEXT_TOKENS = 128
 """Shortest context of a profile. The other two are half of the longest and the longest."""

@@ -1,22 +1,13 @@
-"""Description of the machine, without torch."""
+"""Devices of this machine, without torch."""
 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 from vllm_rollout.process import runs_on_cpu
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
 
 CPU_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 

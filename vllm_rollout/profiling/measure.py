@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Point, PrefillPoint, Profile
 from vllm_rollout.profiling.engine_process import EngineProcess
 from vllm_rollout.profiling.fit import fit_curve, fit_prefill, leave_one_out
 from vllm_rollout.profiling.grid import GridPoint, Plan
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, PrefillPoint, Profile
 
 PREFILL_STEPS = 3
 """Steps per chunk size: a step of many tokens is long and varies little."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_rollout.drawing import INK, figure_at
-from vllm_rollout.profiling.profile_file import CurveFit, Point, Profile, describe_hardware
+from vllm_rollout.parts.shaping.profile_file import CurveFit, Point, Profile, describe_hardware
 
 FAINT = "#cbd5e1"
 CONTEXT_COLORS = ("#0f766e", "#f59e0b", "#4f46e5", "#be123c", "#0ea5e9", "#65a30d")

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from vllm_rollout.models import resolve
+from vllm_rollout.parts.shaping.profile_file import EngineFacts, Profile
 from vllm_rollout.process import exit_on_sigterm, log_folder, runs_on_cpu, server_environment
 from vllm_rollout.profiling.engine_process import EngineProcess, OnWait, engine_command
 from vllm_rollout.profiling.grid import GridPoint, Plan, Wanted, make_plan
@@ -33,7 +35,6 @@ from vllm_rollout.profiling.measure import (
 )
 from vllm_rollout.profiling.options import QUICK_CPU_FLAGS, ProfileOptions
 from vllm_rollout.profiling.picture import draw
-from vllm_rollout.profiling.profile_file import EngineFacts, Profile
 
 WANTED_R_SQUARED = 0.98
 WANTED_LEFT_OUT_ERROR = 0.05
@@ -70,6 +71,11 @@ def run(options: ProfileOptions, console: Console | None = None, start_engine: S
             return EngineProcess(command, environment, log, on_wait)
 
         return _measure_all(options, before, start, console)
+
+
+def _write(profile: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.write(path)
 
 
 def _existing(options: ProfileOptions) -> Profile | None:
@@ -113,7 +119,7 @@ def _measure_all(options: ProfileOptions, profile: Profile | None, start: StartE
         )
     with console.status("the curves are tried on points left out of the fit"):
         profile = finished(profile)
-    profile.write(options.output)
+    _write(profile, options.output)
     picture = options.output.with_suffix(".png")
     draw(profile, picture)
     console.print(results_table(profile))
@@ -195,7 +201,7 @@ def _measure_points(
                 except TooFewSteps as error:
                     progress.console.print(f"[yellow]left out: {error}[/]")
                 else:
-                    profile.write(options.output)
+                    _write(profile, options.output)
                     num_kept += 1
                     progress.update(row, last=result)
                 progress.advance(row)

@@ -11,7 +11,7 @@ from random import Random
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
 from vllm_rollout.kernel.rules.rows import Integer, Number, row, rows
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.settings import written_fields
 
 MAX_GENERATED = 10_000_000

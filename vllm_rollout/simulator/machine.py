@@ -8,11 +8,8 @@ from typing import Any, Literal
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.kernel.rules.fields import Migration
-from vllm_rollout.parts.emulation.settings import DraftSettings
-from vllm_rollout.parts.moving.rules.load import TransferCost
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.moving.rules.work import TokenCost
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.simulator.parts import simulated
 
 SIMULATED_BLOCK_TOKENS = 16
 """Tokens of a KV block in a simulation: vLLM's default on GPUs. Siblings share full blocks of their prompt."""
@@ -40,10 +37,10 @@ class Machine:
     """Purpose for which groups move between ranks, or "off"."""
     scale_down: ScaleDown = "off"
     """With "auto", half of the ranks are freed as soon as the others have room for the rest of the rollout."""
-    transfer: TransferCost | None = None
-    """Cost of moving KV with a group. None: the target computes it again."""
-    drafts: DraftSettings | None = None
-    """Acceptance of drafts between answers to a prompt. None: no drafts."""
+    transfer: Any = None
+    """Cost of moving KV with a group, as the part says it. None: the target computes it again."""
+    drafts: Any = None
+    """Acceptance of drafts between answers to a prompt, as the part says it. None: no drafts."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_num_seqs", "kv_capacity_tokens", "block_size"):
@@ -60,8 +57,10 @@ class Machine:
         return self.num_ranks > 1 and (self.migration, self.scale_down) != ("off", "off")
 
     def with_drafts(self, drafts: bool) -> Machine:
-        """This machine with or without drafts. Default draft settings apply if the machine has none."""
-        return replace(self, drafts=(self.drafts or DraftSettings()) if drafts else None)
+        """This machine with or without drafts. They are accepted as measured if the machine says nothing."""
+        if drafts and self.drafts is None:
+            return replace(self, drafts=simulated("drafts", "drafts=true").as_measured())
+        return self if drafts else replace(self, drafts=None)
 
     @property
     def without_moves(self) -> Machine:
@@ -87,12 +86,9 @@ class Machine:
         """Largest number of candidates of one group: all of them must be able to run at once."""
         return MAX_GROUP_SIZE if self.num_slots is None else self.num_slots
 
-    def new_placement(self) -> Placement:
-        """An empty placement. It weighs tokens by step costs, or all alike on an ideal machine."""
-        placement = Placement(self.num_ranks)
-        if (cost := self.known_cost) is not None:
-            placement.token_cost = TokenCost.of(cost)
-        return placement
+    def new_places(self) -> Any:
+        """The places of groups, none of which is taken."""
+        return OneRank() if self.num_ranks == 1 else simulated("moving", "--data-parallel-size").Places(self)
 
     def check_fits(self, prompt_id: str, num_tokens: int) -> None:
         """Check that one rank's KV cache can hold a candidate of `num_tokens`. Raises: ValueError."""
@@ -113,6 +109,22 @@ class Machine:
             "migration": self.migration,
             "scale_down": self.scale_down,
         }
+
+
+class OneRank:
+    """The places of groups on the only rank."""
+
+    num_ranks = 1
+
+    def place(self, race: Any) -> int:
+        """Rank on which this group starts."""
+        return 0
+
+    def note(self, race: Any, num_tokens: Sequence[int]) -> None:
+        """The tokens that each running candidate of this group has by now."""
+
+    def leave(self, race: Any) -> None:
+        """This group is over."""
 
 
 @dataclass(slots=True)

@@ -1,65 +1,211 @@
-"""The flags of `vllm-rollout simulate`, and the machine that they and a profile describe.
+"""The flags of `vllm-rollout simulate`.
 
-Invariant: options are consistent, and every extrapolation has a warning.
+Invariant: options are consistent. Importing this is light.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, get_type_hints
 
-from vllm_rollout.kernel.rules.fields import Migration
-from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.moving.rules.load import TransferCost
-from vllm_rollout.parts.page.recording.file import pieces
-from vllm_rollout.simulator.machine import Machine, ScaleDown
+import typer
 
-
-class FlagError(ValueError):
-    """Flags that make no sense, alone or together."""
+from vllm_rollout.kernel.parts import face, has
+from vllm_rollout.simulator.parts import FlagError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SimulateOptions:
-    trace: Path | None = None
-    generate: str | None = None
-    profile: Path | None = None
-    tensor_parallel_size: int | None = None
-    data_parallel_size: int = 1
-    migration: Migration = "off"
-    scale_down: ScaleDown = "off"
-    moves_kv: bool = True
-    group_size: int | None = None
-    max_num_seqs: int | None = None
-    kv_capacity_tokens: int | None = None
-    settings: tuple[str, ...] = ()
-    detection_length: int | None = None
-    prompts_per_step: int | None = None
-    rounds: tuple[str, ...] = ()
-    sessions: str | None = None
-    drafts: bool = False
-    draft_acceptance: Path | None = None
-    message_delay_s: float = 0.0
-    whole_epochs: bool = False
-    epochs: int = 1
-    skip_broken: bool = False
-    seed: int = 0
-    output: Path = Path("simulation.png")
-    output_json: Path | None = None
-    output_trace: Path | None = None
+    """The flags, each with its help."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="File that `serve --rollout-record FILE` wrote, or JSON lines as shown above."),
+    ] = None
+    generate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=VALUE,…",
+            help="Log-normal lengths instead of a trace. Every step has the same prompts. Fields with their "
+            "defaults: prompts=64, candidates=16, steps=4, median=700 (tokens), prompt_sigma=0.6 (spread between "
+            "prompts), sigma=0.7 (spread within a prompt: the tail), max_tokens=8192, prompt_tokens=100.",
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Profile that `vllm-rollout profile MODEL` wrote. Default: every step takes the same time."),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel size of the profile to use. Default: the only one.")
+    ] = None
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of engines that share the groups. A rollout takes as long as the slowest engine."
+        ),
+    ] = 1
+    migration: Annotated[
+        Literal["off", "spread", "consolidate", "auto"],
+        typer.Option(
+            help="With several engines: move groups between engines while they run. spread: away from an engine that "
+            "lags, so that the rollout ends sooner. consolidate: empty whole engines in the tail and free them. The "
+            "rollout may then end some 5 % later. auto: both."
+        ),
+    ] = "off"
+    scale_down: Annotated[
+        Literal["off", "auto"],
+        typer.Option(
+            help="With several engines: free half of the engines between 20 and 50 % of the responses. It happens as "
+            "soon as the other engines' KV cache has room for the rest (RollPacker)."
+        ),
+    ] = "off"
+    move_kv: Annotated[
+        Literal["auto", "off"],
+        typer.Option(
+            help="KV cache of a group that moves. auto: with a profile the KV cache moves along, at a gigabyte a "
+            "second. off: it is computed again."
+        ),
+    ] = "auto"
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Trajectories that a trainer wants per prompt. Default: the recorded number, otherwise 8."
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Candidates that run at once on one engine. Default: the profiled number, otherwise no limit."
+        ),
+    ] = None
+    kv_capacity_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in one engine's KV cache. A full cache makes the engine preempt. Default: the profiled "
+            "number, otherwise no limit.",
+        ),
+    ] = None
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE,…",
+            help="Try this setting beside the baseline, instead of the default sweep. Repeat the flag, or write "
+            "alternatives as redundancy=2|4|8. Fields of a rollout request: redundancy (a number or auto), "
+            "selection, num_longest, patience, early_stop, tradeoff, group_size, order (auto, prompts). Fields of "
+            "pruning: detection_length, keep_ratio, … Other fields: drafts (true, false), and name, which labels the "
+            "setting.",
+        ),
+    ] = None
+    rounds: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="P0|FIELD=VALUE,…",
+            help="Simulate whole runs of short and long rounds (tail batching) instead of single rollouts. P0 is the "
+            "number of prompts a round. Fields: prompts_per_round, prompt_speculation and response_speculation (1.25 "
+            "each), queue_order (first_in, shortest, longest). For the groups of short rounds, the fields of "
+            "--setting are possible, too. Repeat the flag, or write alternatives as prompt_speculation=1.1|1.25|1.5.",
+        ),
+    ] = None
+    message_delay: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="With --rounds and several engines: time of a message between an engine and the process that counts "
+            "complete groups. Unit: seconds, without a profile steps.",
+        ),
+    ] = 0.0
+    whole_epochs: Annotated[
+        bool,
+        typer.Option(
+            "--whole-epochs",
+            help="With --rounds: all prompts of an epoch come back before the next epoch begins, as with "
+            "`run.rounds`. Otherwise long prompts may wait into the next epoch.",
+        ),
+    ] = False
+    sessions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIELD=VALUE,…|recorded",
+            help="Candidates are conversations with tools. A candidate's tokens are spread over turns, and between "
+            "two turns a tool runs. Fields with their defaults: turns=3 (on average, geometric), tool_seconds=0 (on "
+            "average, without a profile in steps), tool_sigma=1 (spread: the tail of tools), tool_tokens=100 (of a "
+            "tool's answer), tool_failures=0. tool_failures is the chance that a tool fails and its session is void. "
+            "A spare session or a new one takes its place. If the trace has groups of sessions, these groups are "
+            "replayed, and missing fields are learned from them. recorded: all fields are learned. Settings of "
+            "sessions have redundancy, early_stop, group_size, and selection first or shortest.",
+        ),
+    ] = None
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Try every setting also with drafts, as `serve --enable-rollout-drafts` has them. Siblings' tokens "
+            "and earlier answers to the prompt are verified several at a time where that is faster. In a single "
+            "--setting, write the field drafts=true.",
+        ),
+    ] = False
+    draft_acceptance: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Acceptance of drafts: the drafts in a file of `serve --rollout-emulate`. Default: as measured with "
+            "16 answers of a small model to a prompt.",
+        ),
+    ] = None
+    detection_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Output tokens at which the trace's scores were taken. Default: the recorded number."),
+    ] = None
+    prompts_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Cut the trace's prompts into rollouts of this many, in their order.")
+    ] = None
+    epochs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of passes over the trace, so that redundancy auto knows its prompts. From the second pass "
+            "on, a prompt's lengths are drawn from its recorded lengths.",
+        ),
+    ] = 1
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Skip broken rows instead of failing.")] = False
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    output: Annotated[Path, typer.Option(help="File for the picture (PNG).")] = Path("simulation.png")
+    output_json: Annotated[Path | None, typer.Option(help="File for all numbers (JSON), for a program.")] = None
+    output_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for every simulated rollout, in the form of `serve --rollout-record`. `vllm-rollout watch "
+            "trace.jsonl whatif.jsonl` then shows the simulation beside the record."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
+        for flag, part, given in (
+            ("a trace", "page", self.trace is not None),
+            ("--output-trace", "page", self.output_trace is not None),
+            ("--rounds", "rounds", self.rounds),
+            ("--sessions", "sessions", self.sessions is not None),
+            ("--drafts", "drafts", self.drafts),
+            ("--draft-acceptance", "drafts", self.draft_acceptance is not None),
+            ("--draft-acceptance", "emulation", self.draft_acceptance is not None),
+            ("--detection-length", "pruning", self.detection_length is not None),
+            ("--data-parallel-size", "moving", self.data_parallel_size > 1),
+        ):
+            if given and not has(part):
+                raise FlagError(f"{flag} is of the part {part!r}, which is left out")
         if (self.trace is None) == (self.generate is None):
             got = "neither" if self.trace is None else "both"
             raise FlagError(f"give either a trace file or --generate, got {got}. See vllm-rollout simulate --help.")
         if self.tensor_parallel_size is not None and self.profile is None:
             raise FlagError("--tensor-parallel-size chooses among the curves of a --profile, and none is given")
-        for flag, given in (("--setting", self.settings), ("--prompts-per-step", self.prompts_per_step)):
+        for flag, given in (("--setting", self.setting), ("--prompts-per-step", self.prompts_per_step)):
             if self.rounds and given:
                 raise FlagError(f"{flag} says how rollouts run, and --rounds runs none: say it there. See --help.")
-        if self.message_delay_s and not self.rounds:
+        if self.message_delay and not self.rounds:
             raise FlagError("--message-delay is for --rounds: a rollout's ranks need not hear of each other")
         if self.whole_epochs and not self.rounds:
             raise FlagError("--whole-epochs is for --rounds: rollouts leave no prompt waiting")
@@ -79,108 +225,28 @@ class SimulateOptions:
             raise FlagError(f"--output must end in .png, got {self.output}")
         if self.output_trace is not None and self.rounds:
             raise FlagError("--output-trace is of single rollouts, not of --rounds")
-        read = [] if self.trace is None else [piece.resolve() for piece in pieces(self.trace)]
-        if self.output_trace is not None and self.output_trace.resolve() in read:
-            raise FlagError(f"--output-trace {self.output_trace} is the trace that is read: name another file")
+        if self.output_trace is not None and self.trace is not None:
+            read = [piece.resolve() for piece in face("page", "traces").pieces(self.trace)]
+            if self.output_trace.resolve() in read:
+                raise FlagError(f"--output-trace {self.output_trace} is the trace that is read: name another file")
         outputs = {"--output": self.output, "--output-json": self.output_json, "--output-trace": self.output_trace}
         for flag, path in outputs.items():
             if path is not None and not path.parent.is_dir():
                 raise FlagError(f"{flag} {path}: there is no folder {path.parent}")
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The machine, the source of its times, and warnings."""
-
-    machine: Machine
-    source: dict[str, Any]
-    warnings: list[str]
-
-
-def clock_of(options: SimulateOptions, models: Sequence[str], longest: int) -> Clock:
-    """Machine from flags and profile.
-
-    `models`: names of the models of the trace. `longest`: the largest context that is run, in tokens.
-
-    Raises: FlagError. ValueError and OSError for a profile that cannot be read.
-    """
-    machine = Machine(
-        None,
-        options.data_parallel_size,
-        options.max_num_seqs,
-        options.kv_capacity_tokens,
-        migration=options.migration,
-        scale_down=options.scale_down,
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose keyword arguments are the flags."""
+    hints = get_type_hints(SimulateOptions, include_extras=True)
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(
+                field.name,
+                Parameter.KEYWORD_ONLY,
+                default=Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(SimulateOptions)
+        ]
     )
-    if options.draft_acceptance is not None:
-        machine = replace(machine, drafts=Settings.read(options.draft_acceptance).drafts)
-    if options.profile is None:
-        return Clock(machine, {"profile": None}, [])
-    from vllm_rollout.profiling.profile_file import Profile, describe_hardware
-
-    profile = Profile.read(options.profile)
-    size = _tensor_parallel_size(options, profile.tensor_parallel_sizes)
-    cost = profile.cost(size)
-    engine = profile.engine(size)
-    transfer = TransferCost.assumed(engine.kv_bytes_per_token / size, engine.block_size)
-    machine = replace(
-        machine,
-        cost=cost,
-        kv_capacity_tokens=options.kv_capacity_tokens or engine.kv_capacity_tokens,
-        block_size=engine.block_size,
-        transfer=transfer if options.moves_kv else None,
-    )
-    warnings = []
-    others = [model for model in models if _last_part(model) != _last_part(profile.model_name)]
-    if others:
-        warnings.append(
-            f"the trace was recorded with {', '.join(others)}, but {options.profile} is a profile of "
-            f"{profile.model_name}: lengths and times belong to different models."
-        )
-    if longest > (known := cost.curves[-1][0]):
-        warnings.append(
-            f"contexts go up to {longest:,} tokens, the profile's to {known:,.0f}: times beyond are extrapolated."
-        )
-    smallest, at_context = max((curve.batch_sizes[0], context) for context, curve in cost.curves)
-    largest = max(curve.batch_sizes[-1] for _, curve in cost.curves)
-    if smallest > 1:
-        warnings.append(
-            f"at a context of {at_context:,.0f} tokens the profile was measured from {smallest:,.0f} candidates on: "
-            "times of fewer, as at the end of every rollout, are extrapolated. Measure them with --batch-sizes 1,…."
-        )
-    if machine.num_slots > largest:
-        warnings.append(
-            f"up to {machine.num_slots:,} candidates run at once, the profile was measured up to {largest:,.0f}: times "
-            "beyond are extrapolated."
-        )
-    source = {
-        "profile": str(options.profile),
-        "model": profile.model_name,
-        "hardware": describe_hardware(profile.hardware),
-        "tensor_parallel_size": size,
-    }
-    return Clock(machine, source, warnings)
-
-
-def _last_part(model: str) -> str:
-    """Part of a name that a model's path, hub name and name in our catalogue share."""
-    return Path(model).name.casefold()
-
-
-def _tensor_parallel_size(options: SimulateOptions, known: list[int]) -> int:
-    """The requested size, or the only profiled one. Raises: FlagError."""
-    if options.tensor_parallel_size is not None or not known:
-        return options.tensor_parallel_size or 1
-    if len(known) > 1:
-        raise FlagError(f"--tensor-parallel-size must say which: {options.profile} has {', '.join(map(str, known))}")
-    return known[0]
-
-
-def described(machine: Machine, source: dict[str, Any]) -> str:
-    """Sentence on the machine, for people."""
-    where = "An ideal machine without a profile" if machine.is_ideal else f"{source['model']} on {source['hardware']}"
-    ranks = f", {machine.num_ranks} engines" if machine.num_ranks > 1 else ""
-    slots = "all candidates at once" if machine.num_slots is None else f"{machine.num_slots:,} candidates at once"
-    kv = "" if machine.transfer is None else ", KV along"
-    moves = f", migration {machine.migration}, scale-down {machine.scale_down}{kv}" if machine.moves_groups else ""
-    return f"{where}{ranks}, {slots}{moves}."
+    return command

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_rollout.kernel.rules.types import GroupResult
-from vllm_rollout.parts.sessions.rules import Session
 from vllm_rollout.simulator.machine import Curve, FleetRun, Machine
 from vllm_rollout.simulator.race import PoolCandidate
 from vllm_rollout.simulator.settings import Setting
@@ -92,7 +91,7 @@ class SimulationOutcome:
             self.returned_lengths.append(endings[index].num_tokens)
             self.num_truncated += endings[index].truncated
 
-    def add_sessions(self, sessions: Iterable[Session]) -> None:
+    def add_sessions(self, sessions: Iterable[Any]) -> None:
         for session in sessions:
             self.num_turns += session.num_turns
             self.num_void += session.is_void

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.shaping.rules.allocation import BatchPrompt, allocate_batch
 from vllm_rollout.parts.shaping.rules.history import LengthHistory
 from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
 from vllm_rollout.simulator.machine import Machine
+from vllm_rollout.simulator.parts import simulated
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.settings import Setting
 
@@ -66,12 +66,13 @@ class Planner:
     ) -> Race:
         """A group that has not begun. Raises: ValueError for a candidate that no rank's KV cache can hold."""
         self._machine.check_fits(prompt.id, prompt.prompt_tokens + max(c.num_tokens for c in pool))
-        scoring = plan.pruning and Scoring(rollout_id, prompt.id, seed)
         lengths = self.history.of(prompt.history_key) or self.history.dataset()
-        race = Race(prompt.id, plan, pool, prompt.prompt_tokens, scoring, None, lengths, prompt.max_tokens)
+        race = Race(prompt.id, plan, pool, prompt.prompt_tokens, lengths=lengths, max_tokens=prompt.max_tokens)
         mean, most = self.history.mean, prompt.max_tokens
         race.mean_tokens = mean if mean is None or most is None else min(mean, most)  # as the scheduler admits
         race.num_earlier = self._num_answers[prompt.history_key]
+        if plan.pruning is not None:
+            simulated("pruning", "detection_length").score(race, rollout_id, seed)
         return race
 
     def has_run(self, history_key: str, endings: Sequence[Ending]) -> None:

@@ -18,15 +18,10 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import conclude
 from vllm_rollout.kernel.rules.types import CandidateId, Ending, GroupResult
-from vllm_rollout.parts.moving.rules.work import Work
-from vllm_rollout.parts.page.recording.rows import Trace, TracedPrompt
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import SCORING
-from vllm_rollout.parts.rounds.rules.race import RacePlace
-from vllm_rollout.parts.rounds.rules.step import PLACE
 from vllm_rollout.parts.shaping.rules.censoring import fit_log_lengths, length_beyond
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedPrompt
 
 
 class PoolCandidate(NamedTuple):
@@ -114,10 +109,10 @@ class Race:
     pool: Sequence[PoolCandidate]
     """Candidates that the group may run: `plan.num_candidates`, or more for sessions."""
     prompt_tokens: int = 0
-    scoring: Scoring | None = None
-    """Set if the plan prunes."""
-    place: RacePlace | None = None
-    """The group's place in a race against other groups."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """Values of the group's candidates for parts."""
+    scores: Any = None
+    """Scores of the candidates, if a part has some (`parts/pruning/simulated.py`)."""
     lengths: LengthMoments | None = None
     """Statistics of known lengths: the prompt's, else the data set's."""
     max_tokens: int | None = None
@@ -133,23 +128,10 @@ class Race:
     """Time at which the first candidate was admitted."""
     moves: list[tuple[float, int]] = field(default_factory=list)
     """Moves between ranks: (time, target rank)."""
-    lost: bool = False
-    """True if the group completed after its race against other groups had enough complete groups."""
     num_earlier: int = 0
     """Number of earlier answers to the prompt."""
     num_holding: int = 0
     """Number of running candidates that share the prompt's KV cache."""
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """Values of the group's candidates for parts."""
-        said = {} if self.scoring is None else SCORING.value(self.scoring)
-        return said if self.place is None else said | PLACE.value(self.place)
-
-    @property
-    def work(self) -> Work:
-        """Work of the group before it begins."""
-        return self.work_of([0] * self.plan.num_candidates)
 
     @property
     def ages_left(self) -> list[int]:
@@ -157,10 +139,6 @@ class Race:
         running = set(self.group.running)
         ended = (runner.num_tokens for runner in self.candidates if runner.index not in running)
         return [max(ended, default=0)] * len(running)
-
-    def work_of(self, num_tokens: Sequence[int]) -> Work:
-        """Work of candidates that have `num_tokens` tokens each."""
-        return Work.of(num_tokens, self.lengths, self.max_tokens, self.prompt_tokens)
 
     @property
     def result(self) -> GroupResult:
@@ -198,8 +176,8 @@ class Runner:
     @property
     def detection_length(self) -> int | None:
         """Tokens after which the candidate is scored, or None if it has no score."""
-        plan = self.race.plan.pruning
-        return None if plan is None or self.future.score is None else plan.detection_length
+        scores = self.race.scores
+        return None if scores is None else scores.length(self.future)
 
     @property
     def ending(self) -> Ending:

@@ -13,26 +13,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import CandidateId, Confidence, Observation
-from vllm_rollout.parts.emulation.drafts import share_factor
-from vllm_rollout.parts.moving.rules.load import GroupLoad
-from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
-from vllm_rollout.parts.rounds.rules.step import LOST, RoundsStep
+from vllm_rollout.kernel.rules.types import CandidateId
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.cost import computed_prompt_tokens
-from vllm_rollout.simulator.drafts import drafted
 from vllm_rollout.simulator.machine import Machine, RankRun
-from vllm_rollout.simulator.race import PoolCandidate, Race, Runner
+from vllm_rollout.simulator.parts import simulated
+from vllm_rollout.simulator.race import Race, Runner
 
 Phase = Literal["close", "begin"]
 Message = tuple[float, int, Callable[[], None]]
@@ -76,22 +71,19 @@ class Departed(NamedTuple):
 class Rank:
     """An engine that runs races to their end. Candidates wait in the order of their arrival."""
 
-    def __init__(self, machine: Machine, judge: Judge, name: str = "") -> None:
-        """`name`: prefix of the ids of groups that are launched here. Ranks between which groups move need different
-        names."""
+    def __init__(self, machine: Machine, learned: GroupSteps | None = None, name: str = "") -> None:
+        """`learned`: the engine's steps so far, whose parts have learned. `name`: prefix of the ids of groups that are
+        launched here. Ranks between which groups move need different names."""
         self._name = name
         self._cost = machine.step_cost
-        self._drafts = machine.drafts
-        self._drafted = None if machine.drafts is None else cache(partial(drafted, machine.step_cost, machine.drafts))
-        """Step costs by draft factor, in hundredths."""
-        self._draft_factors = 0.0
-        """Draft factors of running candidates, summed."""
+        self._drafted = None
+        if machine.drafts is not None:
+            self._drafted = simulated("drafts", "drafts=true").DraftedSteps(machine.step_cost, machine.drafts)
         self._slots = machine.num_slots or inf
         self._kv_capacity = machine.kv_capacity_tokens or inf
         self._block_size = machine.block_size
         self._transfer = machine.transfer
-        self._rounds = RoundsStep()
-        self._group_steps = GroupSteps([PruningStep(judge), self._rounds])
+        self._group_steps = new_steps() if learned is None else learned.fresh()
         self._step = 0
         self._between_s = 0.0
         """Time at which the last step ended."""
@@ -118,9 +110,9 @@ class Rank:
         """Launch a group, which arrives at `at_s`."""
         self._send(at_s, lambda: self._enter(race))
 
-    def cut(self, race_id: str, at_s: float) -> None:
-        """Cut a race at `at_s`, because enough of its groups are complete elsewhere."""
-        self._send(at_s, lambda: self._rounds.cut(race_id, self._group_steps))
+    def tell(self, at_s: float, action: Callable[[GroupSteps], None]) -> None:
+        """Do something with the engine's groups, in the first moment between two steps from `at_s` on."""
+        self._send(at_s, lambda: action(self._group_steps))
 
     def send_away(self, group_id: str, at_s: float, deliver: Callable[[float, Departed], None]) -> None:
         """Order a group away at `at_s`. It leaves between two steps and goes to `deliver`, unless it is over or
@@ -131,15 +123,12 @@ class Rank:
         """Accept a group from another rank. Its candidates wait in line. Their KV comes along or is computed again."""
         self._send(at_s, lambda: self._join(departed))
 
-    def loads_at(self, seconds: float) -> list[GroupLoad]:
-        """Loads of the groups on this rank."""
+    def running_at(self, seconds: float) -> Iterator[tuple[str, Race, list[int]]]:
+        """Groups on this rank: id, group, and tokens of each running candidate."""
         num_steps = self._num_steps_by(seconds)
-        loads = []
         for group_id, race in self._races.items():
             if running := self._group_steps.running(group_id):
-                num_tokens = [self._num_tokens(id) + num_steps * self._runs(id) for id in running]
-                loads.append(GroupLoad.of(group_id, race.prompt_tokens, num_tokens, race.lengths, race.max_tokens))
-        return loads
+                yield group_id, race, [self._num_tokens(id) + num_steps * self._runs(id) for id in running]
 
     def run(self) -> RankRun:
         """Run until nothing is left to do."""
@@ -266,7 +255,7 @@ class Rank:
     def _time_of(self, num_steps: int) -> float:
         """Seconds that the next `num_steps` decode steps take."""
         batch_size = len(self._running)
-        cost = self._cost if self._drafted is None else self._drafted(round(self._draft_factors / batch_size, 2))
+        cost = self._cost if self._drafted is None else self._drafted.cost(batch_size)
         return cost.decode_time(batch_size, self._offset / batch_size + self._step, num_steps)
 
     def _close(self) -> Closed | None:
@@ -315,7 +304,8 @@ class Rank:
         self._offset += race.prompt_tokens - start
         self._kv_offset += (race.prompt_tokens if not race.num_holding else 0) - start
         race.num_holding += 1
-        self._draft_factors += self._draft_factor(race)
+        if self._drafted is not None:
+            self._drafted.start(race)
         self._running[runner] = None
         self._set_wakes(runner)
 
@@ -335,16 +325,12 @@ class Rank:
         race = runner.race
         runner.num_tokens = self._step - runner.start
         race.num_holding -= 1
-        self._draft_factors -= self._draft_factor(race)
+        if self._drafted is not None:
+            self._drafted.stop(race)
         self._offset -= race.prompt_tokens - runner.start
         self._kv_offset -= (race.prompt_tokens if not race.num_holding else 0) - runner.start
         runner.start = None
         del self._running[runner]
-
-    def _draft_factor(self, race: Race) -> float:
-        if self._drafts is None:
-            return 0.0
-        return share_factor(self._drafts, race.plan.num_candidates - 1, race.num_earlier)
 
     def _next_wake(self) -> int:
         while True:
@@ -389,7 +375,8 @@ class Rank:
     def _close_step(self) -> Closed:
         """Process all events of this step and apply the verdicts on them."""
         num_ended = 0
-        due: dict[CandidateId, Observation] = {}
+        due: dict[str, dict[CandidateId, Any]] = {}
+        """Observations of running candidates, by part."""
         touched: dict[Race, bool] = {}
         """Races with an event. True: the race had a length cap before it."""
         while self._wakes and self._wakes[0][0] <= self._step:
@@ -405,8 +392,8 @@ class Rank:
                 num_ended += 1
                 self._group_steps.ended(runner.id, race.group, runner.future.end, num_tokens)
             elif num_tokens == runner.detection_length:
-                due[runner.id] = _observation(runner.future)
-        verdicts = self._group_steps.close_step({PRUNING: due} if due else {}, self._num_tokens)
+                due.setdefault(race.scores.part, {})[runner.id] = race.scores.seen(runner.future)
+        verdicts = self._group_steps.close_step(due, self._num_tokens)
         for group_id, index in verdicts.stop:
             runner = self._races[group_id].candidates[index]
             runner.ended_s = self._run.seconds
@@ -419,7 +406,6 @@ class Rank:
                         self._wake(race.candidates[index], race.group.length_cap)
         over = [self._races[group_id] for group_id in verdicts.over]
         for race in over:
-            race.lost = bool(LOST.of(race.group.parts))
             race.close(self._run.seconds)
         changed = dict.fromkeys([*touched, *(self._races[group_id] for group_id, _ in verdicts.stop)])
         left = [Left(race, race.ages_left) for race in changed if race.group.num_running]
@@ -433,15 +419,14 @@ class Rank:
         return self._races[candidate_id.group_id].candidates[candidate_id.index].start is not None
 
 
-def _observation(future: PoolCandidate) -> Observation:
-    """Observation with the trace's score. A trace does not name its scores. As confidence they are standardised, then
-    calibrated."""
-    return Observation(Confidence(future.score, future.score, future.score))
+def new_steps() -> GroupSteps:
+    """The steps of an engine that has learned nothing."""
+    return GroupSteps([make() for _, make in faces("step")])
 
 
-def run_races(machine: Machine, races: Iterable[Race], judge: Judge) -> RankRun:
-    """Run all groups at once on one engine."""
-    rank = Rank(machine, judge)
+def run_races(machine: Machine, races: Iterable[Race], learned: GroupSteps | None = None) -> RankRun:
+    """Run all groups at once on one engine. `learned`: as of `Rank`."""
+    rank = Rank(machine, learned)
     for race in races:
         rank.launch(race)
     return rank.run()

@@ -7,21 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.page.recording.rows import TracedRollout
-from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.kernel.rules.types import GroupResult
 from vllm_rollout.parts.shaping.rules.history import observed_lengths
-from vllm_rollout.simulator.fleet import reward, run_fleet
+from vllm_rollout.parts.shaping.rules.trace import TracedRollout
 from vllm_rollout.simulator.machine import FleetRun, Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
-from vllm_rollout.simulator.planner import Planner
+from vllm_rollout.simulator.parts import simulated
+from vllm_rollout.simulator.planner import PlannedRollout, Planner
 from vllm_rollout.simulator.race import Pools, Race
-from vllm_rollout.simulator.rank import run_races
-from vllm_rollout.simulator.recording import Ran, Recording
-from vllm_rollout.simulator.sessions import MORE_SESSIONS, SessionTerms, group_of, run_sessions
+from vllm_rollout.simulator.rank import new_steps, run_races
 from vllm_rollout.simulator.settings import Setting
+
+
+class Ran(NamedTuple):
+    """A replayed rollout."""
+
+    setting: Setting
+    epoch: int
+    number: int
+    rollout: TracedRollout
+    ranks: Sequence[Sequence[Race]]
+    """Groups by rank, as they began."""
+    results: Sequence[GroupResult]
+    """Results in the order of the rollout's prompts."""
+    races: Sequence[Race]
+    """Groups in the order of the rollout's prompts."""
+    run: FleetRun
 
 
 def replay(
@@ -31,13 +44,14 @@ def replay(
     *,
     epochs: int = 1,
     seed: int = 0,
-    sessions: SessionTerms | None = None,
+    sessions: Any = None,
     on_rollout: Callable[[], None] = lambda: None,
-    recording: Recording | None = None,
+    recording: Any = None,
 ) -> SimulationOutcome:
     """Run every rollout of the trace, `epochs` times over.
 
-    `sessions`: terms of the sessions that take the candidates' place. `recording` takes each rollout as a row.
+    `sessions`: terms of the sessions that take the candidates' place (`parts/sessions/with_shaping/simulated.py`).
+    `recording` takes each rollout as a row (`parts/page/simulated.py`).
 
     Raises: PlanError for a setting that no engine would take. ValueError for a candidate that the KV cache cannot hold.
     """
@@ -51,8 +65,8 @@ class _Replay:
         setting: Setting,
         machine: Machine,
         seed: int,
-        sessions: SessionTerms | None,
-        recording: Recording | None,
+        sessions: Any,
+        recording: Any,
     ) -> None:
         self._pools = pools
         self._setting = setting
@@ -61,10 +75,12 @@ class _Replay:
         self._sessions = sessions
         self._recording = recording
         self._planner = Planner(setting, machine)
-        self._judges = [Judge() for _ in range(machine.num_ranks)]
-        self._placement = machine.new_placement()
+        self._engines = [new_steps() for _ in range(machine.num_ranks)]
+        """The steps of each rank's engine, for what they have learned."""
+        self._places = machine.new_places()
         self._outcome = SimulationOutcome(setting)
-        self._audit_turns = AuditTurns()
+        self._pruning = simulated("pruning", "pruning") if setting.pruning or setting.audit_ratio else None
+        self._audits = self._pruning.Audits(setting, seed) if setting.audit_ratio else None
 
     def run(self, epochs: int, on_rollout: Callable[[], None]) -> SimulationOutcome:
         for epoch in range(epochs):
@@ -75,25 +91,22 @@ class _Replay:
 
     def _roll_out(self, epoch: int, number: int, rollout: TracedRollout) -> None:
         name = f"rollout-{epoch}-{number}"
-        contents = [f"{name}/{prompt.id}" for prompt in rollout.prompts]
-        planned, ratio = self._planner.plans(rollout.prompts), self._setting.audit_ratio
-        if self._setting.audit_unit == "group":
-            planned = with_audits(planned, ratio, self._seed, contents)
-        elif self._audit_turns.take("", ratio):
-            planned = [its.audited() for its in planned]
+        planned: Sequence[PlannedRollout] = self._planner.plans(rollout.prompts)
+        if self._audits is not None:
+            planned = self._audits.planned(planned, [f"{name}/{prompt.id}" for prompt in rollout.prompts])
         self._outcome.num_without_history = self._planner.num_without_history
         races = []
         for position, (prompt, its) in enumerate(zip(rollout.prompts, planned, strict=True)):
             key = (epoch, number, position)
-            num_candidates = its.plan.num_candidates * (1 if self._sessions is None else MORE_SESSIONS)
+            num_candidates = its.plan.num_candidates * (1 if self._sessions is None else self._sessions.max_factor)
             race = self._planner.race(prompt, its.plan, self._pools.candidates(*key, num_candidates), name, self._seed)
-            races.append(
-                race if self._sessions is None else group_of(race, self._sessions, self._seed, key, self._machine)
-            )
+            if self._sessions is not None:
+                race = self._sessions.group_of(race, self._seed, key, self._machine)
+            races.append(race)
         positions: Sequence[int] = range(len(races))
         if self._sessions is None:
             positions = self._planner.launch_order(rollout.prompts, planned)
-        ranks = assigned([races[position] for position in positions], self._placement)
+        ranks = assigned([races[position] for position in positions], self._places)
         run = self._run(ranks)
         results = {race: race.result for race in races}
         for prompt, its, race in zip(rollout.prompts, planned, races, strict=True):
@@ -106,28 +119,27 @@ class _Replay:
         if self._recording is not None:
             self._recording.add(Ran(self._setting, epoch, number, rollout, ranks, list(results.values()), races, run))
         if self._setting.pruning is not None:
-            for judge, own in zip(self._judges, ranks, strict=True):
-                # the judge of a moved group's target has the candidates that ended there
-                reward(judge, self._judges, name, {race: results[race] for race in (races if run.num_moves else own)})
+            for engine, own in zip(self._engines, ranks, strict=True):
+                # the target of a moved group has the candidates that ended there
+                ended = {race: results[race] for race in (races if run.num_moves else own)}
+                self._pruning.reward(engine, self._engines, name, ended)
 
     def _run(self, ranks: Sequence[Sequence[Race]]) -> FleetRun:
         if self._sessions is not None:
-            return FleetRun([run_sessions(self._machine, own, self._sessions) for own in ranks])
+            return FleetRun([self._sessions.run(self._machine, own) for own in ranks])
         if self._machine.moves_groups:
-            return run_fleet(self._machine, self._judges, ranks)
-        return FleetRun([run_races(self._machine, own, judge) for own, judge in zip(ranks, self._judges, strict=True)])
+            return simulated("moving", "--migration").run_fleet(self._machine, self._engines, ranks)
+        return FleetRun([run_races(self._machine, *each) for each in zip(ranks, self._engines, strict=True)])
 
 
-def assigned(races: Sequence[Race], placement: Placement) -> list[list[Race]]:
+def assigned(races: Sequence[Race], places: Any) -> list[list[Race]]:
     """Assign each group to a rank, as a server places groups that start at the same time."""
-    ranks: list[list[Race]] = [[] for _ in range(placement.num_ranks)]
-    works = [race.work for race in races]
-    for race, work in zip(races, works, strict=True):
-        ranks[placement.place(work)].append(race)
-    work_of = dict(zip(races, works, strict=True))
-    for rank, own in enumerate(ranks):
+    ranks: list[list[Race]] = [[] for _ in range(places.num_ranks)]
+    for race in races:
+        ranks[places.place(race)].append(race)
+    for own in ranks:
         for race in own:
-            placement.leave(rank, work_of[race])
+            places.leave(race)
     return ranks
 
 
@@ -138,9 +150,9 @@ def sweep(
     *,
     epochs: int = 1,
     seed: int = 0,
-    sessions: SessionTerms | None = None,
+    sessions: Any = None,
     on_rollout: Callable[[Setting], None] = lambda setting: None,
-    recording: Recording | None = None,
+    recording: Any = None,
 ) -> Sweep:
     """Replay every setting. The first is the baseline of the comparison. `recording` takes every rollout as a row.
 

@@ -9,8 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vllm_rollout.parts.page.recording.file import told_reasons
-from vllm_rollout.parts.page.recording.rows import Trace
+from vllm_rollout.parts.shaping.rules.trace import Trace, told_reasons
 from vllm_rollout.simulator.machine import Machine, duration
 from vllm_rollout.simulator.outcome import SimulationOutcome, Sweep
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 from vllm_rollout.config import DEFAULT_TRADEOFF
+from vllm_rollout.kernel.parts import has
 from vllm_rollout.kernel.rules.fields import (
     AUTO,
     MAX_NAME_CHARS,
@@ -18,13 +20,11 @@ from vllm_rollout.kernel.rules.fields import (
     ROWS,
     EarlyStop,
     LaunchRule,
-    PruningFields,
     SelectionRule,
 )
 from vllm_rollout.kernel.rules.plan import GroupPlan, default_num_longest, make_plan, upper_bound
-from vllm_rollout.kernel.rules.rows import Either, Flag, Names, PlanError, Row, Text, rows
-from vllm_rollout.parts.pruning.rules.audit import AuditUnit
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.kernel.rules.rows import Either, Flag, Names, PlanError, Row, Text
+from vllm_rollout.simulator.parts import simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,13 @@ class Setting:
     num_longest: int | None = None
     patience: float | None = None
     early_stop: EarlyStop = None
-    pruning: PruningPlan | None = None
+    pruning: Any = None
+    """Plan of the part of this name."""
     tradeoff: float = DEFAULT_TRADEOFF
     """Weight lambda of redundancy "auto"."""
     audit_ratio: float = 0.0
     """Share of groups in which no candidate is stopped (`parts/pruning/rules/audit.py`)."""
-    audit_unit: AuditUnit = "rollout"
+    audit_unit: Literal["rollout", "group"] = "rollout"
     order: LaunchRule = "auto"
     """Order in which groups start."""
     drafts: bool = False
@@ -99,7 +100,7 @@ class Setting:
         if self.patience is not None:
             words.append(f"patience {self.patience:g}")
         if self.pruning is not None:
-            words += [f"pruned at {self.pruning.detection_length}", *_unlike_default(self.pruning)]
+            words += _pruning().words(self.pruning)
         if self.tradeoff != DEFAULT_TRADEOFF:
             words.append(f"tradeoff {self.tradeoff:g}")
         if self.audit_ratio:
@@ -114,11 +115,11 @@ class Setting:
         """The setting as JSON-able values."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "label"}
         if self.pruning is not None:
-            values["pruning"] = {field: getattr(self.pruning, field) for field in PRUNING_FIELDS}
+            values["pruning"] = _pruning().described(self.pruning)
         return {"name": self.name, **values}
 
 
-def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | None = None) -> list[Setting]:
+def default_sweep(group_size: int, max_candidates: int, pruning: Any = None) -> list[Setting]:
     """Settings to compare by default, the baseline first. A setting that does not fit the engine is left out."""
     baseline = Setting(group_size)
     spare = {share: max(1, round(share * group_size)) for share in (0.25, 0.5, 1)}
@@ -131,24 +132,19 @@ def default_sweep(group_size: int, max_candidates: int, pruning: PruningPlan | N
     return [s for s in settings if s.redundancy == "auto" or group_size + s.redundancy <= max_candidates]
 
 
-PRUNING_FIELDS = tuple(rows(PruningFields))
+def _pruning() -> Any:
+    return simulated("pruning", "detection_length")
 
 
-def _unlike_default(pruning: PruningPlan) -> list[str]:
-    """Name and value of each field that differs from its default."""
-    default = PruningPlan(pruning.detection_length)
-    values = {field: getattr(pruning, field) for field in PRUNING_FIELDS}
-    return [f"{field} {value}".lower() for field, value in values.items() if value != getattr(default, field)]
-
-
-FIELDS: Mapping[str, Row] = {
-    **{field.name: ROWS[field.name] for field in fields(Setting) if field.name in ROWS},
-    "redundancy": replace(ROWS["redundancy"], flat=Either((ROWS["redundancy"].flat, Names((AUTO,))))),
-    "drafts": Row(Flag(), "Siblings' tokens are verified several at a time.", (), Flag(), ""),
-    "name": Row(Text(MAX_NAME_CHARS), "Labels it.", (), Text(MAX_NAME_CHARS), ""),
-    **rows(PruningFields),
-}
-"""Fields of a setting. Fields of pruning stand beside the others."""
+@cache
+def setting_fields() -> Mapping[str, Row]:
+    """Fields of a setting. Fields of pruning stand beside the others."""
+    redundancy = replace(ROWS["redundancy"], flat=Either((ROWS["redundancy"].flat, Names((AUTO,)))))
+    own: dict[str, Row] = {field.name: ROWS[field.name] for field in fields(Setting) if field.name in ROWS}
+    drafts = Row(Flag(), "Siblings' tokens are verified several at a time.", (), Flag(), "")
+    name = Row(Text(MAX_NAME_CHARS), "Labels it.", (), Text(MAX_NAME_CHARS), "")
+    pruned = _pruning().FIELDS if has("pruning") else {}
+    return own | {"redundancy": redundancy, "drafts": drafts, "name": name} | pruned
 
 
 def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
@@ -158,18 +154,18 @@ def parse_setting(text: str, group_size: int, pruning: Mapping[str, Any] | None 
 
     Raises: PlanError, or ValueError for an unknown field.
     """
-    return setting_of(written_fields(text, FIELDS), group_size, pruning)
+    return setting_of(written_fields(text, setting_fields()), group_size, pruning)
 
 
 def setting_of(given: Mapping[str, Any], group_size: int, pruning: Mapping[str, Any] | None = None) -> Setting:
     """Setting from values by field, as `parse_setting` reads them. Raises: PlanError."""
-    group = {field: value for field, value in given.items() if field not in PRUNING_FIELDS}
-    pruned = {field: value for field, value in given.items() if field in PRUNING_FIELDS}
-    if pruned:
+    names = {field.name for field in fields(Setting)} | {"name"}
+    group = {field: value for field, value in given.items() if field in names}
+    if pruned := {field: value for field, value in given.items() if field not in names}:
         pruned = {**(pruning or {}), **pruned}
         if "detection_length" not in pruned:
             raise PlanError("detection_length", "is needed to prune: output tokens after which candidates are scored.")
-        group["pruning"] = make_pruning_plan(pruned)
+        group["pruning"] = _pruning().plan_of(pruned)
     label = group.pop("name", "")
     return Setting(**{"group_size": group_size, **group, "label": label})
 

@@ -15,13 +15,15 @@ from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, EndingNote
+from vllm_rollout.parts.drafts.acceptance import DraftSettings
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, bin_of
-from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts, SaidRow
+from vllm_rollout.parts.drafts.with_emulation.worker import EmulatedDrafts
 from vllm_rollout.parts.emulation.device import StepWork
-from vllm_rollout.parts.emulation.settings import DraftSettings, Settings
-from vllm_rollout.parts.emulation.worker.request import HIDDEN_SIZE
+from vllm_rollout.parts.emulation.settings import settings_type
+from vllm_rollout.parts.emulation.worker.ports import SaidRow
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.with_emulation.worker import HIDDEN_SIZE
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 
@@ -35,7 +37,9 @@ LENGTHS = [3, 40, 41, 90, 200, 333, 334, 700]
 @pytest.fixture
 def new_run(tiny_model):
     def make(drafts: bool, device: dict[str, Any] = GPU, **kwargs: Any) -> EmulatedRun:
-        return EmulatedRun(tiny_model, Settings.model_validate(device), drafts=drafts, options=NO_AUDITS, **kwargs)
+        return EmulatedRun(
+            tiny_model, settings_type().model_validate(device), drafts=drafts, options=NO_AUDITS, **kwargs
+        )
 
     return make
 
@@ -112,6 +116,7 @@ def test_nothing_is_drafted_beyond_a_candidates_end_or_the_models_length(new_run
 
 @dataclass
 class FakeRequest:
+    id: str = "r"
     num_prompt: int = 10
     newest: int = 6
     length: int = 1000
@@ -149,23 +154,23 @@ def proposed(drafts: EmulatedDrafts, *rows: SaidRow) -> list[list[int]]:
 )
 def test_drafts_are_the_tokens_that_come_next_up_to_the_one_before_its_last_as_far_as_there_is_room(changes, room):
     drafts, request = cheap(), FakeRequest(**changes)
-    drafts.begin("r", "prompt", "group")
+    drafts.know("r", "prompt", "group")
     first = request.num_before + request.newest + 1
-    assert proposed(drafts, SaidRow("r", request, 1)) == [[10 * (first + place) for place in range(room)]]
+    assert proposed(drafts, SaidRow(request, 1)) == [[10 * (first + place) for place in range(room)]]
 
 
 def test_only_candidates_that_have_said_something_have_drafts():
     drafts = cheap()
-    drafts.begin("r", "prompt", "group")
-    assert proposed(drafts, SaidRow("other", FakeRequest(), 1), SaidRow("r", FakeRequest(), 0)) == [[], []]
-    drafts.end("r")
-    assert proposed(drafts, SaidRow("r", FakeRequest(), 1)) == [[]]
+    drafts.know("r", "prompt", "group")
+    assert proposed(drafts, SaidRow(FakeRequest("other"), 1), SaidRow(FakeRequest(), 0)) == [[], []]
+    drafts.end(FakeRequest())
+    assert proposed(drafts, SaidRow(FakeRequest(), 1)) == [[]]
 
 
 def test_a_wrong_draft_is_no_token_of_the_candidate():
     drafts = cheap({"kinds": [{"share": 1.0, "accepted": [0.9, 1e-12]}], "alone": 1.0})
-    drafts.begin("r", "prompt", "group")
-    ((first, second),) = proposed(drafts, SaidRow("r", FakeRequest(), 1))
+    drafts.know("r", "prompt", "group")
+    ((first, second),) = proposed(drafts, SaidRow(FakeRequest(), 1))
     assert first == 70
     assert second != 80
 
@@ -174,10 +179,10 @@ def num_with_drafts(known: Sequence[tuple[str, str]], settings: dict[str, Any]) 
     """Rows with drafts among 300 rows of a candidate of group `g`, after the candidates of `known`."""
     drafts = cheap(settings)
     for number, (prompt, group_id) in enumerate(known):
-        drafts.begin(f"{number}", prompt, group_id)
-        drafts.end(f"{number}")
-    drafts.begin("r", "prompt", "g")
-    rows = [proposed(drafts, SaidRow("r", FakeRequest(salt=salt), 1)) for salt in range(300)]
+        drafts.know(f"{number}", prompt, group_id)
+        drafts.end(FakeRequest(f"{number}"))
+    drafts.know("r", "prompt", "g")
+    rows = [proposed(drafts, SaidRow(FakeRequest(salt=salt), 1)) for salt in range(300)]
     return sum(bool(its[0]) for its in rows)
 
 
@@ -194,10 +199,10 @@ def test_siblings_and_earlier_answers_of_the_same_prompt_bring_drafts_also_when_
 def test_the_rule_learns_what_became_of_the_drafts_that_were_verified(num_said, num_drafts):
     drafts = cheap({"kinds": [{"share": 1.0, "accepted": [0.5] * 4}], "alone": 1.0})
     rule, bin = drafts._rule, bin_of(0.5)
-    drafts.begin("r", "prompt", "group")
-    assert len(proposed(drafts, SaidRow("r", FakeRequest(), 1))[0]) == 4
+    drafts.know("r", "prompt", "group")
+    assert len(proposed(drafts, SaidRow(FakeRequest(), 1))[0]) == 4
     before = list(rule._drafted), list(rule._accepted)
-    proposed(drafts, SaidRow("r", FakeRequest(), num_said, num_drafts))
+    proposed(drafts, SaidRow(FakeRequest(), num_said, num_drafts))
     drafted, accepted = rule._drafted[bin] - before[0][bin], rule._accepted[bin] - before[1][bin]
     assert (round(drafted), round(accepted)) == (num_drafts if num_said else 0, max(0, min(num_said - 1, num_drafts)))
     assert sum(rule._drafted) - sum(before[0]) == pytest.approx(drafted)
@@ -213,7 +218,7 @@ def test_scores_are_those_without_drafts(new_run):
         run = new_run(drafts, GPU | {"drafts": SURE})
         head = HeadWeights(torch.eye(HIDDEN_SIZE), torch.ones(HIDDEN_SIZE), torch.ones(HIDDEN_SIZE), torch.zeros(1))
         for length in (20, 60, 120, WHOLE):
-            run.runner.heads[HeadKey(length)] = PublishedHead(length + 2, head)
+            run.heads.heads[HeadKey(length)] = PublishedHead(length + 2, head)
         launch(run, pruning=SCORED, scoring=Scoring("rollout", "prompt", 7))
         run.run()
         reports = [its for step in run.steps if (its := step.output.__dict__.get(REPORT_ATTRIBUTE)) is not None]
@@ -225,7 +230,7 @@ def test_scores_are_those_without_drafts(new_run):
         ended = [StateKey(id, len(run.tokens(id)), at_end=True) for id in notes]
         assert len(run.ring.take(ended)[1]) == 16
     assert max(step.num_sampled for step in run.steps) > 16
-    assert run.runner.num_last_states == 1 + MAX_DRAFT_TOKENS  # a stop string may end it at any of them
+    assert run.heads.num_last_states == 1 + MAX_DRAFT_TOKENS  # a stop string may end it at any of them
     assert seen[0] == seen[1]
     assert sum(scores[0] is not None for scores in seen[1][1].values()) == 14
 

@@ -10,8 +10,7 @@ from tests.parts.emulation.emulated_run import EmulatedRun
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.parts.emulation.device import cost_of
-from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.emulation.settings import Settings, settings_type
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
@@ -44,7 +43,7 @@ def simulated_s(machine: Machine, lengths: list[list[int]], num_earlier: int = 0
     for number, its in enumerate(lengths):
         pool = [PoolCandidate(length, "stop", length, False, None, None) for length in its]
         races.append(Race(str(number), GroupPlan(len(its)), pool, NUM_PROMPT_TOKENS, num_earlier=num_earlier))
-    return run_races(machine, races, Judge()).seconds
+    return run_races(machine, races).seconds
 
 
 @pytest.mark.thorough
@@ -54,7 +53,7 @@ def simulated_s(machine: Machine, lengths: list[list[int]], num_earlier: int = 0
 def test_seconds_are_those_of_the_emulated_device(
     tiny_model: str, device: dict[str, Any], num_groups: int, group_size: int
 ) -> None:
-    settings = Settings.model_validate(device)
+    settings = settings_type().model_validate(device)
     took = {(drafts, where): 0.0 for drafts in (False, True) for where in ("emulated", "simulated")}
     for seed in range(4 if num_groups * group_size > 2 else 12):
         lengths = lengths_of(num_groups, group_size, seed)
@@ -71,14 +70,14 @@ def test_steps_are_those_of_the_emulated_device_where_all_take_the_same_time(tin
     steps, said = 0, 0.0
     for seed in range(4):
         lengths = lengths_of(1, 16, seed)
-        steps += len(emulated(tiny_model, Settings.model_validate(FLAT), lengths, True, seed).steps)
+        steps += len(emulated(tiny_model, settings_type().model_validate(FLAT), lengths, True, seed).steps)
         said += simulated_s(Machine().with_drafts(True), lengths)
     assert said == pytest.approx(steps, rel=0.03)
 
 
 @pytest.mark.thorough
 def test_a_prompt_that_comes_again_is_as_much_faster_as_on_the_emulated_device(tiny_model: str) -> None:
-    settings = Settings.model_validate(GPU)
+    settings = settings_type().model_validate(GPU)
     lengths = [[900, 800, 700, 600, 500, 400, 300, 200]]
     first, again = [], []
     for prompt in range(4):

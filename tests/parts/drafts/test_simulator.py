@@ -7,15 +7,14 @@ import pytest
 from tests.support.profiles import facts, point, profile_of
 from tests.tools.simulator.traces import FLAT, pool, run_rank
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
 from vllm_rollout.parts.drafts.rules import PLAIN_INTERVAL_STEPS
-from vllm_rollout.parts.emulation.drafts import share_factor
-from vllm_rollout.parts.emulation.settings import DraftSettings
+from vllm_rollout.parts.drafts.with_shaping.simulated import drafted, drafted_step, gains
+from vllm_rollout.parts.rounds.with_shaping.simulated.settings import parse_rounds
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.profiling.measure import with_point
-from vllm_rollout.simulator.drafts import drafted, drafted_step, gains
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Race
-from vllm_rollout.simulator.rounds.settings import parse_rounds
 from vllm_rollout.simulator.settings import Setting, parse_setting
 
 TWO = DraftSettings.model_validate(

@@ -18,13 +18,13 @@ from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
-from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts
+from vllm_rollout.parts.drafts.with_emulation.worker import EmulatedDrafts
 from vllm_rollout.parts.emulation.device import Device
 from vllm_rollout.parts.emulation.fate import LENGTHS_FIELD, Fates
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.emulation.worker.request import HIDDEN_SIZE
 from vllm_rollout.parts.emulation.worker.runner import EmulatedRunner, LaunchedStep
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.with_emulation.worker import HIDDEN_SIZE, NUM_IN_FLIGHT, EmulatedHeads
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
 VOCAB_SIZE = 32_000
@@ -38,12 +38,12 @@ class EmulatedRun(DryRun):
         super().__init__(RolloutScheduler, model, speculative_config=speculative, **kwargs)
         most, room = SPECULATIVE_CONFIG["num_speculative_tokens"], self.scheduler.max_model_len
         self.ring = FeatureRing(HIDDEN_SIZE, torch.float32, 2**20)
-        self.runner = EmulatedRunner(
-            Fates(settings),
-            VOCAB_SIZE,
-            self.ring,
-            drafts=EmulatedDrafts(settings.drafts, most, room) if drafts else None,
-        )
+        self.heads = EmulatedHeads(self.ring, 1 + (most if drafts else NUM_IN_FLIGHT))
+        self.drafts = EmulatedDrafts(settings.drafts, most, room) if drafts else None
+        self.runner = EmulatedRunner(Fates(settings), VOCAB_SIZE)
+        self.runner.parts = [("pruning", self.heads)]
+        if self.drafts is not None:
+            self.runner.parts.append(("drafts", self.drafts))
         self._device = Device(settings)
         self.steps: list[LaunchedStep] = []
         self.ends: list[float] = []
@@ -73,8 +73,8 @@ class EmulatedRun(DryRun):
 
     def step(self, *args: Any, **kwargs: Any) -> bool:
         stepped = super().step(*args, **kwargs)
-        if stepped and self.runner.drafts is not None and self.steps:
-            self.scheduler.update_draft_token_ids(self.runner.drafts.propose(self.steps[-1].rows))
+        if stepped and self.drafts is not None and self.steps:
+            self.scheduler.update_draft_token_ids(self.drafts.propose(self.steps[-1].rows))
         return stepped
 
     def sample(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -82,8 +82,8 @@ class EmulatedRun(DryRun):
         if step is None:
             return ModelRunnerOutput([], {}, [])
         span = self._device.launch(self.seconds, step.work)
-        if self.runner.drafts is not None:
-            self.runner.drafts.took(step.work, span.end - span.start)
+        if self.drafts is not None:
+            self.drafts.took(step.work, span.end - span.start)
         self.seconds = span.end
         self.steps.append(step)
         self.ends.append(span.end)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.parts.emulation.drafts import NO_DRAFTS, REFERENCE_SIBLINGS, draw, share_factor
-from vllm_rollout.parts.emulation.settings import DraftKind, DraftSettings, Settings
+from vllm_rollout.parts.drafts.acceptance import REFERENCE_SIBLINGS, DraftKind, DraftSettings, share_factor
+from vllm_rollout.parts.drafts.with_emulation.worker import NO_DRAFTS, draw
+from vllm_rollout.parts.emulation.settings import Settings, settings_type
 
 DEFAULT = DraftSettings()
 NUM_DRAWN = 20_000
@@ -80,5 +81,5 @@ def test_what_cannot_be_is_refused_by_field(tmp_path, drafts, said):
 
 
 def test_a_file_says_its_kinds():
-    settings = Settings.model_validate({"drafts": {"kinds": [{"share": 0.5, "accepted": [1.0, 0.25]}]}})
+    settings = settings_type().model_validate({"drafts": {"kinds": [{"share": 0.5, "accepted": [1.0, 0.25]}]}})
     assert settings.drafts.kinds == (DraftKind(share=0.5, accepted=(1.0, 0.25)),)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
 from vllm_rollout.parts.emulation.fate import ENDLESS, Fates, TracedLengths, forced_length
 from vllm_rollout.parts.emulation.settings import Settings
-from vllm_rollout.parts.page.recording.rows import TracedCandidate, TracedPrompt
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate, TracedPrompt
 
 
 def fates_of(settings: dict, num_prompts: int = 200, num_candidates: int = 20) -> list[list]:

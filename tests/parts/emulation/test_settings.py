@@ -5,8 +5,8 @@ import json
 import pytest
 
 from vllm_rollout.parts.emulation.device import StepWork, step_seconds
-from vllm_rollout.parts.emulation.settings import DEFAULT_KV_TOKENS, Settings
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Profile
+from vllm_rollout.parts.emulation.settings import DEFAULT_KV_TOKENS, Settings, settings_type
+from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile
 
 
 def read(tmp_path, content: object) -> Settings:
@@ -39,7 +39,7 @@ def write_profile(path, *sizes: int) -> None:
 
 def test_an_empty_object_has_every_default(tmp_path):
     settings = read(tmp_path, {})
-    assert settings == Settings()
+    assert settings == settings_type()()
     assert step_seconds(settings)(StepWork(100, 0, 0)) == pytest.approx(0.010)
 
 

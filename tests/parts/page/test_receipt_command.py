@@ -16,7 +16,7 @@ from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.page.session_rows import LOST, VOID, session_group
 from vllm_rollout.cli import app as cli
-from vllm_rollout.parts.page.watching import receipt
+from vllm_rollout.simulator import advice
 
 RACED = {"prompts": [{"id": "q", "prompt": "x"}], "group_size": 2, "redundancy": 2}
 
@@ -78,7 +78,7 @@ def test_advice_is_for_as_many_ranks_as_there_were_and_spoils_no_receipt(
         seen.append(options.data_parallel_size)
         raise ValueError("--tensor-parallel-size must say which")
 
-    monkeypatch.setattr(receipt, "next_setting", fails)
+    monkeypatch.setattr(advice, "next_setting", fails)
     status, said = run(path)
     assert (status, seen, "rollout-0" in said) == (0, [4], True)
     assert "Next: not known: --tensor-parallel-size must say which" in said

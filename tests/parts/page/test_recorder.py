@@ -20,7 +20,7 @@ from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.recording import file as trace_file
 from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import TracedCandidate
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_th
     async with asyncio.timeout(10):
         await eventually(lambda: path.stat().st_size)
     assert [prompt.id for prompt in read_trace(path).prompts] == ["a"]
-    assert service.progress.num_responses == 0
+    assert service.progress == (0, 0)
 
 
 async def test_a_full_disk_spoils_no_rollout_and_what_comes_when_there_is_room_is_recorded(

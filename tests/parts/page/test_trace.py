@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.page.recording.file import TraceError, TraceFile, pieces, read_trace, told_reasons
-from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, TracedCandidate, end_of, reward_row
+from vllm_rollout.parts.page.recording.file import TraceError, TraceFile, pieces, read_trace
+from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, reward_row
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate, end_of, told_reasons
 
 ROLLOUT = {
     "rollout_id": "r1",

@@ -15,10 +15,10 @@ from tests.tools.simulator.traces import FLAT
 from vllm_rollout.cli import app as cli
 from vllm_rollout.parts.page.http.page import page_router
 from vllm_rollout.parts.page.recording.file import read_trace
+from vllm_rollout.parts.page.simulated import Recording
 from vllm_rollout.parts.page.watching.replay import Replay
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.recording import Recording
 from vllm_rollout.simulator.replay import sweep
 from vllm_rollout.simulator.settings import Setting
 

@@ -22,10 +22,10 @@ from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint
 from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.parts.shaping.calls import RECORD_STEPS, SET_COST_MODEL, STEP_DRIFT, TAKE_STEPS, CostToCompare
 from vllm_rollout.parts.shaping.core import StepTimes
+from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Point, Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, StepTime
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
-from vllm_rollout.profiling.profile_file import CurveFit, EngineFacts, Point, Profile
 
 LENGTHS = [ObservedLength(10, False), ObservedLength(30, False), ObservedLength(30, True)]
 COST = CostModel(((64.0, PTLCurve((1.0, 8.0), (0.010, 0.017))),))

@@ -9,11 +9,11 @@ import pytest
 
 from tests.kernel.http.conftest import app, engine, server_url  # noqa: F401
 from vllm_rollout import AsyncRolloutClient
-from vllm_rollout.demo.rounds.options import QUICK, RoundsOptions
-from vllm_rollout.demo.rounds.picture import draw
-from vllm_rollout.demo.rounds.prompts import LONG, make_prompts
-from vllm_rollout.demo.rounds.rounds import Period, ReturnedGroup, Round, plain_rounds, tail_rounds
-from vllm_rollout.demo.rounds.run import rounds_table
+from vllm_rollout.parts.rounds.demo.options import QUICK, RoundsOptions
+from vllm_rollout.parts.rounds.demo.picture import draw
+from vllm_rollout.parts.rounds.demo.prompts import LONG, make_prompts
+from vllm_rollout.parts.rounds.demo.rounds import Period, ReturnedGroup, Round, plain_rounds, tail_rounds
+from vllm_rollout.parts.rounds.demo.run import rounds_table
 from vllm_rollout.process import ServerError
 
 pytestmark = pytest.mark.anyio

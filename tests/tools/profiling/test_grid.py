@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_rollout.parts.shaping.profile_file import EngineFacts
 from vllm_rollout.profiling.grid import (
     PROFILE_QUICK_BATCH_SIZE,
     GridPoint,
@@ -11,7 +12,6 @@ from vllm_rollout.profiling.grid import (
     default_batch_sizes,
     make_plan,
 )
-from vllm_rollout.profiling.profile_file import EngineFacts
 
 ROOMY = EngineFacts(
     tensor_parallel_size=1, max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=8192, block_size=32,

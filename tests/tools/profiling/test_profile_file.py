@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.profiles import facts, point, profile_of
 from tests.tools.profiling.fake_engine import HARDWARE, MODEL
+from vllm_rollout.parts.shaping.profile_file import PrefillPoint, Profile
 from vllm_rollout.profiling.measure import finished, with_engine, with_point, with_prefill
-from vllm_rollout.profiling.profile_file import PrefillPoint, Profile
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def profile(empty):
     return finished(made)
 
 
-def test_writing_makes_the_folder_and_replaces_the_file_whole(profile, empty, tmp_path):
-    path = tmp_path / "new" / "ptl.json"
+def test_writing_replaces_the_file_whole(profile, empty, tmp_path):
+    path = tmp_path / "ptl.json"
     for each in (empty, profile):
         each.write(path)
         assert Profile.read(path) == each

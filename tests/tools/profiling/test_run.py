@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from tests.tools.profiling.fake_engine import HARDWARE, MODEL, PREFILL_S_PER_TOKEN, STEP_PREFILL_S, Engines, FakeEngine
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.profiling import options as options_module
 from vllm_rollout.profiling import run as run_module
 from vllm_rollout.profiling.grid import Wanted, make_plan
 from vllm_rollout.profiling.options import ProfileOptions, parse_sizes
-from vllm_rollout.profiling.profile_file import Profile
 from vllm_rollout.profiling.run import remarks, run
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -65,7 +65,7 @@ def test_the_cost_model_predicts_the_engine(options):
 
 
 def test_the_file_says_what_was_measured_on_what(options):
-    profile, _ = go(options, Engines())
+    profile, _ = go(replace(options, output=options.output.parent / "new" / "ptl.json"), Engines())
     assert (profile.model_name, profile.model, profile.hardware) == ("some-model", MODEL, HARDWARE)
     assert profile.serve_flags == ("--enforce-eager",)
     facts = profile.engine(1)

@@ -17,10 +17,11 @@ from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.round_progress import GroupEnd, RoundProgress
 from vllm_rollout.parts.rounds.rules.rounds import Run
+from vllm_rollout.parts.rounds.rules.step import RoundsStep
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import Trainer
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, observed_lengths
 from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_groups
 from vllm_rollout.parts.shaping.rules.moments import expected_remaining
-from vllm_rollout.simulator.rounds.data import Trainer
 
 
 @dataclass
@@ -71,7 +72,7 @@ class StepEngine:
         self.messages = [message for message in self.messages if message[0] > now]
         for _, (kind, what) in sorted(due, key=lambda message: message[0]):
             if kind == "cut":
-                self.steps.cut(what)
+                self.steps.part(RoundsStep).cut(what, self.steps)
             else:
                 self.launch(*what)
         seconds, admitted = 0.0, False

@@ -9,7 +9,7 @@ import pytest
 from tests.support.profiles import facts, point, profile_of
 from tests.support.waiting import WAIT_S
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, traced
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.profiling.measure import with_point
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine, duration

@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, traced
+from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, scored, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import TransferCost
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
-from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.moving.simulated import run_fleet
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
-from vllm_rollout.simulator.fleet import run_fleet
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools, Race
-from vllm_rollout.simulator.rank import run_races
+from vllm_rollout.simulator.rank import new_steps, run_races
 from vllm_rollout.simulator.replay import replay
 from vllm_rollout.simulator.settings import Setting
 
@@ -34,7 +32,7 @@ def race(*lengths: int, prompt: int = 0, **fields) -> Race:
 
 
 def run(cost, ranks, **machine):
-    return run_fleet(Machine(cost, len(ranks), **machine), [Judge() for _ in ranks], ranks)
+    return run_fleet(Machine(cost, len(ranks), **machine), [new_steps() for _ in ranks], ranks)
 
 
 def num_tokens(race):
@@ -109,7 +107,7 @@ def test_as_long_as_nothing_moves_ranks_run_as_they_do_alone(seed, num_ranks):
     its = run(LINEAR, ranks, migration="consolidate", max_num_seqs=5)  # every candidate costs its time: nothing pays
     assert its.num_moves == 0
     machine = Machine(LINEAR, max_num_seqs=5)
-    assert its.ranks == [run_races(machine, own, Judge()) for own in heavy_tail(seed, 8, num_ranks)]
+    assert its.ranks == [run_races(machine, own) for own in heavy_tail(seed, 8, num_ranks)]
 
 
 @given(
@@ -135,9 +133,8 @@ def test_every_candidate_ends_once_wherever_its_group_goes(seed, moves, cost, sl
             elif kind == 2:
                 its = Race("q", GroupPlan(2, 2, False, "dual_end", 1, patience=1.5), futures, 20)
             else:
-                scored = [one._replace(score=chance.random()) for one in futures]
-                scoring = Scoring("rollout", f"{number}-{position}", 0)
-                its = Race(scoring.prompt_id, GroupPlan(2, 2, pruning=plan), scored, 20, scoring)
+                known = [one._replace(score=chance.random()) for one in futures]
+                its = scored(Race(f"{number}-{position}", GroupPlan(2, 2, pruning=plan), known, 20))
             ranks[-1].append(its)
     run(cost, ranks, max_num_seqs=slots, kv_capacity_tokens=capacity, **moves)
     for its in chain(*ranks):

@@ -3,7 +3,7 @@ import random
 from statistics import fmean
 
 from tests.tools.simulator.traces import traced
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.race import Pools
 
 

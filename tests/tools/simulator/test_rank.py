@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.steps import assessments, group_steps
 from tests.tools.simulator.round_by_step import StepEngine
-from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, warm_judge
+from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, scored, warm_judge
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
@@ -70,7 +70,7 @@ def test_a_kv_cache_that_holds_everything_changes_nothing():
 
 def test_a_candidate_without_a_score_is_not_judged():
     plan = PruningPlan(5, min_survival=0.001, allow_fewer=True, min_labels=4)
-    race = Race("q", GroupPlan(1, 2, pruning=plan), pool(6, 9, 9), scoring=Scoring("rollout", "q", 0))
+    race = scored(Race("q", GroupPlan(1, 2, pruning=plan), pool(6, 9, 9)))
     run_rank(Machine(FLAT), [race], warm_judge(5))
     assert (states(race), assessments(race.group)) == (["finished", "surplus", "surplus"], {})
 
@@ -126,7 +126,8 @@ def test_a_replay_is_every_single_step(drawn, slots, plan):
         scoring = plan and Scoring("rollout", f"q{i}", 7)
         group = replace(group, pruning=plan)
         slow.launch(f"q{i}", group, candidates, prompt_tokens, scoring=scoring)
-        races.append(Race(f"q{i}", group, candidates, prompt_tokens, scoring))
+        race = Race(f"q{i}", group, candidates, prompt_tokens)
+        races.append(scored(race, 7) if plan else race)
     over_s = {}
     while slow.begins < inf:
         slow.begin(slow.begins)

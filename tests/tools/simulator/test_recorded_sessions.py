@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_rollout.parts.page.recording.rows import TracedCandidate
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
-from vllm_rollout.simulator.recorded_sessions import learned_terms, read_session_groups, trace_of_sessions
-from vllm_rollout.simulator.sessions import SessionTerms, draw_course
+from vllm_rollout.parts.sessions.with_page.simulated import learned_terms, read_session_groups, trace_of_sessions
+from vllm_rollout.parts.sessions.with_shaping.simulated import SessionTerms, draw_course
+from vllm_rollout.parts.shaping.rules.trace import TracedCandidate
 
 TERMS = SessionTerms(turns=4, tool_seconds=5, tool_sigma=0.8, tool_tokens=30, tool_failures=0.05)
 SECONDS_PER_TOKEN = 0.01

@@ -9,14 +9,14 @@ import pytest
 from tests.tools.simulator.test_command import RECORDED, profile  # noqa: F401  # a fixture
 from tests.tools.simulator.traces import FLAT, LINEAR, traced
 from vllm_rollout.parts.page.recording.file import parse_row, read_trace
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.page.simulated import Recording
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.sessions.with_shaping.simulated import SessionTerms
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.recording import Recording
 from vllm_rollout.simulator.replay import replay, sweep
-from vllm_rollout.simulator.sessions import SessionTerms
 from vllm_rollout.simulator.settings import Setting, default_sweep
 
 SMALL = LengthDistribution(prompts=5, candidates=8, steps=3, median=40, max_tokens=120, prompt_tokens=10)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
+from vllm_rollout.parts.moving.simulated import Places
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.generate import LengthDistribution, generate
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import summed
@@ -90,11 +90,9 @@ def test_truncated_answers_and_incomplete_groups_are_counted():
 
 def test_groups_go_to_the_rank_with_the_fewest_candidates():
     races = [Race(str(size), GroupPlan(size), pool(*range(1, size + 1))) for size in (8, 4, 3, 2, 2)]
-    placement = Placement(2, first_turn=1)
-    ranks = assigned(races, placement)
-    assert [[race.plan.group_size for race in rank] for rank in ranks] == [[4, 3, 2], [8, 2]]
-    assert placement.loads == [0, 0]
-    assert placement.next_rank() == 0
+    places = Places(Machine(num_ranks=2))
+    for expected in ([[8, 2], [4, 3, 2]], [[4, 3, 2], [8, 2]]):  # no group is left, and the other rank has its turn
+        assert [[race.plan.group_size for race in rank] for rank in assigned(races, places)] == expected
 
 
 def test_what_was_seen_of_lengths_places_the_next_rollout_better():

@@ -5,18 +5,23 @@ import pytest
 
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, traced
 from vllm_rollout.parts.rounds.rules.rounds import RunTerms
-from vllm_rollout.simulator.generate import LengthDistribution
-from vllm_rollout.simulator.machine import Machine
-from vllm_rollout.simulator.rounds.data import DataPrompt, GeneratedDataSet, RunConditions, TracedDataSet
-from vllm_rollout.simulator.rounds.outcome import fairness_of, rank_correlation
-from vllm_rollout.simulator.rounds.replay import _RunReplay, replay_run, sweep_rounds
-from vllm_rollout.simulator.rounds.settings import (
+from vllm_rollout.parts.rounds.with_shaping.simulated.data import (
+    DataPrompt,
+    GeneratedDataSet,
+    RunConditions,
+    TracedDataSet,
+)
+from vllm_rollout.parts.rounds.with_shaping.simulated.outcome import fairness_of, rank_correlation
+from vllm_rollout.parts.rounds.with_shaping.simulated.replay import _RunReplay, replay_run, sweep_rounds
+from vllm_rollout.parts.rounds.with_shaping.simulated.settings import (
     RoundSetting,
     default_rounds,
     parse_rounds,
     synchronous,
     with_baselines,
 )
+from vllm_rollout.simulator.generate import LengthDistribution
+from vllm_rollout.simulator.machine import Machine
 
 SMALL = LengthDistribution(prompts=24, median=40, prompt_sigma=0.8, sigma=0.8, max_tokens=400, prompt_tokens=5)
 
@@ -263,8 +268,8 @@ def test_a_group_that_moved_leaves_the_place_where_it_was_launched():
     its = conditions(GeneratedDataSet(SMALL), epochs=2, num_ranks=3, migration="consolidate", scale_down="auto")
     replayed = _RunReplay(its, parse_rounds("prompts_per_round=12,prompt_speculation=1,response_speculation=1", 4))
     assert replayed.run(lambda done: None).num_moves > 0
-    assert replayed._placement.loads == [0, 0, 0]
-    assert replayed._placement.num_candidates == [0, 0, 0]
+    assert replayed._places._placement.loads == [0, 0, 0]
+    assert replayed._places._placement.num_candidates == [0, 0, 0]
 
 
 @pytest.mark.parametrize("text", ["prompts_per_round=6", "prompts_per_round=6,selection=dual_end,patience=1.5"])

@@ -9,12 +9,18 @@ from hypothesis import strategies as st
 
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, pool, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.parts.sessions.with_shaping.simulated import (
+    Course,
+    SessionGroup,
+    SessionTerms,
+    draw_course,
+    run_sessions,
+)
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.outcome import SimulationOutcome
 from vllm_rollout.simulator.race import Pools
 from vllm_rollout.simulator.replay import replay
-from vllm_rollout.simulator.sessions import Course, SessionGroup, SessionTerms, draw_course, run_sessions
 from vllm_rollout.simulator.settings import Setting
 
 PREFILL = CostModel(((0.0, PTLCurve((1.0,), (1.0,))),), prefill_s_per_token=1.0)

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+from tests.support.steps import group_steps
 from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.parts.page.recording.rows import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.parts.pruning.rules.judge import Judge
+from vllm_rollout.parts.pruning.simulated import score
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
+from vllm_rollout.parts.shaping.rules.trace import Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
@@ -60,4 +62,10 @@ def warm_judge(detection_length: int) -> Judge:
 
 
 def run_rank(machine: Machine, races: Sequence[Race], judge: Judge | None = None):
-    return run_races(machine, races, judge or Judge())
+    return run_races(machine, races, group_steps(judge))
+
+
+def scored(race: Race, seed: int = 0) -> Race:
+    """A group whose candidates are scored."""
+    score(race, "rollout", seed)
+    return race

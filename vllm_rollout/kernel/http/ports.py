@@ -52,7 +52,7 @@ class ApiPart:
         """Called before the candidates of a group are launched."""
 
     async def take(self, calls: CoreCalls) -> Any:
-        """What the engine behind these calls knows for this part, and the next engine must know."""
+        """Knowledge of the engine behind these calls that the next engine needs, too."""
 
     async def put(self, calls: CoreCalls, taken: Any) -> None:
         """Let another engine know what was taken."""

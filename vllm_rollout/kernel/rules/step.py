@@ -266,7 +266,7 @@ class GroupSteps:
         self._ended.append(Ended(candidate_id, group, reason, num_tokens, seen or {}))
         self._touched[candidate_id.group_id] = group
 
-    def touch(self, group_id: str) -> None:
+    def settle_next(self, group_id: str) -> None:
         """Let the next step settle this group."""
         group = self._table.find(group_id)
         if group is not None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_rollout.parts.emulation.settings import Settings, StepSettings
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
-from vllm_rollout.profiling.profile_file import Profile
 
 COST_KNOTS = (1.0, 1024.0)
 """Batch sizes and contexts: a step's cost is linear in each."""

@@ -10,16 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from statistics import NormalDist
 from struct import Struct
 from typing import Any, NamedTuple
 
 from vllm_rollout.kernel.arguments import ArgumentError
 from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of
-from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success
-from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.parts.page.recording.rows import TracedPrompt
+from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success, traced_prompts
+from vllm_rollout.parts.shaping.rules.trace import TracedPrompt
 
 LENGTHS_FIELD = "emulate_lengths"
 """In `extra_args` (`vllm_xargs`): output tokens, one number, or one for each candidate by its index; a list that is too
@@ -76,9 +74,8 @@ class Fates:
         self._distance = math.sqrt(2) * STANDARD.inv_cdf(settings.score.auc)
         """Between the mean scores of those that succeed and of those that do not: it makes the AUC what it shall be."""
         if settings.lengths.trace is not None:
-            self._lengths: DrawnLengths | TracedLengths = TracedLengths(
-                read_trace(Path(settings.lengths.trace)).prompts, rank, num_ranks
-            )
+            prompts = traced_prompts(settings.lengths.trace)
+            self._lengths: DrawnLengths | TracedLengths = TracedLengths(prompts, rank, num_ranks)
         else:
             self._lengths = DrawnLengths(settings.lengths.log_normal or LogNormal())
 

@@ -8,16 +8,17 @@ The file is a profile, as `vllm-rollout profile` writes it, or a JSON object wit
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from vllm_rollout.config import MAX_TRACED_TOKENS
-from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
-from vllm_rollout.parts.page.recording.file import read_trace
-from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.kernel.parts import face, faces
+from vllm_rollout.parts.shaping.profile_file import Profile
+from vllm_rollout.parts.shaping.rules.trace import TracedPrompt
 
 DEFAULT_KV_TOKENS = 1_000_000
 MAX_KV_TOKENS = 2**40
@@ -102,52 +103,8 @@ class Turns(_Model):
     """With it every turn ends but the last."""
 
 
-class DraftKind(_Model):
-    """Drafts of a row and step, as they come in a part of all rows."""
-
-    share: float = Field(ge=0, le=1)
-    """The share of rows that have these drafts, for a candidate with `REFERENCE_SIBLINGS` siblings."""
-    accepted: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(min_length=1, max_length=MAX_DRAFT_TOKENS)
-    """Probability that each draft is accepted together with all drafts before it."""
-
-    @model_validator(mode="after")
-    def _falling(self) -> DraftKind:
-        if any(after > before for before, after in pairwise(self.accepted)):
-            raise ValueError(
-                f"accepted must not increase, since a draft counts only behind those before it, got "
-                f"{list(self.accepted)}"
-            )
-        return self
-
-
-class DraftSettings(_Model):
-    """Drafts that `--enable-rollout-drafts` finds on an emulated device.
-
-    The defaults follow answers of Qwen2.5-Coder-0.5B-Instruct at temperature 1, 16 per prompt. They had 1.38, 1.45 and
-    1.58 tokens per step with 0.6, 0.8 and 1.5 drafts per row.
-    """
-
-    kinds: tuple[DraftKind, ...] = (
-        DraftKind(share=0.035, accepted=(0.92, 0.85, 0.78, 0.72, 0.66, 0.6, 0.5, 0.3, 0.2, 0.15, 0.1)),
-        DraftKind(share=0.1, accepted=(0.75, 0.55, 0.25, 0.15)),
-        DraftKind(share=0.12, accepted=(0.6, 0.25, 0.15)),
-        DraftKind(share=0.18, accepted=(0.33, 0.17)),
-    )
-    """The rows that are left have no drafts."""
-    alone: float = Field(0.42, ge=0, le=1)
-    """Part of all shares that a candidate without siblings finds, in its own text."""
-    earlier_answer: float = Field(6.0, ge=0, le=1000)
-    """An earlier answer of the prompt counts like so many siblings, since it is known to its end."""
-
-    @model_validator(mode="after")
-    def _at_most_all(self) -> DraftSettings:
-        if (total := sum(kind.share for kind in self.kinds)) > 1:
-            raise ValueError(f"the shares of kinds must sum to 1 or less, got {total:g}")
-        return self
-
-
 class Settings(_Model):
-    """An emulated device and what it says."""
+    """An emulated device and what it says. `settings_type` has the fields of parts, too."""
 
     step: StepSettings | None = None
     profile: str | None = None
@@ -162,7 +119,6 @@ class Settings(_Model):
     success: Success = Success()
     score: Score = Score()
     turns: Turns | None = None
-    drafts: DraftSettings = DraftSettings()
     seed: int = Field(0, ge=0, lt=2**63)
 
     @model_validator(mode="after")
@@ -193,7 +149,7 @@ class Settings(_Model):
         if "format" in fields and "fits" in fields:
             fields = {"profile": str(path)}
         try:
-            settings = cls.model_validate(fields)
+            settings = settings_type().model_validate(fields)
         except ValidationError as error:
             problems = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:MAX_PROBLEMS])
             raise ValueError(f"{path}: {problems}. docs/guides/emulation.md lists the fields.") from error
@@ -241,10 +197,25 @@ class Settings(_Model):
                     profile.cost(self.tensor_parallel_size)
             if self.lengths.trace is not None:
                 changed["lengths"] = LengthSettings(trace=str(path.parent / self.lengths.trace))
-                read_trace(path.parent / self.lengths.trace)
+                traced_prompts(changed["lengths"].trace)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         return self.model_copy(update=changed)
+
+
+@cache
+def settings_type() -> type[Settings]:
+    """Settings of a device with a field for each part that has fields there, under the part's name."""
+    fields: dict[str, Any] = {name: (its, its()) for name, its in faces("device_settings")}
+    return create_model("Settings", __base__=Settings, **fields)
+
+
+def traced_prompts(path: str) -> Sequence[TracedPrompt]:
+    """Prompts of a recording. Raises: ValueError for a file that is none, and where nothing reads recordings."""
+    if (traces := face("page", "traces")) is None:
+        raise ValueError("lengths.trace: the part 'page' reads recordings, and it is left out")
+    prompts: Sequence[TracedPrompt] = traces.read_trace(Path(path)).prompts
+    return prompts
 
 
 def _problem(problem: Any) -> str:

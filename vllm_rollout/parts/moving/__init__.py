@@ -14,6 +14,8 @@ PART = Part(
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
+        "simulated": "vllm_rollout.parts.moving.simulated",
         "worker_calls": "vllm_rollout.parts.moving.worker.move_calls:MoveCalls",
     },
+    also={"emulation": {"emulated": "vllm_rollout.parts.moving.with_emulation.worker:emulated_moves"}},
 )

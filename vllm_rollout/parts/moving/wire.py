@@ -21,7 +21,6 @@ from vllm_rollout.kernel.call_table import Features
 from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.tracker.tracker import TrackedCandidate
 from vllm_rollout.kernel.wire import typed
-from vllm_rollout.parts.emulation.fate import Fate
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,8 @@ class WorkerState:
     tracked: TrackedCandidate | None = None
     features: dict[int, Features] = field(default_factory=dict)
     """Hidden states that wait for the candidate's reward, by detection length."""
-    fate: Fate | None = None
-    """Length and outcome of the candidate on an emulated device."""
+    emulated: dict[str, bytes] = field(default_factory=dict)
+    """Data of an emulated device, by part."""
 
 
 @dataclass(frozen=True, slots=True)

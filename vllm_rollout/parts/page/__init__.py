@@ -11,5 +11,7 @@ PART = Part(
         "commands": "vllm_rollout.parts.page.watching.command",
         "flags": "vllm_rollout.parts.page.api:FLAGS",
         "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
+        "simulated": "vllm_rollout.parts.page.simulated:Recording",
+        "traces": "vllm_rollout.parts.page.recording.file",
     },
 )

@@ -12,10 +12,12 @@ PART = Part(
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
+        "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
         "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",
     },
+    also={"emulation": {"emulated": "vllm_rollout.parts.pruning.with_emulation.worker:emulated_heads"}},
     exports={
         "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",
         "QualityHead": "vllm_rollout.parts.pruning.client:QualityHead",

@@ -7,6 +7,7 @@ PART = Part(
     "Grades answers while rollouts run.",
     faces={
         "api": "vllm_rollout.parts.rewards.api.part:RewardsApi",
+        "doctor": "vllm_rollout.parts.rewards.doctor:check_sandbox",
         "flags": "vllm_rollout.parts.rewards.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.rewards.http.metrics:GradingMetrics",
     },

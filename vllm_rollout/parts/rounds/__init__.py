@@ -9,6 +9,7 @@ PART = Part(
         "api": "vllm_rollout.parts.rounds.api:RoundsApi",
         "client": "vllm_rollout.parts.rounds.client.methods:CLIENT",
         "core": "vllm_rollout.parts.rounds.core:RoundsCore",
+        "demo": "vllm_rollout.parts.rounds.demo.run:demo",
         "metrics": "vllm_rollout.parts.rounds.http.metrics:RoundMetrics",
         "routes": "vllm_rollout.parts.rounds.http.routes:ROUTES",
         "step": "vllm_rollout.parts.rounds.rules.step:RoundsStep",
@@ -26,6 +27,7 @@ PART = Part(
             "api": "vllm_rollout.parts.rounds.with_shaping.api.part:ShapedRoundsApi",
             "flags": "vllm_rollout.parts.rounds.with_shaping.api.flags:FLAGS",
             "metrics": "vllm_rollout.parts.rounds.with_shaping.http.metrics:ParallelismMetrics",
+            "simulated": "vllm_rollout.parts.rounds.with_shaping.simulated.job:job",
         },
     },
     exports={

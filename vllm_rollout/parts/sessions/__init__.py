@@ -13,8 +13,12 @@ PART = Part(
         "routes": "vllm_rollout.parts.sessions.http.routes:ROUTES",
     },
     also={
-        "page": {"session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers"},
+        "page": {
+            "recorded": "vllm_rollout.parts.sessions.with_page.simulated:read_session_groups",
+            "session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers",
+        },
         "pruning": {"scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said"},
+        "shaping": {"simulated": "vllm_rollout.parts.sessions.with_shaping.simulated:terms_of"},
     },
     exports={
         "AgentResult": "vllm_rollout.parts.sessions.client.agent_group:AgentResult",

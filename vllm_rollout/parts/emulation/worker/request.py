@@ -8,16 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 from vllm.sampling_params import SamplingParams
 
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.emulation.fate import ENDLESS, Fate, Fates
 from vllm_rollout.parts.emulation.tokens import PERIOD, Vocabulary
-from vllm_rollout.parts.pruning.rules.step import TERMS
 
-HIDDEN_SIZE = 16
-"""Size of a made-up hidden state: the score, and noise."""
 CONFIDENCE_NATS = 12.0
 """Trace confidence of a candidate with score 0, in nats."""
 NO_NUMBER = math.nan
@@ -30,16 +26,14 @@ class EmulatedRequest:
         "confidence",
         "cycle",
         "fate",
-        "is_final",
+        "id",
         "last_token",
         "length",
         "max_tokens",
         "newest",
         "num_before",
         "num_prompt",
-        "observed",
         "salt",
-        "scored_at",
         "tail",
         "tail_at",
     )
@@ -52,10 +46,11 @@ class EmulatedRequest:
         fates: Fates,
         vocabulary: Vocabulary,
         marker: Sequence[int],
+        tag: CandidateTag | None,
         fate: Fate | None,
     ) -> None:
+        self.id = request_id
         extra_args = params.extra_args or {}
-        tag = CandidateTag.of(extra_args)
         key = request_id if params.seed is None else params.seed
         self.num_before = 0 if tag is None else tag.num_resumed
         if fate is None:
@@ -73,14 +68,15 @@ class EmulatedRequest:
         if self.fate.asks:
             self.length = max(self.length, 1 + len(marker))
         self.tail_at = self.length - len(self.tail)
-        terms = None if tag is None else TERMS.of(tag.terms.parts)
-        plan = None if terms is None else terms.plan
-        self.observed = tag is not None and (tag.observed or plan is not None)
-        self.confidence = CONFIDENCE_NATS + self.fate.score if self.observed else NO_NUMBER
-        self.scored_at = () if plan is None else plan.scored_lengths
-        self.is_final = plan is not None and plan.final_score
+        self.confidence = NO_NUMBER
+        if tag is not None and tag.observed:
+            self.observe()
         self.newest = 0
         """Number of its newest output token, without tokens of earlier rounds."""
+
+    def observe(self) -> None:
+        """Have a confidence in reports from now on."""
+        self.confidence = CONFIDENCE_NATS + self.fate.score
 
     def token(self, number: int) -> int:
         """Output token `number`, counted from 1, including tokens of earlier rounds."""
@@ -97,9 +93,3 @@ class EmulatedRequest:
             number += 1
             said.append(self.token(number))
         return said
-
-    def hidden_state(self) -> np.ndarray:
-        """Made-up hidden state, float32 [HIDDEN_SIZE]."""
-        noise = np.random.default_rng(self.fate.salt).standard_normal(HIDDEN_SIZE, dtype=np.float32)
-        noise[0] = self.fate.score
-        return noise

@@ -19,18 +19,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
-from vllm_rollout.parts.drafts.worker.emulated import EmulatedDrafts, SaidRow
 from vllm_rollout.parts.emulation.device import Device, DeviceSpan
 from vllm_rollout.parts.emulation.fate import Fates
 from vllm_rollout.parts.emulation.options import EmulationOptions
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.emulation.step_log import LoggedStep, StepLog
-from vllm_rollout.parts.emulation.worker.request import HIDDEN_SIZE
+from vllm_rollout.parts.emulation.worker.ports import SaidRow
 from vllm_rollout.parts.emulation.worker.runner import EmulatedRunner, LaunchedStep
-from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
-from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -55,11 +53,7 @@ class EmulatedOutput(AsyncModelRunnerOutput):
 
 
 class EmulatedWorker(WorkerCalls, WorkerBase):
-    """Implements the calls of an engine core with one worker. Adds the methods of `WorkerCalls`, with real heads on
-    made-up hidden states.
-    """
-
-    model_runner: EmulatedRunner
+    """Implements the calls of an engine core with one worker. Adds the methods of `WorkerCalls`."""
 
     def init_device(self) -> None:
         emulation = EmulationOptions.of(self.vllm_config)
@@ -68,16 +62,10 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         parallel = self.vllm_config.parallel_config
         self.emulation = Settings.read(emulation.file).at(parallel.tensor_parallel_size)
         fates = Fates(self.emulation, parallel.data_parallel_index, emulation.num_ranks)
-        ring = FeatureRing.of(self.vllm_config, HIDDEN_SIZE, torch.float32)
         self.emulated_device = Device(self.emulation, emulation.speed)
-        self.model_runner = EmulatedRunner(fates, self.vocab_size, ring, self._marker(), self._drafts())
-        self.quality_heads = QualityHeads(
-            self.model_runner,
-            ring,
-            hidden_size=HIDDEN_SIZE,
-            model=self.model_config.served_model_name or self.model_config.model,
-            device=self.device,
-        )
+        self.quality_heads = None
+        self.runner = EmulatedRunner(fates, self.vocab_size, self._marker())
+        self.runner.parts = [(name, part) for name, make in faces("emulated") if (part := make(self)) is not None]
         self.step_log = StepLog(
             None if emulation.log is None else Path(emulation.log),
             rank=parallel.data_parallel_index,
@@ -89,13 +77,6 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         self._launched: LaunchedStep | None = None
         self._said: Sequence[SaidRow] = ()
         """Rows of the last step that was launched."""
-
-    def _drafts(self) -> EmulatedDrafts | None:
-        speculative = self.vllm_config.speculative_config
-        if speculative is None:
-            return None
-        most = speculative.num_speculative_tokens
-        return EmulatedDrafts(self.emulation.drafts, most, self.model_config.max_model_len)
 
     def _marker(self) -> list[int]:
         """Tokens with which a turn asks for a tool. Raises: ValueError without a tokenizer."""
@@ -141,7 +122,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         """Do nothing, in no time, on a rank without requests beside ranks with some (shared experts)."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        self._launched = self.model_runner.step(scheduler_output)
+        self._launched = self.runner.step(scheduler_output)
         return EMPTY_MODEL_RUNNER_OUTPUT if self._launched is None else None
 
     def sample_tokens(self, grammar_output: Any) -> EmulatedOutput | None:
@@ -149,15 +130,16 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
         if step is None:
             return None
         span = self.emulated_device.launch(time.perf_counter(), step.work)
-        if (drafts := self.model_runner.drafts) is not None:
-            drafts.took(step.work, span.end - span.start)
-            self._said = step.rows
+        for _, part in self.runner.parts:
+            part.took(step.work, span.end - span.start)
+        self._said = step.rows
         return EmulatedOutput(step, span, self.step_log)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for the next step."""
         rows, self._said = self._said, ()
-        return self.model_runner.drafts.propose(rows) if rows else None
+        proposed = (part.propose(rows) for _, part in self.runner.parts if rows)
+        return next((drafts for drafts in proposed if drafts is not None), None)
 
     def shutdown(self) -> None:
         self.step_log.close()

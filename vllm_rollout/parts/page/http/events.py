@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel
 
-from vllm_rollout.parts.page.recording.rows import End
+from vllm_rollout.parts.shaping.rules.trace import End
 
 NAMES = ("server", "rollout", "group", "rewards", "ranks", "round", "sessions", "gone")
 COMMENT = b": \n\n"

@@ -11,8 +11,8 @@ import asyncio
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.page.recording.rows import end_of
 from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
+from vllm_rollout.parts.shaping.rules.trace import end_of
 
 
 async def write_receipt(rollout: Rollout) -> None:

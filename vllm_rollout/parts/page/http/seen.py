@@ -13,7 +13,8 @@ from typing import Literal, cast
 from vllm_rollout.kernel.http.engine import CandidateEnd
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.page.recording.rows import End, GroupFate, RolloutPrompt, RolloutState, end_of
+from vllm_rollout.parts.page.recording.rows import GroupFate, RolloutPrompt, RolloutState
+from vllm_rollout.parts.shaping.rules.trace import End, end_of
 
 MAX_MOVES = 16
 """Most moves of a group that are recorded, besides its first rank. Later moves only change its rank."""

@@ -27,7 +27,7 @@ from vllm_rollout.parts.moving.http.engine import MovesPart
 from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.page.recording.rows import end_of
+from vllm_rollout.parts.shaping.rules.trace import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
 
@@ -108,7 +108,7 @@ class Viewers:
         self._read: dict[tuple[str, int], asyncio.Task[GroupTexts]] = {}
         """Texts of running groups, by rollout id and position. Each is kept for one tick."""
         self.feeds: list[Feed] = []
-        """What other parts show."""
+        """Rows that other parts show."""
 
     def begun(self, rollout: Rollout) -> None:
         rollout.seen.begin()

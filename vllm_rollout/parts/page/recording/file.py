@@ -17,18 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from vllm_rollout.kernel.rules.checks import shown
-from vllm_rollout.parts.page.recording.rows import (
-    End,
-    LengthsRow,
-    PromptRow,
-    RewardRow,
-    RolloutRow,
-    Trace,
-    TracedCandidate,
-    TracedPrompt,
-    TracedRollout,
-)
+from vllm_rollout.parts.page.recording.rows import LengthsRow, PromptRow, RewardRow, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, SessionRewardRow
+from vllm_rollout.parts.shaping.rules.trace import End, Trace, TracedCandidate, TracedPrompt, TracedRollout
 from vllm_rollout.private_file import open_private
 
 FORMS = (
@@ -38,8 +29,6 @@ FORMS = (
 TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
 """That are read at once to find the last row."""
-MAX_REASONS = 3
-"""Number of broken rows whose reasons are reported."""
 
 
 class TraceError(ValueError):
@@ -79,13 +68,6 @@ def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int |
         said += f"; it has {trace.others}" if trace.others else ""
         raise TraceError(f"{path}: holds no row that can be replayed{said}. Every line is JSON: {FORMS}.")
     return trace
-
-
-def told_reasons(broken: tuple[str, ...]) -> str:
-    """A sentence with the number of skipped rows and the reasons of the first of them."""
-    rows = "1 broken row was skipped" if len(broken) == 1 else f"{len(broken)} broken rows were skipped"
-    more = "; …" if len(broken) > MAX_REASONS else ""
-    return f"{rows}: {'; '.join(broken[:MAX_REASONS])}{more}"
 
 
 def pieces(path: Path) -> list[Path]:

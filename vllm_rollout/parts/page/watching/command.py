@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from vllm_rollout.parts.page.watching.export_command import export
-from vllm_rollout.parts.page.watching.receipt_command import receipt
 
 
 def watch(
@@ -85,5 +84,5 @@ def top(
 
 def register(app: typer.Typer) -> None:
     """Add the part's commands to the `vllm-rollout` command."""
-    for command in (watch, top, receipt, export):
+    for command in (watch, top, export):
         app.command()(command)

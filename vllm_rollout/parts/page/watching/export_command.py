@@ -42,7 +42,6 @@ def export(
     Curves: seconds, tokens, savings, lengths, rewards, ends, moves (docs/guides/watching.md). When the file has grown,
     run the command again: it replaces its earlier output.
     """
-    from vllm_rollout.parts.page.recording.file import told_reasons
     from vllm_rollout.parts.page.watching.export import (
         SESSIONS,
         check_installed,
@@ -50,6 +49,7 @@ def export(
         to_tensorboard,
         to_trackio,
     )
+    from vllm_rollout.parts.shaping.rules.trace import told_reasons
 
     is_trackio = to is Target.trackio
     if (

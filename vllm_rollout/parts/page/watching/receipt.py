@@ -1,4 +1,4 @@
-"""Receipts of a trace, of an answer or of a server: a table, their sum, and the setting to try next.
+"""Receipts of a trace, of an answer or of a server: a table, and their sum.
 
 Invariant: a recorded receipt is shown unchanged. For an older trace without receipts, it is computed from the trace.
 """
@@ -6,9 +6,8 @@ Invariant: a recorded receipt is shown unchanged. For an older trace without rec
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -21,23 +20,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_rollout.kernel.http.answers import RolloutSummary
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.types import STOP_STATES, EndReason, StopState
-from vllm_rollout.parts.page.recording.file import read_trace, rows_of, told_reasons
-from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow, Trace
+from vllm_rollout.parts.page.recording.file import read_trace, rows_of
+from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
-from vllm_rollout.parts.page.rules.receipt import RanGroup, Receipt, receipt_of
+from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
 from vllm_rollout.parts.page.watching.session_receipt import receipt_of_sessions, table_of_sessions
 from vllm_rollout.parts.page.watching.top import feed
-from vllm_rollout.simulator.options import SimulateOptions, clock_of
-from vllm_rollout.simulator.race import Pools
-from vllm_rollout.simulator.replay import sweep
-from vllm_rollout.simulator.settings import Setting, default_sweep
+from vllm_rollout.parts.shaping.rules.trace import Trace
 
-MAX_REPLAYED = 8
-"""Number of the newest rollouts that are replayed to find the next setting."""
 MAX_NAME = 32
-HARDLY_LESS = 0.02
-"""Share of time by which a better setting must be faster."""
 PLAIN_WIDTH = 150
 """Characters in a line of output that goes to a file."""
 COLUMNS = (
@@ -63,6 +56,23 @@ class Told(NamedTuple):
         return self.receipt.repaying if self.kind == "long" else self.receipt
 
 
+class Found(NamedTuple):
+    """Contents of a source."""
+
+    receipts: Sequence[Told]
+    groups: Sequence[SessionGroupRow]
+    trace: Trace | None = None
+    """None if the source has nothing to replay."""
+    num_ranks: int = 1
+    """Number of ranks on which the trace's groups ran."""
+    skipped: tuple[str, ...] = ()
+    """Reason why each broken row was skipped."""
+
+    @property
+    def sum(self) -> Receipt:
+        return reduce(add, (told.in_sum for told in self.receipts))
+
+
 class Next(NamedTuple):
     """A setting to try next."""
 
@@ -73,55 +83,41 @@ class Next(NamedTuple):
     text: str
 
 
-def show(source: str, profile: Path | None, api_key: str | None, *, as_json: bool) -> None:
-    """Print all receipts of a source. Raises: ValueError, OSError and RolloutError with what to do."""
-    following: Next | str | None = None
-    if source.startswith(("http://", "https://")):
-        receipts, groups = _of_server(source, api_key)
-    else:
-        receipts, groups, trace, num_ranks, skipped = _of_file(Path(source))
-        if trace is not None:
-            with Console(stderr=True).status("Replaying the trace with other settings"):
-                options = SimulateOptions(Path(source), profile=profile, data_parallel_size=num_ranks)
-                following = _advice(trace, options, _sum(receipts).seconds)
-        if skipped:
-            print(f"vllm-rollout receipt: {told_reasons(skipped)}.", file=sys.stderr)
-    if as_json:
-        told = [{**each._asdict(), "receipt": asdict(each.receipt)} for each in receipts]
-        found = following._asdict() if isinstance(following, Next) else None
-        of_rollouts = {"receipts": told, "sum": asdict(_sum(receipts)) if receipts else None, "next": found}
-        named = [{"id": group.id, "status": group.status, "reason": group.reason} for group in groups]
-        each = [
-            {**its, "receipt": asdict(receipt_of_sessions([group]))} for its, group in zip(named, groups, strict=True)
-        ]
-        summed = asdict(receipt_of_sessions(groups)) if groups else None
-        print(json.dumps({"source": source, **of_rollouts, "sessions": each, "sum_of_sessions": summed}, indent=1))
-        return
+def receipts_of(source: str, api_key: str | None) -> Found:
+    """Receipts and groups of sessions of a file or of a server.
+
+    Raises: ValueError, OSError and RolloutError with what to do.
+    """
+    return _of_server(source, api_key) if source.startswith(("http://", "https://")) else _of_file(Path(source))
+
+
+def as_json(source: str, found: Found, following: Next | str | None) -> str:
+    """Receipts as JSON. `following`: the setting to try next, or the reason why none is known."""
+    receipts, groups = found.receipts, found.groups
+    told = [{**each._asdict(), "receipt": asdict(each.receipt)} for each in receipts]
+    next_setting = following._asdict() if isinstance(following, Next) else None
+    of_rollouts = {"receipts": told, "sum": asdict(found.sum) if receipts else None, "next": next_setting}
+    named = [{"id": group.id, "status": group.status, "reason": group.reason} for group in groups]
+    each = [{**its, "receipt": asdict(receipt_of_sessions([group]))} for its, group in zip(named, groups, strict=True)]
+    summed = asdict(receipt_of_sessions(groups)) if groups else None
+    return json.dumps({"source": source, **of_rollouts, "sessions": each, "sum_of_sessions": summed}, indent=1)
+
+
+def show(found: Found, following: Next | str | None) -> None:
+    """Print receipts as tables. `following`: as of `as_json`."""
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    if receipts:
-        console.print(_table(receipts))
-    if groups:
-        console.print(table_of_sessions(groups))
+    if found.receipts:
+        console.print(_table(found))
+    if found.groups:
+        console.print(table_of_sessions(found.groups))
         console.print(NOT_SAID)
     if following is not None:
         console.print(f"[bold]Next:[/] {escape(following if isinstance(following, str) else following.text)}")
 
 
-def _advice(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
-    """The setting to try next, or the reason why none is known. Raises: OSError for an unreadable profile."""
-    try:
-        return next_setting(trace, options, seconds)
-    except ValueError as error:
-        return f"not known: {error} (`vllm-rollout simulate` has these flags)."
-
-
-def _sum(receipts: Sequence[Told]) -> Receipt:
-    return reduce(add, (told.in_sum for told in receipts))
-
-
-def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionGroupRow]]:
+def _of_server(url: str, api_key: str | None) -> Found:
     """Receipts and groups of sessions from a server. A running rollout has no receipt yet. Raises: ValueError without
     any."""
     found, groups = [], []
@@ -137,11 +133,11 @@ def _of_server(url: str, api_key: str | None) -> tuple[list[Told], list[SessionG
             f"{url} has no receipts: none of its last rollouts is over, or its vllm_rollout is older than receipts. "
             "Ask for a rollout first."
         )
-    return found, groups
+    return Found(found, groups)
 
 
-def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | None, int, tuple[str, ...]]:
-    """Receipts, groups of sessions, the trace if it has rollouts, its number of ranks, and its skipped rows.
+def _of_file(path: Path) -> Found:
+    """Receipts and groups of sessions of a file, and the trace if it has rollouts.
 
     Raises: ValueError for a file that is neither a trace nor an answer. OSError.
     """
@@ -152,7 +148,7 @@ def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | Non
             f"{path}: {error.strerror}. Name what `--rollout-record` wrote, a saved answer, or a server's URL (http://…)."
         ) from error
     if (answer := _answer(path, text)) is not None:
-        return [answer], [], None, 1, ()
+        return Found([answer], [])
     rows: list[RolloutRow] = []
     groups: list[SessionGroupRow] = []
     broken: list[str] = []
@@ -160,14 +156,14 @@ def _of_file(path: Path) -> tuple[list[Told], list[SessionGroupRow], Trace | Non
         rows += [row] if isinstance(row, RolloutRow) else []
         groups += [row] if isinstance(row, SessionGroupRow) else []
     if groups and not rows:
-        return [], groups, None, 1, tuple(broken)
+        return Found([], groups, skipped=tuple(broken))
     trace = read_trace(path, skip_broken=True)
     if not rows:
         raise ValueError(f"{path}: holds no rollout, only single prompts. Name what `--rollout-record` wrote.")
     each = [prompt for row in rows for prompt in row.prompts]
     ranks = [rank for prompt in each for rank in (prompt.rank, *(rank for _, rank in prompt.moves or ()))]
     num_ranks = 1 + max((rank for rank in ranks if rank is not None), default=0)
-    return [told_of(row) for row in rows], groups, trace, num_ranks, trace.skipped
+    return Found([told_of(row) for row in rows], groups, trace, num_ranks, trace.skipped)
 
 
 def _answer(path: Path, text: str) -> Told | None:
@@ -211,55 +207,17 @@ def _ran(row: RolloutRow, prompt: RolloutPrompt, *, waited: bool) -> RanGroup:
     )  # fmt: skip
 
 
-def next_setting(trace: Trace, options: SimulateOptions, seconds: float | None) -> Next | str:
-    """The setting with which the trace's newest rollouts are replayed fastest, or the reason why there is none.
-
-    Raises: ValueError and OSError for a profile that cannot be read.
-    """
-    if trace.group_size is None:
-        return "not known, since the trace does not say one group_size. See vllm-rollout simulate --group-size."
-    newest = replace(trace, rollouts=trace.rollouts[-MAX_REPLAYED:])
-    clock = clock_of(options, trace.models, trace.longest_context)
-    recorded = _recorded(newest, trace.group_size)
-    tried = default_sweep(trace.group_size, clock.machine.max_candidates)
-    its = sweep(Pools(newest), list(dict.fromkeys([recorded, *tried])), clock.machine)
-    best = its.fastest
-    share = 1 - best.seconds / its.baseline.seconds
-    if share < HARDLY_LESS:
-        return f"nothing that was tried is {HARDLY_LESS:.0%} faster than {recorded.name}."
-    fields = ("redundancy", "selection", "num_longest", "patience", "early_stop")
-    before, after = recorded.described(), best.setting.described()
-    text = (
-        f"{best.setting.name} instead of {recorded.name} would take {share:.0%} less time; answers are "
-        f"{its.baseline.lengths.mean:,.0f} -> {best.lengths.mean:,.0f} tokens long on average."
-    )
-    if clock.machine.is_ideal:
-        text += " Every step counted the same: give a --profile, since spare candidates cost time, too."
-    return Next(
-        {name: after[name] for name in fields if after[name] != before[name]},
-        None if seconds is None else share * seconds,
-        text,
-    )
-
-
-def _recorded(trace: Trace, group_size: int) -> Setting:
-    """The recorded setting, as far as the trace shows it."""
-    spare = max(len(prompt.candidates) for prompt in trace.prompts) - group_size
-    raced = any(candidate.end == "surplus" for prompt in trace.prompts for candidate in prompt.candidates)
-    return Setting(group_size, max(spare, 0), early_stop=None if raced or spare <= 0 else False)
-
-
-def _table(receipts: Sequence[Told]) -> Table:
+def _table(found: Found) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("rollout", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    for told in receipts:
+    for told in found.receipts:
         where = told.name if told.run is None else f"{told.run} round {told.round} ({told.kind})"
         name = where[:MAX_NAME].encode("unicode_escape").decode()
         table.add_row(escape(name), *_cells(told.receipt))
     table.add_section()
-    table.add_row(f"sum of {len(receipts)}", *_cells(_sum(receipts)), style="bold")
+    table.add_row(f"sum of {len(found.receipts)}", *_cells(found.sum), style="bold")
     return table
 
 

@@ -115,7 +115,7 @@ class PruningStep(StepPart):
                 judged.places.add(id.index)
             else:
                 self._without_place.setdefault(id.group_id, []).append(id.index)
-                steps.touch(id.group_id)
+                steps.settle_next(id.group_id)
         self._remember(id, judged, scoring, entered.request_id)
 
     def differing(self, ours: PruningTerms | None, theirs: PruningTerms | None) -> tuple[str, object, object]:

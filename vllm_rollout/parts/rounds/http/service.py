@@ -90,7 +90,7 @@ class RunService:
         self.length_history: Callable[..., Awaitable[Any]] | None = None
         """Lengths of prompts, by their keys and adapter (`ShapingPart.length_history`). None: no lengths are known."""
         self._parallelism: Any = None
-        """Of rounds with shaping, if the engine's size may change."""
+        """Part of rounds with shaping, if the engine's size may change."""
         self._unkept: dict[str, LiveRound] = {}
         """Last round of a run, by run, if it is over but not written yet."""
 

@@ -1,4 +1,4 @@
-"""What a scored turn says to pruning."""
+"""Values of a scored turn for pruning."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 import vllm_rollout
 from vllm_rollout.kernel.compat import vllm_version
-from vllm_rollout.profiling.hardware import cpu_name
+from vllm_rollout.on_cpu import this_cpu
 
 
 def fingerprint_of(config: VllmConfig) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def fingerprint_of(config: VllmConfig) -> dict[str, Any]:
 
 def hardware_of(config: VllmConfig) -> dict[str, Any]:
     """Device, number of devices, CPU and number of cores."""
-    cpu = cpu_name()
+    cpu = this_cpu().name
     return {
         "device": cpu if current_platform.is_cpu() else current_platform.get_device_name(),
         "num_devices": 1 if current_platform.is_cpu() else torch.accelerator.device_count(),

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from vllm_rollout.kernel.api.flags import Flags
-from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.parts.shaping.profile_file import Profile
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -27,11 +27,11 @@ from vllm_rollout.parts.shaping.calls import (
     ObservedGroup,
 )
 from vllm_rollout.parts.shaping.http.engine import ShapingPart
+from vllm_rollout.parts.shaping.profile_file import Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatistics
-from vllm_rollout.profiling.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -17,7 +17,7 @@ from vllm_rollout.parts.rounds.rules.planner import ParallelismPlanner, sizes_of
 from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import Resizer
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
 from vllm_rollout.parts.rounds.with_shaping.rules.forecast import EngineSize
-from vllm_rollout.profiling.profile_file import Profile
+from vllm_rollout.parts.shaping.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -1,0 +1,1 @@
+"""Drafts on an emulated device. These files are there if both parts are."""

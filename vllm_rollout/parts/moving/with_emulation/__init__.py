@@ -1,0 +1,1 @@
+"""Moves between emulated devices. These files are there if both parts are."""
