@@ -7,7 +7,7 @@ Here are the kernel's rows. Each part has its own (`parts/*/calls.py`).
     API process   decode_result
 
 Invariant: an operation has the same name in the API process, here and in the engine core. One value of the named type
-travels each way. An error that concerns the client is a value (`Refusal`). An exception is a bug.
+travels each way. An error that concerns the client is a value. An exception is a bug.
 """
 
 from __future__ import annotations
@@ -23,14 +23,6 @@ CALL_METHOD = "rollout_call"
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-
-
-class Refusal(NamedTuple):
-    """Reason why a head or a state was refused. Nothing has changed."""
-
-    kind: Literal["mismatch", "invalid"]
-    """`mismatch`: it is of another model or hidden size. `invalid`: any other reason."""
-    message: str
 
 
 class Features(NamedTuple):

@@ -15,7 +15,6 @@ from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.kernel.worker.verification import mend_expansion
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
-from vllm_rollout.parts.moving.worker.kv_calls import KVCalls
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 from vllm_rollout.parts.pruning.worker.quality_head import warm_up_training
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
@@ -31,19 +30,18 @@ STEP_OPERATORS = ("token_confidence", "update_confidence", "quality_head")
 """Operators of a step. The last one runs only if a candidate is due."""
 
 
-class RolloutWorker(WorkerCalls, KVCalls, PlatformWorker):
+class RolloutWorker(WorkerCalls, PlatformWorker):
     """Overrides: init_device, load_model, reload_weights, update_weights, finish_weight_update.
 
-    Adds the methods of `WorkerCalls` and `KVCalls`, for `collective_rpc`. `worker_extension_cls` stays free for the
-    trainer.
+    Adds the methods of `WorkerCalls`, for `collective_rpc`. `worker_extension_cls` stays free for the trainer.
     """
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         super().init_device(*args, **kwargs)
-        self.quality_heads, self.moving_runner = None, self.model_runner
-        ring = None
+        self.quality_heads = ring = None
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
-        if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
+        self.is_read = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
+        if self.is_read:
             ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None

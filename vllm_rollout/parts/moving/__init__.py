@@ -15,6 +15,7 @@ PART = Part(
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.moving.simulated",
+        "worker_calls": "vllm_rollout.parts.moving.worker.move_calls:MoveCalls",
     },
     also={"emulation": {"emulated": "vllm_rollout.parts.moving.with_emulation.worker:emulated_moves"}},
 )

@@ -15,6 +15,7 @@ PART = Part(
         "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
+        "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",
     },
     also={"emulation": {"emulated": "vllm_rollout.parts.pruning.with_emulation.worker:emulated_heads"}},
     exports={

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from vllm_rollout.kernel.call_table import Features, Operation, Refusal
+from vllm_rollout.kernel.call_table import Features, Operation
 from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.judge import Label
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, RewardedCandidate
+
+
+class Refusal(NamedTuple):
+    """Reason why a head or a state was refused. Nothing has changed."""
+
+    kind: Literal["mismatch", "invalid"]
+    """`mismatch`: it is of another model or hidden size. `invalid`: any other reason."""
+    message: str
 
 
 class PostedRewards(NamedTuple):

@@ -19,7 +19,6 @@ from vllm.logger import init_logger
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.refusals import pruning_refusal
-from vllm_rollout.kernel.call_table import Refusal
 from vllm_rollout.kernel.http.engine import CoreCalls, EngineStopped, RequestError
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
@@ -42,6 +41,7 @@ from vllm_rollout.parts.pruning.calls import (
     LearningWindow,
     PostedRewards,
     PromptsToRead,
+    Refusal,
     RewardsProgress,
     StateToPut,
 )

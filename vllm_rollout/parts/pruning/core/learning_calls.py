@@ -19,7 +19,7 @@ import msgspec
 from vllm.v1.engine.core import EngineCore
 
 from vllm_rollout.config import CALL_BUDGET_S, MAX_ADAPTERS
-from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices, Refusal
+from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.readings import MAX_PIECE_BYTES, Readings
@@ -46,6 +46,7 @@ from vllm_rollout.parts.pruning.calls import (
     LearningWindow,
     PostedRewards,
     PromptsToRead,
+    Refusal,
     RewardsProgress,
     StateToPut,
 )
