@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 _PLACES = {
@@ -29,10 +30,8 @@ def __getattr__(name: str) -> Any:
     # Lazy: vLLM imports this package in every process, and each needs one of these at most.
     from vllm_rollout.kernel.parts import load
 
-    try:
-        places = _places()
-    except ValueError as error:  # of the list of parts: importing a module asks for its name here first
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
+    # `from vllm_rollout import models` asks here first, also for a list of parts that cannot be.
+    places = {} if find_spec(f"{__name__}.{name}") is not None else _places()
     if name == "__all__":
         return sorted([*places, "__version__"])
     if name not in places:

@@ -82,16 +82,8 @@ SESSION_IDLE_S = 600.0
 MAX_SESSION_IDLE_S = 86_400.0
 MAX_OPEN_SESSIONS = 65_536
 """Largest number of sessions of all clients whose groups are not over."""
-MAX_SESSION_HISTORY = 1 << 25
-"""Most tokens of sessions that a server holds: 128 MiB, twice that with log probabilities."""
-MAX_ENDED_SESSIONS = 65_536
-"""Largest number of sessions of groups that are over. They may still be read and answered."""
-
 MAX_DETECTION_LENGTH = 4096
 """Largest `detection_length`, in tokens: the worker keeps a trace of that many numbers for each candidate."""
-
-MAX_DETECTION_LENGTHS = 8
-"""Detection lengths at which one server learns for each served name. Each has its own head and calibration."""
 
 MAX_ADAPTERS = 8
 """LoRA adapters for which one server learns, beside the base model: as many as it may serve at a time, and a few more.
@@ -111,9 +103,6 @@ CONFIDENCE_WINDOW_TOKENS = 16
 
 MAX_REMEMBERED_CANDIDATES = 65_536
 """Candidates of rollouts with pruning for which rewards are accepted. The oldest rollouts are forgotten first."""
-
-QUALITY_HEAD_HIDDEN = 128
-"""Width of the quality head's hidden layer (ARRoL 4.2)."""
 
 REWARD_THRESHOLD = 0.5
 """A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""
@@ -137,9 +126,6 @@ CALIBRATION_WINDOW = 2048
 They cover a few training steps, so that calibration follows the policy. Their number gives an error of about 0.03.
 """
 
-MAX_LABEL_WEIGHT = 20.0
-"""Largest weight of a label, 1 / survival probability. With the default `min_survival` of 0.05 no weight is clipped."""
-
 MIN_STEP_S = 1e-6
 """Shortest predicted decode step, in seconds: a floor under extrapolated profiles."""
 
@@ -148,12 +134,6 @@ MAX_TRACED_TOKENS = 10_000_000
 
 HISTORY_KEY_CHARS = 512
 """Longest key of a remembered prompt, in characters. Prompt ids have at most 256."""
-
-LOG_STD_PRIOR_WEIGHT = 4.0
-"""Observations that the data set's log standard deviation counts for in the fit of a group with censored lengths.
-
-With fewer the standard deviation of cut groups is too noisy. With more, differences between prompts are lost.
-"""
 
 DEFAULT_TRADEOFF = 1.0
 """Weight lambda of DARTS Eq. 8, in units of the rollout without redundancy: a gain of 1 in rho ln M is worth its

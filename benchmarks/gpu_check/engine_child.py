@@ -17,7 +17,7 @@ from benchmarks.gpu_check.engine import Settings, Wanted
 from benchmarks.gpu_check.models import STOP_TOKEN
 from benchmarks.gpu_check.moving_jobs import MovingJobs
 from benchmarks.gpu_check.ptl_jobs import ProfilingJobs
-from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS, QUALITY_HEAD_HIDDEN
+from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import HeadKey
@@ -27,7 +27,7 @@ from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS, PruningTerms
-from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:

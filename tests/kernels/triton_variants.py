@@ -13,12 +13,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from vllm_rollout.config import QUALITY_HEAD_HIDDEN
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import dispatch, ops
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.kernel.tracker.warm_up import warm_up
-from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 
 HIDDEN_SIZE = 96
 

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from tests.kernel.rules.group_steps import end_step
 from tests.support.steps import group_terms
-from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS, MAX_LABEL_WEIGHT
+from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateId, Confidence, Observation
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring
-from vllm_rollout.parts.pruning.rules.memory import Memory
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, Memory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 
 LENGTH = 8
 PLAN = PruningPlan(LENGTH, min_labels=4, allow_fewer=True)

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from tests.parts.pruning.reports import report_of
 from tests.support.steps import group_steps, group_terms, judge_of
 from tests.support.waiting import eventually
-from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.core import readings
@@ -40,6 +40,7 @@ from vllm_rollout.parts.pruning.core.learning_calls import REWARDS_AT_ONCE, Lear
 from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads

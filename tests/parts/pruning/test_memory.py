@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parts.pruning.reports import report_of
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.rules.types import Confidence, Observation
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
-from vllm_rollout.parts.pruning.rules.memory import OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 

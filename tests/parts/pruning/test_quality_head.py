@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from vllm_rollout.config import QUALITY_HEAD_HIDDEN
 from vllm_rollout.parts.pruning.worker import quality_head
 from vllm_rollout.parts.pruning.worker.quality_head import (
     QUALITY_HEAD_BATCH,
+    QUALITY_HEAD_HIDDEN,
     QUALITY_HEAD_MIN_LABELS,
     QUALITY_HEAD_PASSES,
     QUALITY_HEAD_PUBLISH_STEPS,

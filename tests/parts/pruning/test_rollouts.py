@@ -8,10 +8,11 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.pruning.fake_learning import succeeded
 from tests.parts.pruning.learning_steps import DETECTION_LENGTH, PRUNING, body, post, rewards_of, roll, teach
 from vllm_rollout import RolloutClient
-from vllm_rollout.config import MAX_DETECTION_LENGTHS, TRIAL_LENGTHS
+from vllm_rollout.config import TRIAL_LENGTHS
 from vllm_rollout.kernel.http.answers import EndedCandidate, RolloutAnswer
 from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
 from vllm_rollout.kernel.rules.types import HeadKey
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.rules.step import SCORING
 

@@ -4,8 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.config import MAX_LABEL_WEIGHT
-from vllm_rollout.parts.pruning.rules.success import MAX_SUM, NO_REWARDS, SUCCESS_HALF_LIFE, SuccessHistory
+from vllm_rollout.parts.pruning.rules.success import (
+    MAX_LABEL_WEIGHT,
+    MAX_SUM,
+    NO_REWARDS,
+    SUCCESS_HALF_LIFE,
+    SuccessHistory,
+)
 
 
 def rows(history: SuccessHistory) -> list:

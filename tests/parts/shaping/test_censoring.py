@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.config import LOG_STD_PRIOR_WEIGHT
 from vllm_rollout.parts.shaping.rules.censoring import (
+    LOG_STD_PRIOR_WEIGHT,
     MAX_LOG_STD,
     MAX_STOPS,
     MIN_LOG_STD,

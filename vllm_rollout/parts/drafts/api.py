@@ -11,7 +11,7 @@ from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG, DraftsOptions
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Drafts", description="Earlier tokens as drafts, which vLLM verifies. docs/guides/drafts.md."
+        title="Drafts", description="Earlier tokens as drafts, which vLLM verifies (docs/guides/drafts.md)."
     )
     group.add_argument(
         "--enable-rollout-drafts",

@@ -17,8 +17,6 @@ from vllm_rollout.parts.emulation.options import EXECUTOR_CLS, emulate
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.private_file import private_folder
 
-EMULATED_WORKER_CLS = "vllm_rollout.parts.emulation.worker.worker.EmulatedWorker"
-EMULATED_EXECUTOR_CLS = "vllm_rollout.parts.emulation.worker.executor.EmulatedExecutor"
 MIN_SPEED, MAX_SPEED = 1e-3, 1e3
 
 

@@ -12,7 +12,7 @@ from vllm_rollout.parts.page.recording.file import TraceFile
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Page", description="The page that shows rollouts, and recordings of them. docs/guides/watching.md."
+        title="Page", description="The page that shows rollouts, and recordings of them (docs/guides/watching.md)."
     )
     group.add_argument(
         "--rollout-record",

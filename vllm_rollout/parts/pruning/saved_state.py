@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.checks import integer, listed, shown, text
 from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 
 FORMAT = 2
 HEAD = "head"

@@ -13,7 +13,7 @@ from vllm_rollout.parts.moving.options import MovingOptions
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Moving", description="Groups that move between data-parallel ranks. docs/guides/deploy.md."
+        title="Moving", description="Groups that move between data-parallel ranks (docs/guides/deploy.md)."
     )
     group.add_argument(
         "--enable-rollout-move-kv",

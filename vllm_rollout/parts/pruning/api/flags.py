@@ -15,7 +15,7 @@ DEFAULTS = PruningOptions()
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         title="Pruning",
-        description="Stops candidates by scores that a quality head learns from rewards. docs/guides/pruning.md.",
+        description="Stops candidates by scores that a quality head learns from rewards (docs/guides/pruning.md).",
     )
     group.add_argument(
         "--rollout-audit-ratio",

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_rollout.config import MAX_DETECTION_LENGTHS
 from vllm_rollout.kernel.http.answers import GroupAnswer
 from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORING
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import exp
 
-from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
@@ -21,6 +20,7 @@ from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
 from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
+from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

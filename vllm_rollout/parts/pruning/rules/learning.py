@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, isfinite
 from typing import Any, TypeVar
 
-from vllm_rollout.config import MAX_DETECTION_LENGTH, MAX_LABEL_WEIGHT
+from vllm_rollout.config import MAX_DETECTION_LENGTH
 from vllm_rollout.kernel.rules.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Observation, Signal
 from vllm_rollout.parts.pruning.rules.calibration import Calibrator
@@ -24,7 +24,7 @@ from vllm_rollout.parts.pruning.rules.pruning import Point, compress, group_rule
 from vllm_rollout.parts.pruning.rules.pruning_plan import SIGNALS, PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport, AuditTally, LabelOrigin
 from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
-from vllm_rollout.parts.pruning.rules.success import NO_REWARDS, PromptSuccess
+from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT, NO_REWARDS, PromptSuccess
 from vllm_rollout.parts.pruning.rules.survivors import choose_survivors
 
 REPORT_WINDOW = 4096

@@ -24,13 +24,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_rollout.config import MAX_ADAPTERS, MAX_DETECTION_LENGTHS
+from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.rules.checks import fields_of, listed, shown, text
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
 from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning
 from vllm_rollout.parts.pruning.rules.length_trial import TRIAL_WINDOW, TriedCandidate, tried_from_state
 from vllm_rollout.parts.pruning.rules.success import SuccessHistory
 from vllm_rollout.parts.shaping.rules.history import MAX_HISTORY_PROMPTS, TOTALS, LengthHistory
+
+MAX_DETECTION_LENGTHS = 8
+"""Detection lengths at which one server learns for each served name. Each has its own head and calibration."""
 
 OUTCOMES_PER_ROW = 512
 PROMPTS_PER_ROW = 512

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from vllm_rollout.config import MAX_DETECTION_LENGTH, QUALITY_HEAD_HIDDEN
+from vllm_rollout.config import MAX_DETECTION_LENGTH
 from vllm_rollout.kernel.rules.checks import MAX_COUNT
 from vllm_rollout.kernel.rules.types import WHOLE
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes, HeadFile, HeadMismatch, read_head_file
@@ -30,6 +30,9 @@ from vllm_rollout.parts.pruning.worker.replay import (
     Standardiser,
     check_labels,
 )
+
+QUALITY_HEAD_HIDDEN = 128
+"""Width of the quality head's hidden layer (ARRoL 4.2)."""
 
 QUALITY_HEAD_REPLAY = 8192
 """Newest labelled hidden states that a head trains on: 64 MB per head at hidden size 4,096 in bfloat16."""

@@ -10,8 +10,8 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from vllm_rollout.config import MAX_LABEL_WEIGHT
 from vllm_rollout.kernel.rules.checks import MAX_COUNT
+from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadFile
 
 MAX_MAGNITUDE = 1e5

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from vllm_rollout.background import spawn, survived
-from vllm_rollout.config import MAX_ENDED_SESSIONS, MAX_OPEN_SESSIONS, MAX_SESSION_HISTORY, REWARD_THRESHOLD
+from vllm_rollout.config import MAX_OPEN_SESSIONS, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -44,6 +44,11 @@ from vllm_rollout.parts.sessions.http.groups import Event, Key, Observer, OpenGr
 from vllm_rollout.parts.sessions.http.metrics import SessionMetrics
 from vllm_rollout.parts.sessions.http.trajectory import Continuation, Conversation, Decode, Turn
 from vllm_rollout.parts.sessions.rules import Session, SessionRace, SessionRefused
+
+MAX_SESSION_HISTORY = 1 << 25
+"""Most tokens of sessions that a server holds: 128 MiB, twice that with log probabilities."""
+MAX_ENDED_SESSIONS = 65_536
+"""Largest number of sessions of groups that are over. They may still be read and answered."""
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from vllm_rollout.parts.shaping.profile_file import Profile
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        title="Shaping", description="Number and order of candidates by what steps cost. docs/guides/shaping.md."
+        title="Shaping", description="Number and order of candidates by what steps cost (docs/guides/shaping.md)."
     )
     group.add_argument(
         "--rollout-profile",

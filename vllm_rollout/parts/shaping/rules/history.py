@@ -18,10 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from vllm_rollout.config import HISTORY_KEY_CHARS, LOG_STD_PRIOR_WEIGHT
+from vllm_rollout.config import HISTORY_KEY_CHARS
 from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, text
 from vllm_rollout.kernel.rules.types import Ending
-from vllm_rollout.parts.shaping.rules.censoring import GroupMoments, bounded_log_std, group_moments
+from vllm_rollout.parts.shaping.rules.censoring import (
+    LOG_STD_PRIOR_WEIGHT,
+    GroupMoments,
+    bounded_log_std,
+    group_moments,
+)
 from vllm_rollout.parts.shaping.rules.life_table import PRIOR_LOG_STD
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatistics
 from vllm_rollout.parts.shaping.rules.shape import LengthShape
