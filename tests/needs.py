@@ -43,7 +43,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_serve.py": ("moving", "page", "pruning", "rewards", "rounds", "sessions", "shaping", "trainers"),
     "engine/test_server.py": ("pruning", "rewards"),
     "engine/test_session_rounds.py": ("emulation", "rounds", "sessions"),
-    "engine/test_sessions.py": ("emulation", "moving", "page", "rewards", "sessions"),
+    "engine/test_sessions.py": ("emulation", "moving", "page", "rewards", "sessions", "shaping"),
     "engine/test_shaping.py": ("page", "pruning", "rounds", "shaping"),
     "engine/test_soak.py": ("emulation", "moving", "page", "pruning", "rewards", "rounds", "sessions"),
     "engine/test_somebody_elses.py": ("in_process",),

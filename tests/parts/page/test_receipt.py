@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.parts.page.rules.receipt import Lengths, RanGroup, Receipt, receipt_of
+from vllm_rollout.kernel.rules.receipt import Receipt
+from vllm_rollout.parts.page.rules.receipt import Lengths, RanGroup, receipt_of
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 STEP_S = 0.01

@@ -256,7 +256,7 @@ def end(index: int, state: CandidateState, num_tokens: int, **fields) -> Candida
 
 def test_candidates_are_read_as_they_were_kept():
     ends = [end(0, "deferred", 4), end(1, "failed", 9), end(2, "finished", 7), end(3, "deferred", 0)]
-    first, second, third = read_kept(keep(ends, 3, None))
+    first, second, third = read_kept(keep(ends, 3))
     assert list(first.token_ids) == [0, 1, 2, 3]
     assert list(first.logprobs) == ends[0].logprobs  # exactly
     assert (first.whole, first.finish_reason, first.stop_reason) == (False, None, None)
@@ -266,13 +266,13 @@ def test_candidates_are_read_as_they_were_kept():
 
 
 def test_only_as_many_as_a_long_round_runs_are_kept():
-    assert len(read_kept(keep([end(i, "deferred", 3) for i in range(5)], 2, None))) == 2
+    assert len(read_kept(keep([end(i, "deferred", 3) for i in range(5)], 2))) == 2
 
 
 def test_one_that_lost_a_tie_is_over_by_itself():
     tie = end(0, "surplus", 3)
     tie = replace(tie, ending=replace(tie.ending, ended_by_itself=True))
-    (kept,) = read_kept(keep([tie], 1, None))
+    (kept,) = read_kept(keep([tie], 1))
     assert (kept.whole, kept.finish_reason, kept.stop_reason) == (True, "stop", None)
     said = [candidate_of(each, frozenset({"stopped"}), None) for each in (tie, end(1, "surplus", 3))]
     assert [candidate.ended_by_itself for candidate in said] == [True, False]
@@ -282,7 +282,7 @@ def test_one_that_lost_a_tie_is_over_by_itself():
 def test_survival_is_not_forgotten(mode, expected):
     plan = PruningPlan(2, mode=mode)
     judged = end(0, "deferred", 4, assessment=ASSESSMENT, survival_before=0.5)
-    (kept,) = read_kept(keep([judged], 1, plan))
+    (kept,) = read_kept(keep([judged], 1, stops=mode == "active"))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
     trajectory = trajectory_of(later, frozenset({"logprobs"}), GroupPlan(1, pruning=replace(plan, mode="shadow")))
@@ -298,7 +298,7 @@ async def test_the_engine_hears_with_what_probability_each_was_kept():
             return
             yield
 
-    kept = read_kept(keep([end(0, "deferred", 4, survival_before=0.25), end(1, "deferred", 2)], 2, None))
+    kept = read_kept(keep([end(0, "deferred", 4, survival_before=0.25), end(1, "deferred", 2)], 2))
     prompt = PreparedPrompt("q", [1], None, 50)
     order = GroupOrder("g", GroupPlan(3), prompt, "q")
     async for _ in ResumedGroup(kept, Deaf(), order, want_text=False).events():
@@ -308,8 +308,8 @@ async def test_the_engine_hears_with_what_probability_each_was_kept():
 
 def test_what_is_too_much_is_not_kept(monkeypatch):
     monkeypatch.setattr(kept_module, "MAX_KEPT_BYTES", 600)
-    assert keep([end(0, "deferred", 20)], 1, None) is not None
-    assert keep([end(0, "deferred", 60)], 1, None) is None
+    assert keep([end(0, "deferred", 20)], 1) is not None
+    assert keep([end(0, "deferred", 60)], 1) is None
 
 
 def test_a_token_takes_a_few_bytes():
@@ -318,7 +318,7 @@ def test_a_token_takes_a_few_bytes():
     candidate = replace(
         end(0, "deferred", 0), token_ids=[(7919 * i) % 49_152 for i in range(20_000)], logprobs=logprobs
     )
-    assert 5 < len(keep([candidate], 1, None)) / 20_000 < 9
+    assert 5 < len(keep([candidate], 1)) / 20_000 < 9
 
 
 GOOD = [False, False, array("i", [1]).tobytes(), None, [["v", 0, 1]], None, None, None, 1.0]

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from vllm_rollout.kernel.rules.fields import SelectionRule
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupStatus, Signal
-from vllm_rollout.parts.page.rules.receipt import Receipt
 from vllm_rollout.parts.rewards.rules.estimates import Estimator
 from vllm_rollout.parts.rounds.rules.planner import Reason
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason

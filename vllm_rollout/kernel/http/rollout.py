@@ -15,13 +15,13 @@ from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.kernel.http.protocol import Included
 from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.page.http.seen import SeenRollout
 from vllm_rollout.parts.page.http.tracing import RolloutTrace
 from vllm_rollout.parts.page.recording.rows import RolloutRow
-from vllm_rollout.parts.page.rules.receipt import Receipt
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.rewards.http.service import Grading
 from vllm_rollout.parts.rounds.http.resumed import Resumption

@@ -25,11 +25,11 @@ from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.prompt_key import history_key
-from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.kernel.rules.rewards import Grade, summarize
 from vllm_rollout.kernel.rules.selection import conclude, deferred, lengths_of
 from vllm_rollout.kernel.rules.types import GroupResult
 from vllm_rollout.parts.page.http.seen import SeenGroup
-from vllm_rollout.parts.rewards.rules.estimates import advantages, summarize
+from vllm_rollout.parts.rewards.rules.estimates import advantages
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 
 

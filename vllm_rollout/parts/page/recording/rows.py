@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_DETECTION_LENGTH, MAX_TRACED_TOKENS
-from vllm_rollout.parts.page.rules.receipt import Receipt
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.parts.shaping.rules.trace import End
 
 GroupFate = Literal["running", "complete", "incomplete", "deferred", "filtered"]

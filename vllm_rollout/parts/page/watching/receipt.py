@@ -20,11 +20,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_rollout.kernel.http.answers import RolloutSummary
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.types import STOP_STATES, EndReason, StopState
 from vllm_rollout.parts.page.recording.file import read_trace, rows_of
 from vllm_rollout.parts.page.recording.rows import RolloutPrompt, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow
-from vllm_rollout.parts.page.rules.receipt import RanGroup, Receipt, receipt_of
+from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
 from vllm_rollout.parts.page.watching.session_receipt import receipt_of_sessions, table_of_sessions
 from vllm_rollout.parts.page.watching.top import feed
 from vllm_rollout.parts.shaping.rules.trace import Trace

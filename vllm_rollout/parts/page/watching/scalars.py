@@ -12,11 +12,11 @@ from statistics import median, pstdev
 from typing import get_args
 
 from vllm_rollout.config import MAX_REWARD, REWARD_THRESHOLD
+from vllm_rollout.kernel.rules.rewards import summarize
 from vllm_rollout.parts.page.recording.rows import RewardRow, RolloutRow
 from vllm_rollout.parts.page.recording.session_rows import STOPPED_STATES, SessionGroupRow
 from vllm_rollout.parts.page.watching.receipt import told_of
 from vllm_rollout.parts.page.watching.session_receipt import receipt_of_sessions
-from vllm_rollout.parts.rewards.rules.estimates import summarize
 from vllm_rollout.parts.shaping.rules.trace import End
 
 TOKENS = ("generated", "returned", "wasted", "resumed", "stopped", "saved")

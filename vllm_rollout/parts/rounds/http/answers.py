@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_rollout.kernel.rules.fields import QueueOrder
-from vllm_rollout.parts.page.rules.receipt import Receipt
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.parts.rounds.rules.planner import Reason
 from vllm_rollout.parts.rounds.rules.rounds import RoundKind
 

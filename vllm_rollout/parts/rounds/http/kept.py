@@ -15,7 +15,6 @@ import msgspec
 
 from vllm_rollout.config import MAX_GROUP_SIZE
 from vllm_rollout.kernel.http.engine import CandidateEnd
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.rounds.rules.resumption import VersionSpan, choose_resumed, is_whole, spans_of
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
@@ -59,11 +58,12 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Annotated[list[KeptCandidate], msgspec.Meta(max_length=MAX_GROUP_SIZE)])
 
 
-def keep(ends: Collection[CandidateEnd], group_size: int, pruning: PruningPlan | None) -> bytes | None:
-    """The packed candidates of a deferred group that go on later. None if they are too large."""
+def keep(ends: Collection[CandidateEnd], group_size: int, *, stops: bool = False) -> bytes | None:
+    """The packed candidates of a deferred group that go on later. None if they are too large. `stops`: their scores
+    stop candidates."""
     by_index = {end.ending.index: end for end in ends}
     chosen = choose_resumed([end.ending for end in ends], group_size)
-    body = _ENCODER.encode([_kept(by_index[index], pruning) for index in chosen])
+    body = _ENCODER.encode([_kept(by_index[index], stops=stops) for index in chosen])
     return zlib.compress(body, 1) if len(body) <= MAX_KEPT_BYTES else None
 
 
@@ -82,11 +82,11 @@ def read_kept(blob: bytes) -> list[KeptCandidate]:
     return kept
 
 
-def _kept(end: CandidateEnd, pruning: PruningPlan | None) -> KeptCandidate:
+def _kept(end: CandidateEnd, *, stops: bool) -> KeptCandidate:
     is_over, is_tie = is_whole(end.ending), end.ending.state != "finished"
     assessment = end.assessment
     survival = 1.0
-    if assessment is not None and pruning is not None and pruning.mode == "active":
+    if assessment is not None and stops:
         survival = assessment.survival_probability
     return KeptCandidate(
         is_over,

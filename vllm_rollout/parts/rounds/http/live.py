@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from vllm_rollout.kernel.http.answers import RebuildAnswer, RoundEvent, RoundSummary
 from vllm_rollout.kernel.http.clients import id_of
-from vllm_rollout.parts.page.rules.receipt import Receipt
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.parts.rounds.http.answers import OpenGroupAnswer
 from vllm_rollout.parts.rounds.http.ended_groups import EndedGroups
 from vllm_rollout.parts.rounds.http.stored import PlannedRound

@@ -52,7 +52,8 @@ class Resumption:
         Returns the endings of all other candidates, whose lengths are final, and a warning if there is too much to
         keep. Lengths of candidates that go on are reported when they are whole.
         """
-        blob = await asyncio.to_thread(keep, ends, plan.group_size, plan.pruning)
+        stops = plan.pruning is not None and plan.pruning.mode == "active"
+        blob = await asyncio.to_thread(keep, ends, plan.group_size, stops=stops)
         if blob is None:
             return [end.ending for end in ends], (
                 f"prompt {prompt.id!r} starts anew in its long round: its candidates have more than {MAX_KEPT_BYTES} "
