@@ -1,6 +1,6 @@
 """Replays a trace setting by setting, rollout after rollout, as a trainer asks for them.
 
-Invariant: `group/` makes every decision. A replay depends only on the trace, setting, machine and seed.
+Invariant: a server's own rules make every decision. A replay depends only on the trace, setting, machine and seed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ each turn but the last, and the session leaves the batch meanwhile. The next tur
 still in the prefix cache, and computes the tool's tokens.
 
 Invariant: `parts/sessions/rules.py` decides which sessions win and which are replaced. The course of a session depends
-only on the seed, its rollout, its prompt and its index. With one turn each, a rank works as in `rank.py`.
+only on the seed, its rollout, its prompt and its index. With one turn each, a rank works as in `simulator/rank.py`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,25 @@ class SessionTerms:
     max_factor: ClassVar[int] = MORE_SESSIONS
 
     def group_of(self, race: Race, seed: int, key: tuple[int, ...], machine: Machine) -> SessionGroup:
-        """As the function of this name."""
-        return group_of(race, self, seed, key, machine)
+        """Turn a race into a group of sessions. `key`: epoch, rollout and prompt.
+
+        Raises: ValueError for a session that no rank's KV cache can hold.
+        """
+        courses = []
+        for index, candidate in enumerate(race.pool):
+            course = draw_course(self, candidate.num_tokens, Random(f"{seed}/session/{key}/{index}"))
+            tool_tokens = self.tool_tokens * (len(course.turns) - 1)
+            machine.check_fits(race.prompt_id, race.prompt_tokens + sum(course.turns) + tool_tokens)
+            courses.append(course)
+        return SessionGroup(
+            race.prompt_id,
+            race.plan,
+            race.pool,
+            race.prompt_tokens,
+            lengths=race.lengths,
+            max_tokens=race.max_tokens,
+            courses=courses,
+        )
 
     def run(self, machine: Machine, races: Iterable[SessionGroup]) -> RankRun:
         """Run all groups at once on one engine."""
@@ -150,28 +167,6 @@ class SessionRunner(Runner):
     def turn_tokens(self) -> int:
         """Tokens that the current turn generates in all."""
         return self.course.turns[self.session.num_turns]
-
-
-def group_of(race: Race, its: SessionTerms, seed: int, key: tuple[int, ...], machine: Machine) -> SessionGroup:
-    """Turn a race into a group of sessions. `key`: epoch, rollout and prompt.
-
-    Raises: ValueError for a session that no rank's KV cache can hold.
-    """
-    courses = []
-    for index, candidate in enumerate(race.pool):
-        course = draw_course(its, candidate.num_tokens, Random(f"{seed}/session/{key}/{index}"))
-        tool_tokens = its.tool_tokens * (len(course.turns) - 1)
-        machine.check_fits(race.prompt_id, race.prompt_tokens + sum(course.turns) + tool_tokens)
-        courses.append(course)
-    return SessionGroup(
-        race.prompt_id,
-        race.plan,
-        race.pool,
-        race.prompt_tokens,
-        lengths=race.lengths,
-        max_tokens=race.max_tokens,
-        courses=courses,
-    )
 
 
 class SessionRank(Rank):

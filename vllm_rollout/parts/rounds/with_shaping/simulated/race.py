@@ -4,8 +4,8 @@ Each rank decides about its groups in its own step. The API process (here, `Roun
 all ranks, and then cuts the remaining groups. A message takes `message_s` each way, and an engine reads it between two
 steps. A cut takes effect at the end of the step that follows.
 
-Invariant: `group/` makes every decision. At one time, steps end first, then the API process reads messages, then steps
-begin.
+Invariant: a server's own rules make every decision. At one time, steps end first, then the API process reads messages,
+then steps begin.
 """
 
 from __future__ import annotations

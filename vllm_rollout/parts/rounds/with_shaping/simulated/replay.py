@@ -1,6 +1,6 @@
 """Replays a run under one setting: epochs over a data set, until every prompt that was handed in is back.
 
-Invariant: `group/` makes every decision. A run depends only on the data set, setting, machine and seed.
+Invariant: a server's own rules make every decision. A run depends only on the data set, setting, machine and seed.
 """
 
 from __future__ import annotations
