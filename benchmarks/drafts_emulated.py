@@ -44,9 +44,9 @@ from benchmarks.tables import columns, number, percent
 from tests.parts.emulation.emulated_run import EmulatedRun
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny
+from vllm_rollout.parts.drafts.rules import draft_key
 from vllm_rollout.parts.emulation.device import cost_of
 from vllm_rollout.parts.emulation.settings import Settings, settings_type
 from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Profile

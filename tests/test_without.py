@@ -72,8 +72,9 @@ def test_tests_run_that_reach_the_list_of_parts(tmp_path, write):
     write("tests/kernel/test_rules.py", "from vllm_rollout.kernel.rules import x\nimport vllm_rollout.parts.one.rules")
     through = write("tests/tools/test_through.py", "from tests.support.helper import x")
     write("tests/support/helper.py", "def x():\n    from vllm_rollout.kernel.asks import f")
-    write("tests/parts/conftest.py", "import vllm_rollout.kernel.asks")
-    below = write("tests/parts/one/test_below.py")
+    write("tests/parts/conftest.py", "from vllm_rollout.kernel.asks import f\n\ndef given(): ...")
+    below = write("tests/parts/one/test_below.py", "def test_below(given): ...")
+    write("tests/parts/one/test_beside.py", "def test_beside(tmp_path): ...")
     of_the_list = write("tests/test_parts.py", "from vllm_rollout.kernel import parts")
     write("tests/test_architecture.py")
     assert affected_tests(tmp_path) == [asks, below, through, of_the_list]

@@ -3,8 +3,8 @@
 Copies the checkout without the parts' folders, without what needs them in other parts (`with_PART`), without the parts
 that need them, and without tests that need any of them (tests/needs.py). In the copy it builds the C++ extension if a
 part has sources of it. Then it looks for imports of what is gone, and runs ruff, mypy and tests. Only tests that can
-notice run: those that reach the list of parts by their imports, and start no engine. Tests of pages and tools for
-contributors stay out, since pages name all parts.
+notice run: those that reach the list of parts by their imports or fixtures, and start no engine. Tests of pages and
+tools for contributors stay out, since pages name all parts.
 
 `--of-the-day N` takes N of `WHOLE`, others on the next day.
 """
@@ -12,6 +12,7 @@ contributors stay out, since pages name all parts.
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import os
 import shutil
@@ -187,14 +188,14 @@ def run_tests(folder: Path) -> Iterator[Check]:
 
 
 def affected_tests(folder: Path) -> list[Path]:
-    """Test files that reach the list of parts by their imports, the tests of the list among them."""
+    """Test files that reach the list of parts by their imports and fixtures, the tests of the list among them."""
     files = [path for place in TESTED for path in sorted((folder / place).rglob("test_*.py")) or [folder / place]]
     return [path for path in files if reaches_the_list(folder, path)]
 
 
 def reaches_the_list(folder: Path, path: Path) -> bool:
     found: set[Path] = set()
-    left = [path, *(each / "conftest.py" for each in path.parents if (each / "conftest.py").exists())]
+    left = [path, *(conftest for conftest in conftests_above(path) if gives_fixtures_to(conftest, path))]
     while left:
         file = left.pop()
         if file in found:
@@ -205,6 +206,28 @@ def reaches_the_list(folder: Path, path: Path) -> bool:
         is_part = file.name == "__init__.py" and file.parents[1].name == "parts"  # it says what the part is
         left += () if is_part else imported_files(folder, file)
     return False
+
+
+def conftests_above(path: Path) -> Iterator[Path]:
+    return (folder / "conftest.py" for folder in path.parents if (folder / "conftest.py").exists())
+
+
+def gives_fixtures_to(conftest: Path, path: Path) -> bool:
+    """True if a test file asks for a name that a `conftest.py` has, or if that has fixtures that nobody asks for."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    asked = {argument.arg for node in nodes if isinstance(node, ast.arguments) for argument in node.args}
+    asked |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return "autouse" in conftest.read_text() or not asked.isdisjoint(names_of(conftest))
+
+
+@cache
+def names_of(path: Path) -> frozenset[str]:
+    """Names that the body of a file defines or imports."""
+    body = ast.parse(path.read_text()).body
+    defined = (node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return frozenset(
+        [*defined, *(alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names)]
+    )
 
 
 @cache
@@ -227,7 +250,8 @@ def run(name: str, folder: Path, command: list[str]) -> Check:
 
 
 def begin(folder: Path, command: list[str]) -> tuple[subprocess.Popen[str], float]:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    fonts = str(ROOT / ".pytest_cache" / "matplotlib")
+    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "MPLCONFIGDIR": fonts}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import matplotlib.pyplot  # noqa: F401  # its first import runs a program that lists fonts
 import pytest
 from typer.testing import CliRunner
 

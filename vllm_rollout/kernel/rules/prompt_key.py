@@ -65,14 +65,6 @@ def key_of_content(content: str) -> str:
     return f"{KEY_OF_TOKENS}{digest_of([*map(ord, content)]) if rest else tokens}"
 
 
-def draft_key(namespace: str, token_ids: Sequence[int], adapter: str) -> str:
-    """The name of a prompt whose answers serve as drafts for each other.
-
-    The time of an answer reveals other answers of the prompt, so that drafts are not shared between namespaces.
-    """
-    return json.dumps([namespace, digest_of(token_ids), adapter])
-
-
 def seed_for(seed: int, prompt: str) -> int:
     """A seed below 2**62 for the prompt of this name: 2**62 and more stay free for the prompt's candidates.
 

@@ -19,12 +19,15 @@ Source: verification as in speculative sampling (Chen et al. 2023). Drafts from 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import add
 from typing import NamedTuple
+
+from vllm_rollout.kernel.rules.prompt_key import digest_of
 
 MAX_DRAFT_TOKENS = 12
 """Most drafts of one row in one step."""
@@ -246,3 +249,11 @@ class DraftingRule:
                 cost.prior = nearest.fixed, nearest.slope
                 cost.fixed, cost.slope = cost.prior
         return cost
+
+
+def draft_key(namespace: str, token_ids: Sequence[int], adapter: str) -> str:
+    """The name of a prompt whose answers serve as drafts for each other.
+
+    The time of an answer reveals other answers of the prompt, so that drafts are not shared between namespaces.
+    """
+    return json.dumps([namespace, digest_of(token_ids), adapter])

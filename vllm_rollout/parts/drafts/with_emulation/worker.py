@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.drafts.acceptance import DraftSettings, share_factor
-from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule, bin_of
+from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule, bin_of, draft_key
 from vllm_rollout.parts.emulation.device import StepWork
 from vllm_rollout.parts.emulation.fate import chances
 from vllm_rollout.parts.emulation.worker.ports import EmulatedPart, SaidRow

@@ -20,11 +20,10 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.options import each_worker_schedules
-from vllm_rollout.kernel.rules.prompt_key import draft_key
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerPart
 from vllm_rollout.parts.drafts.options import DraftsOptions
-from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule
+from vllm_rollout.parts.drafts.rules import NUM_BINS, DraftingRule, draft_key
 from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 from vllm_rollout.parts.drafts.worker.memory import DraftMemory
 
