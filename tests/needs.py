@@ -144,6 +144,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "page",
         "rewards",
         "sessions",
+        "shaping",
     ),
     "engine/test_shaping.py": (
         "page",
@@ -168,8 +169,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_trainer_actors.py": ("in_process",),
     "engine/test_weights.py": ("sessions",),
 }
-"""File below `tests/` -> parts that the file needs and does not import. An engine test asks a server, so that its imports
-do not show its needs."""
+"""File below `tests/` -> parts that the file needs and does not import. An engine test asks a server, so that its
+imports do not show its needs."""
 
 
 def left_out(*names: str) -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.steps import judge_of
+from tests.support.steps import group_steps, judge_of, lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
@@ -18,7 +18,6 @@ from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.moving.rules.work import TokenCost
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.parts.shaping.calls import RECORD_STEPS, SET_COST_MODEL, STEP_DRIFT, TAKE_STEPS, CostToCompare
@@ -36,7 +35,7 @@ class Core:
     """An engine core with our scheduler's parts and nothing else."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(judge=Judge(), step_times=StepTimes(), readings=Readings())
+        self.scheduler = SimpleNamespace(group_steps=group_steps(), step_times=StepTimes(), readings=Readings())
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="model"))
 
     def collective_rpc(self, method: str, args: tuple) -> list:
@@ -80,7 +79,7 @@ def test_an_observed_group_is_known_on_every_rank(engine, cores):
     expected = LengthHistory()
     expected.observe("id:a", LENGTHS)
     for core in cores:
-        assert judge_of(core.scheduler).memory.lengths.of("id:a") == expected.of("id:a")
+        assert lengths_of(judge_of(core.scheduler)).of("id:a") == expected.of("id:a")
     history = asyncio.run(engine.length_history(["id:a", "id:b"]))
     assert history.prompts == [expected.of("id:a"), None]
     assert history.dataset == expected.dataset()

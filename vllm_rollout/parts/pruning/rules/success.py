@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vllm_rollout.config import HISTORY_KEY_CHARS, MAX_LABEL_WEIGHT
 from vllm_rollout.kernel.rules.checks import listed, number, text
-from vllm_rollout.parts.shaping.rules.history import MAX_HISTORY_PROMPTS, rows_in_parts
+from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS, rows_in_parts
 
 SUCCESS_HALF_LIFE = 32.0
 """Candidates after which the weight of a reward has halved: two groups of 16, since a prompt comes back with another
@@ -45,7 +45,7 @@ class SuccessHistory:
         assert max_prompts >= 1, "the prompt just rewarded is always remembered"
         self._max_prompts = max_prompts
         self._prompts: dict[str, tuple[float, float]] = {}
-        """Sums by prompt, the last rewarded one last. Plain tuples, as in LengthHistory."""
+        """Sums by prompt, the last rewarded one last. Plain tuples of numbers keep the garbage collector fast."""
 
     def __len__(self) -> int:
         return len(self._prompts)
