@@ -25,8 +25,8 @@ from vllm_rollout.whole_file import write_whole
 PACKAGE = Path(vllm_rollout.__file__).parent
 WRITERS = ("kernel", "parts")
 """Folders of the code that a server runs, beside clients."""
-CLIENTS = {"client", "watching"}
-"""Folders of code that runs outside of a server."""
+CLIENTS = {"client", "demo", "simulated", "watching"}
+"""Folders of code of parts that runs outside of a server."""
 IN_A_PRIVATE_FOLDER = {
     "parts/moving/api/deaths.py",
     "kernel/api/first.py",

@@ -29,7 +29,10 @@ def __getattr__(name: str) -> Any:
     # Lazy: vLLM imports this package in every process, and each needs one of these at most.
     from vllm_rollout.kernel.parts import load
 
-    places = _places()
+    try:
+        places = _places()
+    except ValueError as error:  # of the list of parts: importing a module asks for its name here first
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {error}") from error
     if name == "__all__":
         return sorted([*places, "__version__"])
     if name not in places:

@@ -350,6 +350,8 @@ def emulating(folder: Path, device: dict[str, Any]) -> list[str]:
 
 def run_script(name: str, *arguments: str, own_session: bool = False, **environment: str) -> dict[str, Any]:
     """Run a script of this folder in its own process and return the JSON it prints."""
+    folders = [environment.pop("PYTHONPATH", ENVIRONMENT.get("PYTHONPATH")), str(HERE.parents[1])]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
         [sys.executable, str(HERE / name), *arguments],
         capture_output=True,

@@ -22,7 +22,10 @@ from typing_extensions import Unpack
 
 from vllm_rollout import RolloutOptions
 from vllm_rollout.integrations.trl_rollouts import GroupsOfSize, Placed, TRLRollouts
+from vllm_rollout.kernel.parts import face, has
 
+IN_PROCESS = "in_process"
+"""The part by which TRL's engine races groups."""
 NAME = "reward"
 """Name of the reward function in the engine."""
 
@@ -57,6 +60,8 @@ class colocate:
         for name, value, least in (("redundancy", redundancy, 0), ("num_generations", num_generations, 2)):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if not has(IN_PROCESS):
+            raise ValueError(f"colocate needs the part {IN_PROCESS}, which is left out.")
         if options and reward is None:
             raise ValueError(f"{', '.join(options)} must come with reward. Give one of the trainer's reward_funcs.")
         plugins = os.environ.get("VLLM_PLUGINS")
@@ -131,8 +136,8 @@ class colocate:
 
     def _grade(self, trainer: Any, reward: Callable[..., Any]) -> None:
         """Let the engine call the reward function, and TRL read its results."""
-        from vllm_rollout.parts.in_process.api.environment import become_ours
-
+        become_ours = face(IN_PROCESS, "become_ours")
+        assert become_ours is not None, "a colocate needs it"
         engine = become_ours(trainer.vllm_generation.llm, rewards={NAME: reward})
         if engine is None:  # it stayed vLLM's, and the log has the reason
             return

@@ -6,11 +6,12 @@ They travel in vLLM's `additional_config`, which every process gets. Each part h
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self
-
-from vllm.config import VllmConfig
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from vllm_rollout.config import DEFAULT_AUDIT_RATIO
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 KEY = "vllm_rollout"
 

@@ -117,7 +117,7 @@ def test_what_the_environment_leaves_out_is_refused_with_a_remedy(refusal, in_en
 @pytest.mark.parametrize(
     ("flags", "groups"),
     [
-        ((), "the flags of the groups Rollout, Apple, Salad and Pear (--help=Rollout)"),
+        ((), "the flags of the groups Rollout, Apple, Pear and Salad (--help=Rollout)"),
         (("--without", "jam,apples"), "the flags of the groups Rollout and Pear (--help=Rollout)"),
     ],
 )

@@ -27,6 +27,7 @@ class Client(RolloutAsyncLLM):
         self.vllm_config: Any = SimpleNamespace(additional_config={}, scheduler_config=SimpleNamespace(max_num_seqs=4))
         self.routes = GroupRoutes(Placement(1))
         self._refuses_prompt_logprobs = False
+        self._argument_checks = ()
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
 

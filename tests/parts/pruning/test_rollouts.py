@@ -13,6 +13,7 @@ from vllm_rollout.kernel.http.answers import EndedCandidate, RolloutAnswer
 from vllm_rollout.kernel.rules.fields import MAX_MIN_LABELS
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
+from vllm_rollout.parts.pruning.rules.step import SCORING
 
 NO_SCORE = dict.fromkeys(
     ("score", "success_probability", "survival_probability", "signal", "head_version", "confidence",
@@ -106,7 +107,7 @@ async def test_chance_depends_on_the_sampling_seed_and_the_prompt_and_is_fresh_w
     run_group = FakeEngine.run_group
 
     def spy(self, order):
-        seeds.append(order.pruning_seed)
+        seeds.append(SCORING.of(order.said).seed)
         return run_group(self, order)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.rounds.rules.planner import SLOWER
 from vllm_rollout.parts.rounds.with_shaping.rules.forecast import (
     EXPECTED_SHARE,
@@ -44,7 +43,7 @@ def simulated(lengths: list[int], prompt_tokens: int, kv_tokens: int) -> Forecas
     """Forecast by the simulator for the same candidates, each a group of its own."""
     pools = [[PoolCandidate(length, "stop", length, False, None, None)] for length in lengths]
     races = [Race(str(i), GroupPlan(1), pool, prompt_tokens, None, None, None, 4096) for i, pool in enumerate(pools)]
-    run = run_races(Machine(COST, kv_capacity_tokens=kv_tokens), races, Judge())
+    run = run_races(Machine(COST, kv_capacity_tokens=kv_tokens), races)
     return Forecast(run.seconds, run.num_preemptions)
 
 

@@ -17,6 +17,7 @@ from vllm_rollout.kernel.api import lost_weights
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.parts.rounds.with_shaping.api import rebuilding
 from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import ClosedEngine, Resizer
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Resized
@@ -57,21 +58,17 @@ class Calls:
         return await call
 
 
-class Learning:
-    """A stand-in for EngineLearning."""
+class Learning(ApiPart):
+    """A part whose data the next engine gets."""
 
-    def __init__(self, calls) -> None:
-        self._part = calls.part
+    def __init__(self) -> None: ...
 
-    def of(self, calls) -> Learning:
-        return Learning(calls)
+    async def take(self, calls) -> bytes:
+        assert not calls.part.errored
+        return calls.part.engine_core.learned
 
-    async def learning_state(self) -> bytes:
-        assert not self._part.errored
-        return self._part.engine_core.learned
-
-    async def set_learning_state(self, state: bytes) -> None:
-        self._part.engine_core.learned = state
+    async def put(self, calls, taken: bytes) -> None:
+        calls.part.engine_core.learned = taken
 
 
 class Client:
@@ -135,7 +132,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def make() -> tuple[Client, SimpleNamespace, Resizer]:
     client = Client()
     shaping = EngineShaping(client, Calls(None))
-    engine = SimpleNamespace(is_busy=False, calls=Calls(None), shaping=shaping, learning=Learning(Calls(None)))
+    parts = [shaping, Learning()]
+    engine = SimpleNamespace(is_busy=False, calls=Calls(None), parts=parts, part=lambda kind: shaping)
     return client, engine, Resizer(client, engine, Namespace(rollout_profile=None, rollout_emulate=None))
 
 

@@ -128,7 +128,7 @@ async def test_an_answer_that_cannot_be_read_is_gone(http: httpx.AsyncClient, st
 
 
 async def test_a_round_whose_request_cannot_be_read_can_be_given_up(http: httpx.AsyncClient, store: RunStore) -> None:
-    engine = http._transport.app.state.run_service._engine  # type: ignore[attr-defined]
+    engine = http._transport.app.state.run_service.engine  # type: ignore[attr-defined]
     engine.dies_at_step = 0
     body = {"kind": "long", "idempotency_key": "second"}
     assert (await http.post("/v1/runs/bad/rounds", json=body)).status_code == 503

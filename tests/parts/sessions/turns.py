@@ -35,7 +35,7 @@ class Turns:
         self.service = SessionService(
             self._stop, service.grading, service.rewards, Metrics(CollectorRegistry()), decode
         )
-        self.app.state.session_service = self.app.state.run_service._sessions = self.service
+        self.app.state.session_service = self.app.state.run_service.sessions = self.service
         self.app.add_middleware(ClientNamespaces)
         router = APIRouter(route_class=RolloutRoute)
         router.post("/v1/chat/completions")(self._chat)

@@ -6,6 +6,7 @@ PART = Part(
     "in_process",
     "Races groups in a trainer's own process, without a server.",
     faces={
+        "become_ours": "vllm_rollout.parts.in_process.api.environment:become_ours",
         "plugin": "vllm_rollout.parts.in_process.plugin:take_engines",
     },
     exports={

@@ -1,4 +1,4 @@
-"""What `vllm-rollout doctor` checks for rewards."""
+"""Checks of `vllm-rollout doctor` for rewards."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from vllm_rollout.kernel.call_table import Features
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.kernel.tracker.ops import quality_head
 from vllm_rollout.kernel.tracker.step_values import DUE_COLUMNS
@@ -138,7 +137,7 @@ def hidden_state(request: EmulatedRequest) -> np.ndarray:
 
 def emulated_heads(worker: Any) -> EmulatedHeads:
     """Face `emulated`: the heads of a worker."""
-    ring = FeatureRing(HIDDEN_SIZE, torch.float32, ServeOptions.of(worker.vllm_config).feature_ring_bytes)
+    ring = FeatureRing.of(worker.vllm_config, HIDDEN_SIZE, torch.float32)
     heads = EmulatedHeads(ring, 1 + (worker.vllm_config.num_speculative_tokens or NUM_IN_FLIGHT))
     worker.quality_heads = QualityHeads(
         heads,

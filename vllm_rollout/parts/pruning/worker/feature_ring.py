@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from vllm.config import VllmConfig
 
 from vllm_rollout.parts.pruning.options import PruningOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class StateKey(NamedTuple):
