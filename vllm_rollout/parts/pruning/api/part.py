@@ -6,7 +6,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.api.state_file import LEARNED, StateFile
 
@@ -15,7 +14,7 @@ class PruningApi(EngineLearning):
     """Overrides: start, take_up."""
 
     def __init__(self, engine: VLLMEngine) -> None:
-        super().__init__(engine.calls, ServeOptions.of(engine.client.vllm_config))
+        super().__init__(engine.calls)
         self._client = engine.client
 
     async def start(self, settings: Namespace) -> None:
