@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
+from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import history_key
-from vllm_rollout.parts.pruning.rules.memory import Memory
 from vllm_rollout.parts.pruning.saved_state import parse_state
 from vllm_rollout.parts.rounds.http.saved import parse_saved
 from vllm_rollout.parts.shaping.rules.allocation import BatchAllocation, BatchPrompt, allocate_batch
-from vllm_rollout.parts.shaping.rules.history import LengthHistory
+from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
 from vllm_rollout.simulator.machine import Machine
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.rank import run_races
@@ -36,7 +37,10 @@ class Simulated(NamedTuple):
 
 def history_of(state: bytes) -> LengthHistory:
     """The server's history of lengths, from GET /v1/rollouts/state."""
-    return Memory.from_state(parse_state(parse_saved(state).learned).rows).lengths
+    memories = Memories(dict(faces("memory"))).restored(parse_state(parse_saved(state).learned).rows)
+    lengths = LENGTHS.of(memories.base)
+    assert lengths is not None, "shaping is there"
+    return lengths
 
 
 def simulate(sizes: Sizes, pool: Run, machine: Machine, history: LengthHistory) -> dict[WayName, Simulated]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.memories import Memories, Memory
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import EndingNote
@@ -14,6 +16,7 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import JUDGED, SCORES, SCORING, TERMS, PruningStep, PruningTerms, Scores
 from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
 from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
+from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
 
 
 def group_terms(
@@ -35,8 +38,24 @@ def said(scoring: Scoring | None = None, place: RacePlace | None = None) -> dict
     return values if place is None else values | PLACE.value(place)
 
 
+def new_memories() -> Memories:
+    """Memories with a section of each part that learns."""
+    return Memories(dict(faces("memory")))
+
+
+def new_judge() -> Judge:
+    """A judge in memories that have lengths, too."""
+    return Judge(new_memories())
+
+
+def lengths_of(of: Judge | Memory) -> LengthHistory:
+    """Lengths in a memory, or in a judge's memory of the base model."""
+    return LENGTHS.of(of.memories.base if isinstance(of, Judge) else of)
+
+
 def group_steps(judge: Judge | None = None, **settings: Any) -> GroupSteps:
-    return GroupSteps([PruningStep(judge), RoundsStep()], **settings)
+    judge = judge or new_judge()
+    return GroupSteps([PruningStep(judge), RoundsStep()], memories=judge.memories, **settings)
 
 
 def judge_of(of: Any) -> Judge:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm import envs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.kernel.core.conftest import loop, new_run  # noqa: F401
@@ -26,7 +25,6 @@ SETS = (
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gives back what `parse` changes in this process."""
-    envs.disable_envs_cache()  # an engine that ran in this process has it on
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in SETS:
         monkeypatch.delenv(name, raising=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from tests.parts.pruning.fake_learning import FakeLearning
+from tests.support.steps import lengths_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import BASE_MODEL, EngineLoad
@@ -32,13 +33,13 @@ class FakeShaping(ShapingPart):
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:
         self.learning.check_alive()
-        memory = self.learning.judge.memory_of(adapter)
+        memory = self.learning.judge.memories.of(adapter)
         if memory is not None:
-            memory.lengths.observe(key, lengths)
+            lengths_of(memory).observe(key, lengths)
 
     async def length_history(self, keys: Sequence[str], adapter: str = BASE_MODEL) -> LengthStatistics:
         self.learning.check_alive()
-        return self.learning.memory(adapter).lengths.statistics(keys)
+        return lengths_of(self.learning.memory(adapter)).statistics(keys)
 
     async def step_drift(self) -> Sequence[StepDrift]:
         return self.drift

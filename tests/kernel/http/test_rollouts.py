@@ -14,6 +14,7 @@ import pytest
 
 from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.support.steps import lengths_of
 from tests.support.waiting import wait_until
 from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.http.answers import (
@@ -190,9 +191,9 @@ def test_what_the_candidates_of_a_client_that_leaves_had_become_is_learned_and_c
     with closing(client.stream([{"id": "q", "prompt": "p"}], 4, stream_tokens=5)) as events:
         next(event for event in events if event.type == "tokens" and event.offset >= 20)
     wait_until(lambda: engine.num_running == 0)
-    wait_until(lambda: engine.learning.judge.memory.lengths.of("id:q") is not None)
+    wait_until(lambda: lengths_of(engine.learning.judge).of("id:q") is not None)
     # One of 3 tokens, and three that were longer than the 20 and more that they had become.
-    assert engine.learning.judge.memory.lengths.of("id:q").mean > 25
+    assert lengths_of(engine.learning.judge).of("id:q").mean > 25
     metrics = httpx.get(f"{server_url}/metrics").text
     assert metrics.count('vllm_rollout:candidates_total{state="deferred"} 3.0') == 1
     assert metrics.count('vllm_rollout:clients_left_total{request="rollout"} 1.0') == 1

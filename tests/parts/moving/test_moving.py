@@ -143,7 +143,7 @@ def test_what_a_moved_candidate_teaches_is_its_adapters(new_ranks):
     ranks.run()
     first, second = (judge_of(run.scheduler) for run in ranks.runs)
     assert list(second.memories.all()) == ["", "a"]
-    assert list(second.memories.known("a").learnings) == [32]
+    assert list(second.known("a").learnings) == [32]
     assert second.memory.learnings == {}
     assert list(first.memories.all()) == [""]
     _, _, labels = second.reward("rollout", [Reward("g", index, 1.0, True) for index in range(2)])

@@ -20,7 +20,9 @@ import numpy as np
 from safetensors.numpy import save
 
 from tests.parts.pruning.reports import report_of
+from tests.support.steps import lengths_of, new_judge
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
+from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Confidence, HeadKey, Observation
 from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
@@ -29,7 +31,7 @@ from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.known_prompts import KnownPrompt, known_prompts, prompt_rows
 from vllm_rollout.parts.pruning.rules.learning_report import LearningReport
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
-from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
+from vllm_rollout.parts.pruning.rules.memory import PruningMemory
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
@@ -55,7 +57,7 @@ class FakeLearning(LearningPart):
     """The engine has stopped."""
     blind: bool = False
     """The engine gives no confidence."""
-    judge: Judge = field(default_factory=Judge)
+    judge: Judge = field(default_factory=new_judge)
     heads: dict[HeadKey, HeadInfo] = field(default_factory=dict)
     num_reports: int = 0
 
@@ -104,12 +106,13 @@ class FakeLearning(LearningPart):
 
     async def tried_lengths(self, adapter: str = BASE_MODEL) -> list[TriedCandidate]:
         self.check_alive()
-        return list(self.memory(adapter).tried)
+        return list(self.learned(adapter).tried)
 
     async def known_prompts(self, adapter: str = BASE_MODEL) -> list[KnownPrompt]:
         self.check_alive()
         memory = self.memory(adapter)
-        return known_prompts(chain.from_iterable(prompt_rows(memory.lengths, memory.successes, 2)))
+        rows = prompt_rows(lengths_of(memory), self.learned(adapter).successes, 2)
+        return known_prompts(chain.from_iterable(rows))
 
     async def quality_head(self, detection_length: int | None, adapter: str = BASE_MODEL) -> tuple[HeadInfo, bytes]:
         self.check_alive()
@@ -139,7 +142,7 @@ class FakeLearning(LearningPart):
     async def learning_report(self, detection_length: int | None, adapter: str = BASE_MODEL) -> LearningReport:
         self.check_alive()
         self.num_reports += 1
-        memory = self.memory(adapter)
+        memory = self.learned(adapter)
         length = self._named(detection_length, memory.learnings, "report")
         rules = report_of(memory.learnings[length])
         head = self.heads.get(HeadKey(length, adapter))
@@ -171,7 +174,7 @@ class FakeLearning(LearningPart):
         self.check_alive()
         try:
             _, rows, head_states = parse_state(state)
-            memories = Memories.from_state(rows)
+            memories = self.judge.memories.restored(rows)
             saved = head_states(list(memories.all()))
             heads = [HeadInfo(**json.loads(data), adapter=adapter) for adapter, data in saved]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -180,12 +183,15 @@ class FakeLearning(LearningPart):
             ) from error
         if keep is not None:
             await keep("")
-        self.judge.memories = memories
+        self.judge.memories.take_over(memories)
         self.heads = {head.key: head for head in heads}
 
     def memory(self, adapter: str) -> Memory:
         """Memory of an adapter. The memory of an unused name is empty."""
-        return self.judge.memories.known(adapter) or Memory()
+        return self.judge.memories.known(adapter) or self.judge.memories.new()
+
+    def learned(self, adapter: str) -> PruningMemory:
+        return self.judge.known(adapter) or PruningMemory()
 
     def check_alive(self) -> None:
         """Raises: RequestError (503) when the engine is dead."""

@@ -17,7 +17,7 @@ from vllm_rollout.kernel.rules.types import WHOLE, Assessment, CandidateId, Conf
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.learning import Learning
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring
-from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, Memory
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.success import MAX_LABEL_WEIGHT
 
@@ -269,7 +269,7 @@ def test_a_prompt_s_success_is_corrected_as_audits_say_and_survives_a_restart():
     siblings.finish(*range(8))
     judge.reward("r", [Reward("p", index, 1.0, True) for index in range(8)])
     assert judge.memory.successes.of("id:p").num_rewarded > 8
-    restored = Memory.from_state(json.loads(json.dumps(list(judge.memory.to_state()))))
+    restored = PruningMemory.from_rows(json.loads(json.dumps(list(judge.memory.to_rows()))))
     assert restored.successes.of("id:p") == judge.memory.successes.of("id:p")
     assert restored.learnings[LENGTH].audit_report() == judge.memory.learnings[LENGTH].audit_report()
 
@@ -381,13 +381,13 @@ def test_an_adapter_learns_and_is_judged_by_itself():
     other = Siblings(judge, adapter="b", rollout_id="b")
     assert other.due(LOGITS) == []
     assert all(assessment.cold for assessment in other.assessments().values()), "what the base model learned is its own"
-    state_of_b = judge.memories.known("b").learnings[LENGTH].to_state()
+    state_of_b = judge.known("b").learnings[LENGTH].to_state()
     for number in range(3):
         rewarded(Siblings(judge, SHADOW, adapter="a", rollout_id=f"a{number}", prompt_key="id:p"))
     assert judge.memory.learnings[LENGTH].to_state() == before
-    assert judge.memories.known("b").learnings[LENGTH].to_state() == state_of_b
-    assert judge.memories.known("a").learnings[LENGTH].calibrators["head"].num_positive == 12
-    assert [len(memory.successes) for memory in judge.memories.all().values()] == [0, 0, 1]
+    assert judge.known("b").learnings[LENGTH].to_state() == state_of_b
+    assert judge.known("a").learnings[LENGTH].calibrators["head"].num_positive == 12
+    assert [len(memory.successes) for memory in judge.all().values()] == [0, 0, 1]
     of_base, of_a = Siblings(judge, SHADOW, rollout_id="r1"), Siblings(judge, SHADOW, rollout_id="a9", adapter="a")
     for siblings in (of_base, of_a):
         siblings.due(LOGITS)
@@ -410,8 +410,8 @@ def test_of_more_adapters_than_there_is_room_for_none_is_judged_while_rewards_ar
         judge.ledger.take("3", "p", index)
     late.due(LOGITS)
     assert late.judged.assessments
-    assert judge.memories.known("3") is None
-    assert judge.memories.take_forgotten() == [(LENGTH, "3")]
+    assert judge.known("3") is None
+    assert judge.take_forgotten() == [(LENGTH, "3")]
 
 
 def judged_group(group_size: int, num: int, num_launched: int | None = None) -> JudgedGroup:

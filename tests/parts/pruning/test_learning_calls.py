@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.parts.pruning.reports import report_of
-from tests.support.steps import group_steps, group_terms, judge_of
+from tests.support.steps import group_steps, group_terms, judge_of, lengths_of
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
@@ -29,6 +29,7 @@ from vllm_rollout.kernel.core.calls import answered, rollout_call
 from vllm_rollout.kernel.core.readings import MAX_READINGS, Readings
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
@@ -342,7 +343,7 @@ def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
     monkeypatch.setattr(readings, "MAX_PIECE_BYTES", 4096)
     rank = learned()
     for number in range(3000):
-        rank.judge.memory.lengths.observe(f"id:{number}", [ObservedLength(5, False), ObservedLength(9, False)])
+        lengths_of(rank.judge).observe(f"id:{number}", [ObservedLength(5, False), ObservedLength(9, False)])
     whole = Engine(rank).learning_state()
     assert len(rank.arguments["read"]) > len(whole) / 200_000
     assert Engine(Rank()).set_learning_state(whole) is None
@@ -355,8 +356,8 @@ def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
         parts.append(piece.data)
         number += 1
         if number < 30:
-            rank.judge.memory.lengths.observe(f"new:{number}", [ObservedLength(5, False)])
-            rank.judge.memory.lengths.observe("id:1", [ObservedLength(5, False)])
+            lengths_of(rank.judge).observe(f"new:{number}", [ObservedLength(5, False)])
+            lengths_of(rank.judge).observe("id:1", [ObservedLength(5, False)])
             Engine(rank).post_rewards(f"s{number}", rank.run_rollout(f"s{number}", num=70, seed=number))
         if piece.is_last:
             break
@@ -371,7 +372,7 @@ def test_a_state_is_read_in_parts_between_which_the_engine_goes_on(monkeypatch):
 def learned(seed: int = 0, model: str = "model", length: int = LENGTH) -> Rank:
     rank = Rank(model)
     Engine(rank).post_rewards("r", rank.run_rollout("r", seed=seed, plan=replace(PLAN, detection_length=length)))
-    rank.judge.memory.lengths.observe("id:a", [ObservedLength(10, False), ObservedLength(30, True)])
+    lengths_of(rank.judge).observe("id:a", [ObservedLength(10, False), ObservedLength(30, True)])
     return rank
 
 
@@ -383,7 +384,7 @@ def goes_on(rank: Rank) -> None:
         assert list(engine.post_rewards(f"on{length}", rewards).statuses) == ["accepted"] * 80
         assert engine.learning_report(length).signals["confidence"].num_positive > 0
         json.dumps(engine.learning_report(length).losses, allow_nan=False)
-    rank.judge.memory.lengths.observe("id:on", [ObservedLength(10, False), ObservedLength(30, True)])
+    lengths_of(rank.judge).observe("id:on", [ObservedLength(10, False), ObservedLength(30, True)])
     state = engine.learning_state()
     Engine(Rank()).set_learning_state(state)
     for head in rank.heads.infos():
@@ -425,7 +426,7 @@ TOTALS = ["lengths", LengthHistory().totals()]
 BEGUN = written([HEADER, TOTALS]).removesuffix(b'["end", 0]\n')
 GARBAGE = [
     b"", b"garbage", b"\xff\xfe", b"[]", b"5", b"null", b'"text"', b"{}", b'{"format": 1}', b'{"format": 3}',
-    b"[" * 100_000, b'{"format": 2, "model": "model"}', b'{"format": 2, "model": "model"}\n["end", 0]',
+    b"[" * 100_000, b'{"format": 2, "model": "model"}',
     written([{**HEADER, "model": 5}, TOTALS]),
     BEGUN + b'["end", 1]',
     BEGUN + b'["end", 0]\n["end", 0]',
@@ -464,7 +465,7 @@ def test_a_small_file_does_not_become_large_objects(data):
 
 def test_a_state_of_something_else_changes_nothing_and_says_so():
     rank, saved = learned(), learned(5)
-    rows = list(saved.judge.memory.to_state())
+    rows = list(saved.judge.memories.to_state())
     learning = rows[0][1]
     others = [row for row in rows if row[0] not in ("learning", "outcomes")]
     heads = [data for _, data in saved.heads.state()]
@@ -562,12 +563,16 @@ def rewarded(engine: Engine, rank: Rank, adapter: str, seed: int = 0, length: in
         each.call(OBSERVE_LENGTHS, ObservedGroup(f"id:{name}", lengths, adapter))
 
 
+def rows_of(memory: Memory) -> list[Any]:
+    return [row for section in memory.values() for row in section.to_rows()]
+
+
 def known_of(rank: Rank, engine: Engine, adapter: str) -> list[Any]:
     """All that is known of a name."""
     heads = [head for head in rank.heads.infos() if head.adapter == adapter]
     report = engine.learning_report(LENGTH, adapter)
     return [
-        list(rank.judge.memories.known(adapter).to_state()), heads, report, engine.known_prompts(adapter),
+        rows_of(rank.judge.memories.known(adapter)), heads, report, engine.known_prompts(adapter),
         rank.call(LENGTH_HISTORY, LengthsToLookUp([f"id:{adapter or 'base'}0at{LENGTH}"], adapter)),
     ]  # fmt: skip
 
@@ -623,7 +628,7 @@ def test_a_head_is_put_in_an_adapters_place():
     assert head.key == HeadKey(LENGTH, "a")
     for rank in ranks:
         assert list(rank.heads._tracker.heads) == [HeadKey(LENGTH, "a")]
-        assert list(rank.judge.memories.known("a").learnings) == [LENGTH]
+        assert list(rank.judge.known("a").learnings) == [LENGTH]
     assert engine.quality_head(None, "a")[1] == learned().heads.export(HeadKey(LENGTH))
 
 
@@ -813,8 +818,8 @@ def test_every_rank_knows_the_success_of_every_prompt_and_one_is_asked(monkeypat
     for name, rank in (("a", first), ("b", second)):
         engine.post_rewards(name, rewards[rank])
         for each in (first, second):
-            each.judge.memory.lengths.observe(f"id:{name}", [ObservedLength(5, False), ObservedLength(9, False)])
-    assert list(first.judge.memory.to_state())[-2] == list(second.judge.memory.to_state())[-2]
+            lengths_of(each.judge).observe(f"id:{name}", [ObservedLength(5, False), ObservedLength(9, False)])
+    assert list(first.judge.memory.to_rows())[-1] == list(second.judge.memory.to_rows())[-1]
     for prompt, name, ago in zip(engine.known_prompts(), "ba", (0, 1), strict=True):
         assert (prompt.key, prompt.prompts_ago, prompt.lengths.mean) == (f"id:{name}", ago, 7)
         assert prompt.success == first.judge.memory.successes.of(f"id:{name}")

@@ -18,7 +18,7 @@ from vllm_rollout.parts.pruning.rules.length_trial import (
     length_trial_report,
     tried_from_state,
 )
-from vllm_rollout.parts.pruning.rules.memory import Memory
+from vllm_rollout.parts.pruning.rules.memory import PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
 
 LENGTHS = (16, 48, 128)
@@ -138,14 +138,14 @@ def test_candidates_of_another_trial_are_left_out():
 
 
 def test_a_trial_remembers_the_newest_and_its_state_is_that_of_a_memory():
-    memory = Memory()
+    memory = PruningMemory()
     for candidate in candidates((1.0, 1.0, 1.0), num=TRIAL_WINDOW + 10):
         memory.tried.append(candidate)
-    rows = json.loads(json.dumps(list(memory.to_state())))
-    restored = Memory.from_state(rows).tried
+    rows = json.loads(json.dumps(list(memory.to_rows())))
+    restored = PruningMemory.from_rows(rows).tried
     assert restored == memory.tried
     assert len(restored) == TRIAL_WINDOW
-    assert list(Memory.from_state(rows).to_state()) == list(memory.to_state())
+    assert list(PruningMemory.from_rows(rows).to_rows()) == list(memory.to_rows())
 
 
 GOOD = [[16, 48], [{"head": 1.0}, {}], True, 20, "p"]

@@ -1,8 +1,9 @@
-"""Memory: what is learned is bounded, saved in rows and restored as it was; what was never saved is refused."""
+"""PruningMemory: what is learned is bounded, saved in rows and restored as it was; what was never saved is refused."""
 
 import json
 import math
 import random
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -11,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parts.pruning.reports import report_of
+from tests.support.steps import lengths_of, new_memories
+from vllm_rollout.kernel.rules.memories import PROMPTS_PER_ROW, Memory
 from vllm_rollout.kernel.rules.types import Confidence, Observation
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
-from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, OUTCOMES_PER_ROW, PROMPTS_PER_ROW, Memory
+from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS, MEMORY, OUTCOMES_PER_ROW, PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
 
@@ -30,20 +33,32 @@ def seen(rng: random.Random) -> Observation:
     return Observation(Confidence(2.0, 1.0, rng.gauss(2, 1)), rng.gauss(0, 1), 1)
 
 
+def learned(memory: Memory) -> PruningMemory:
+    return MEMORY.of(memory)
+
+
+def rows_of(memory: Memory) -> Iterator[Any]:
+    return (row for section in memory.values() for row in section.to_rows())
+
+
+def restored_of(rows: list[Any]) -> Memory:
+    return new_memories().restored(rows).base
+
+
 def use(memory: Memory, detection_length: int, num: int = 24, seed: int = 0) -> list[Any]:
     """A lesson: score siblings, reward them, see the length of their group, report."""
     rng, plan = random.Random(seed), PruningPlan(detection_length, min_labels=4, allow_fewer=True)
-    learning = memory.learning(detection_length, nobody)
+    learning, lengths = learned(memory).learning(detection_length, nobody), lengths_of(memory)
     observations = {index: seen(rng) for index in range(num)}
     judged = learning.assess(plan, observations, Siblings(seed, "g", at_least=1))
     for index, assessment in judged.items():
         learning.reward(observations[index], assessment, 30, index % 2 == 0, f"r/{seed}", active=True)
-    memory.lengths.observe(f"id:{seed}", [ObservedLength(rng.randint(1, 99), index % 5 == 0) for index in range(num)])
-    return [judged, report_of(learning), memory.lengths.of(f"id:{seed}"), memory.lengths.dataset()]
+    lengths.observe(f"id:{seed}", [ObservedLength(rng.randint(1, 99), index % 5 == 0) for index in range(num)])
+    return [judged, report_of(learning), lengths.of(f"id:{seed}"), lengths.dataset()]
 
 
 def taught() -> Memory:
-    memory = Memory()
+    memory = new_memories().base
     for seed, length in enumerate((8, 16, 8, 32)):
         use(memory, length, seed=seed)
     return memory
@@ -51,14 +66,14 @@ def taught() -> Memory:
 
 def stored(memory: Memory) -> list[Any]:
     """State after a JSON round trip."""
-    return json.loads(json.dumps(list(memory.to_state()), allow_nan=False))
+    return json.loads(json.dumps(list(rows_of(memory)), allow_nan=False))
 
 
 def test_a_restored_memory_goes_on_as_the_saved_one():
     saved = taught()
-    restored = Memory.from_state(stored(saved))
+    restored = restored_of(stored(saved))
     assert stored(restored) == stored(saved)
-    assert list(restored.learnings) == [16, 8, 32], "the least recently used first"
+    assert list(learned(restored).learnings) == [16, 8, 32], "the least recently used first"
     for seed, length in enumerate((8, 64, 16), start=10):
         assert use(restored, length, seed=seed) == use(saved, length, seed=seed)
     assert stored(restored) == stored(saved)
@@ -66,58 +81,58 @@ def test_a_restored_memory_goes_on_as_the_saved_one():
 
 @pytest.mark.thorough
 def test_rows_of_a_state_are_bounded():
-    memory = Memory()
+    memory = new_memories().base
     for seed in range(3 * PROMPTS_PER_ROW):
-        memory.lengths.observe(f"id:{seed}", [ObservedLength(5, False)])
+        lengths_of(memory).observe(f"id:{seed}", [ObservedLength(5, False)])
     use(memory, 8, num=OUTCOMES_PER_ROW + 1)
     rows = stored(memory)
     assert [row[0] for row in rows].count("prompts") == 3
     for kind, *_, items in rows:
         assert kind in ("learning", "lengths") or len(items) <= max(OUTCOMES_PER_ROW, PROMPTS_PER_ROW)
-    assert stored(Memory.from_state(rows)) == rows
+    assert stored(restored_of(rows)) == rows
 
 
 @pytest.mark.thorough
 def test_a_memory_may_go_on_while_its_state_is_taken():
     memory, rows = taught(), []
     for number in range(2 * PROMPTS_PER_ROW):
-        memory.lengths.observe(f"id:{number}", [ObservedLength(5, False), ObservedLength(7, False)])
-    for number, row in enumerate(memory.to_state()):
+        lengths_of(memory).observe(f"id:{number}", [ObservedLength(5, False), ObservedLength(7, False)])
+    for number, row in enumerate(rows_of(memory)):
         rows.append(json.loads(json.dumps(row)))
         use(memory, 8 * (number % 3 + 1), seed=number)
-    restored = Memory.from_state(rows)
-    assert len(restored.lengths) == 2 * PROMPTS_PER_ROW
+    restored = restored_of(rows)
+    assert len(lengths_of(restored)) == 2 * PROMPTS_PER_ROW
     use(restored, 8)
 
 
 def test_success_is_restored_and_states_without_it_are_taken_over():
     memory = taught()
     for number in range(2 * PROMPTS_PER_ROW):
-        memory.successes.observe(f"id:{number}", number % 3 == 0, 1.0 + number % 2)
+        learned(memory).successes.observe(f"id:{number}", number % 3 == 0, 1.0 + number % 2)
     rows = stored(memory)
     assert [row[0] for row in rows].count("successes") == 2
     assert max(len(row[1]) for row in rows if row[0] == "successes") == PROMPTS_PER_ROW
-    restored = Memory.from_state(rows)
+    restored = restored_of(rows)
     assert stored(restored) == rows
-    assert restored.successes.of("id:3") == memory.successes.of("id:3")
-    without = Memory.from_state([row for row in rows if row[0] != "successes"])
-    assert len(without.successes) == 0
-    assert len(without.lengths) == len(memory.lengths)
+    assert learned(restored).successes.of("id:3") == learned(memory).successes.of("id:3")
+    without = restored_of([row for row in rows if row[0] != "successes"])
+    assert len(learned(without).successes) == 0
+    assert len(lengths_of(without)) == len(lengths_of(memory))
     with pytest.raises(ValueError, match="success history"):
-        Memory.from_state([["successes", [["a", 1.0, 2.0]]], rows[-1]])
+        restored_of([["successes", [["a", 1.0, 2.0]]], rows[-1]])
 
 
 def test_the_length_used_longest_ago_gives_way_unless_rewards_are_awaited_for_it():
-    memory = Memory()
+    memory = new_memories().base
     for length in range(1, MAX_DETECTION_LENGTHS + 1):
-        memory.learning(length, everybody)
-    memory.learning(1, everybody)
-    assert memory.learning(100, everybody) is None
-    assert memory.forgotten == []
-    learning = memory.learning(100, lambda length: length == 2)
-    assert (memory.forgotten, memory.spare(nobody)) == ([3], 2)
-    assert memory.learning(100, everybody) is learning
-    assert len(memory.learnings) == MAX_DETECTION_LENGTHS
+        learned(memory).learning(length, everybody)
+    learned(memory).learning(1, everybody)
+    assert learned(memory).learning(100, everybody) is None
+    assert learned(memory).forgotten == []
+    learning = learned(memory).learning(100, lambda length: length == 2)
+    assert (learned(memory).forgotten, learned(memory).spare(nobody)) == ([3], 2)
+    assert learned(memory).learning(100, everybody) is learning
+    assert len(learned(memory).learnings) == MAX_DETECTION_LENGTHS
 
 
 ROWS = stored(taught())
@@ -129,7 +144,6 @@ del LEARNING["outcomes"]
     ("rows", "message"),
     [
         (ROWS[:-1], "was it cut off"),
-        ([], "was it cut off"),
         ([*ROWS, ROWS[-1]], "must be the last one"),
         ([5, *ROWS], "a row of a state"),
         ([["unheard", []], *ROWS], "a row of a state"),
@@ -146,7 +160,7 @@ del LEARNING["outcomes"]
 )
 def test_states_that_no_memory_can_have_had_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
-        Memory.from_state(rows)
+        restored_of(rows)
 
 
 BAD = st.sampled_from(
@@ -178,7 +192,7 @@ def test_a_changed_state_is_refused_or_what_it_makes_goes_on(data):
         if not rows:
             return
     try:
-        memory = Memory.from_state(rows)
+        memory = restored_of(rows)
     except ValueError as error:
         said = str(error)
     else:
@@ -188,6 +202,6 @@ def test_a_changed_state_is_refused_or_what_it_makes_goes_on(data):
         return
     for seed, length in enumerate((8, 16, 32, 64, 8)):
         use(memory, length, seed=seed)
-    for learning in memory.learnings.values():
+    for learning in learned(memory).learnings.values():
         report_of(learning)
-    assert stored(Memory.from_state(stored(memory))) == stored(memory)
+    assert stored(restored_of(stored(memory))) == stored(memory)

@@ -349,7 +349,7 @@ def test_what_a_candidate_teaches_is_its_adapters_whatever_its_tag_says(new_run)
         _, statuses, (label,) = judge.reward(group_id, [Reward(group_id, 0, 1.0, True)])
         assert (statuses, label.key) == (["accepted"], HeadKey(10, "a"))
     assert list(judge.memories.all()) == ["", "a"]
-    assert judge.memories.known("a").learnings[10].calibrators["head"].num_positive == 2
+    assert judge.known("a").learnings[10].calibrators["head"].num_positive == 2
 
 
 def test_requests_that_join_a_group_teach_the_adapter_that_they_have(new_run):
@@ -363,7 +363,7 @@ def test_requests_that_join_a_group_teach_the_adapter_that_they_have(new_run):
     judge = judge_of(run.scheduler)
     entries = [entry for rollout in judge.ledger._rollouts.values() for entry in rollout.values()]
     assert [entry.adapter for entry in entries] == ["", "a", "b"]
-    assert [list(memory.learnings) for memory in judge.memories.all().values()] == [[10]] * 3
+    assert [list(memory.learnings) for memory in judge.all().values()] == [[10]] * 3
 
 
 def test_who_finished_has_a_final_score_with_its_last_token_and_nobody_else(pruning_run):
@@ -376,7 +376,7 @@ def test_who_finished_has_a_final_score_with_its_last_token_and_nobody_else(prun
     assert [final and final.score for final in finals] == [2, None, 4, 6, None]
     assert scores(run.note(ids[2])).assessment is None, "it ended before its detection length"
     assert reward(run, "g", 0, 2, 3) == ["accepted"] * 3
-    assert len(judge_of(run.scheduler).memories.known("").learnings[WHOLE].outcomes()) == 3
+    assert len(judge_of(run.scheduler).known("").learnings[WHOLE].outcomes()) == 3
     assert_nothing_left(run)
 
 
@@ -397,8 +397,8 @@ def test_several_lengths_stop_nobody_and_each_is_learned(new_run):
     run.run()
     assert endings(run, ids) == [WON] * 3
     assert reward(run, "g", 0, 1, 2) == ["accepted"] * 3
-    learnings = judge_of(run.scheduler).memories.known("").learnings
+    learnings = judge_of(run.scheduler).known("").learnings
     assert {length: len(learning.outcomes()) for length, learning in learnings.items()} == {10: 3, 15: 3, 30: 2}
-    tried = judge_of(run.scheduler).memories.known("").tried
+    tried = judge_of(run.scheduler).known("").tried
     assert sorted(candidate.num_tokens for candidate in tried) == [20, 40, 50]
     assert_nothing_left(run)

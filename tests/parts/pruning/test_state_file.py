@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.parts.pruning.test_learning_calls import HEAD, Client, Rank, content, learned
+from tests.support.steps import lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.types import HeadKey
@@ -61,7 +62,7 @@ class Server:
 
 def heads_and_lengths(rank: Rank) -> tuple[Any, ...]:
     heads = {key: rank.heads.export(key) for key in rank.heads._heads}
-    return heads, rank.judge.memory.lengths.to_state()
+    return heads, lengths_of(rank.judge).to_state()
 
 
 async def restarted(folder: Path) -> tuple[Any, ...]:
@@ -100,7 +101,7 @@ def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def a_rank() -> Rank:
     """A rank that has learned something else."""
     rank = Rank()
-    rank.judge.memory.lengths.observe("id:b", [ObservedLength(7, False), ObservedLength(9, False)])
+    lengths_of(rank.judge).observe("id:b", [ObservedLength(7, False), ObservedLength(9, False)])
     return rank
 
 

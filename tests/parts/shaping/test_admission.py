@@ -6,9 +6,8 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import NO_AUDITS
 from tests.parts.emulation.emulated_run import EmulatedRun
-from tests.support.steps import judge_of
+from tests.support.steps import judge_of, lengths_of
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.parts.emulation.settings import Settings
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.history import ObservedLength
@@ -25,7 +24,7 @@ def run_of(
     run = EmulatedRun(model, settings, drafts=False, options=NO_AUDITS, num_blocks=NUM_BLOCKS, **limits)
     if known:
         lengths = [ObservedLength(length, False) for length in known]
-        judge_of(run.scheduler).memory_of(BASE_MODEL).lengths.observe("before", lengths)
+        lengths_of(judge_of(run.scheduler)).observe("before", lengths)
     chance = Random(1)
     for number in range(num_groups):
         lengths = [max(1, round(200 * chance.lognormvariate(0, 0.5))) for _ in range(GROUP_SIZE)]

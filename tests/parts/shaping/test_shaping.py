@@ -9,6 +9,7 @@ import pytest
 from tests.kernel.http.conftest import DEADLINE_S, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.fake_parts import FakeShaping
+from tests.support.steps import lengths_of
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http import gauges
 from vllm_rollout.kernel.http.engine import Outlook, RequestError
@@ -31,7 +32,7 @@ def body(*ids: str, **fields) -> dict:
 def seen(engine: FakeEngine, key: str, *lengths: int, times: int = 3) -> None:
     for _ in range(times):
         seen_lengths = [ObservedLength(length, censored=False) for length in lengths]
-        engine.learning.judge.memory.lengths.observe(f"id:{key}", seen_lengths)
+        lengths_of(engine.learning.judge).observe(f"id:{key}", seen_lengths)
 
 
 async def rollout(http: httpx.AsyncClient, request: dict) -> dict:
@@ -101,7 +102,7 @@ async def test_stopped_candidates_are_censored_and_failed_ones_are_left_out(engi
     engine.lengths = dict.fromkeys(range(5), 30) | {0: 10, 1: 12, 2: 11}
     engine.failures = {2: 4}
     await rollout(http, body("a", group_size=2, redundancy=3))
-    history = engine.learning.judge.memory.lengths.of("id:a")
+    history = lengths_of(engine.learning.judge).of("id:a")
     assert history.mean > 12, "two that finished after 10 and 12 tokens, two that were stopped at 12"
 
 
@@ -140,7 +141,7 @@ async def test_metrics_tell_lengths_allocations_and_drift(engine, http):
     assert "vllm_rollout:prompts_at_upper_bound_total 1.0" in metrics
     assert "vllm_rollout:allocated_candidates_sum 12.0" in metrics
     assert 'vllm_rollout:step_time_drift_ratio{batch_sizes="16-31"} 1.5' in metrics
-    dataset = engine.learning.judge.memory.lengths.dataset()
+    dataset = lengths_of(engine.learning.judge).dataset()
     assert f'vllm_rollout:length_mean_tokens{{adapter=""}} {dataset.mean}' in metrics
     assert f'vllm_rollout:length_std_tokens{{adapter=""}} {dataset.std}' in metrics
 
@@ -195,7 +196,7 @@ async def test_a_client_that_goes_while_the_engine_is_told_of_lengths_takes_nobo
     for event in held_back.values():
         event.set()
     assert (await stays)["groups"][0]["status"] == "complete"
-    history = engine.learning.judge.memory.lengths
+    history = lengths_of(engine.learning.judge)
     assert history.of("id:b").num_groups == 1
     assert history.of("id:a").num_groups == 1, "it ended, so it teaches, whoever heard of it"
 
@@ -220,9 +221,9 @@ async def test_metrics_tell_what_moved_to_each_rank_and_what_groups_the_engine_h
 async def test_several_ranks_are_told_what_to_expect_of_each_group(engine, http):
     engine.moves.num_ranks = 2
     seen(engine, "a", 30, 34, 38)
-    of_a, dataset = engine.learning.judge.memory.lengths.of("id:a"), engine.learning.judge.memory.lengths.dataset()
+    of_a, dataset = lengths_of(engine.learning.judge).of("id:a"), lengths_of(engine.learning.judge).dataset()
     for redundancy in (0, "auto"):
-        engine.learning.judge.memory.lengths = LengthHistory()
+        engine.learning.judge.memories.base["shaping"] = LengthHistory()
         seen(engine, "a", 30, 34, 38)
         await rollout(http, body("a", "b", redundancy=redundancy, sampling_params={"seed": 3, "max_tokens": 90}))
         tokens = {id: len(f"prompt {id}") for id in "ab"}

@@ -10,7 +10,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.steps import group_steps, judge_of
+from tests.support.steps import group_steps, judge_of, lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
@@ -79,7 +79,7 @@ def test_an_observed_group_is_known_on_every_rank(engine, cores):
     expected = LengthHistory()
     expected.observe("id:a", LENGTHS)
     for core in cores:
-        assert judge_of(core.scheduler).memory.lengths.of("id:a") == expected.of("id:a")
+        assert lengths_of(judge_of(core.scheduler)).of("id:a") == expected.of("id:a")
     history = asyncio.run(engine.length_history(["id:a", "id:b"]))
     assert history.prompts == [expected.of("id:a"), None]
     assert history.dataset == expected.dataset()

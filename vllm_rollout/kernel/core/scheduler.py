@@ -37,6 +37,7 @@ from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
@@ -45,9 +46,10 @@ from vllm_rollout.kernel.weights import listen_to_calls
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import MovedCandidate
-from vllm_rollout.parts.pruning.rules.step import PRUNING, PruningStep
+from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.shaping.core import StepTimes
 from vllm_rollout.parts.shaping.rules.admission import most_running
+from vllm_rollout.parts.shaping.rules.history import LENGTHS
 
 logger = init_logger("vllm.vllm_rollout")
 VLLM_ERROR = "vLLM ended this request with an error, which the server's log has"
@@ -82,7 +84,8 @@ class GroupSchedulerMixin:
         self.weights = Weights(self, scheduler=self)
         self.readings = Readings()
         self.step_times = StepTimes()
-        self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True)
+        memories = Memories(dict(faces("memory")))
+        self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True, memories=memories)
         """Decides. All other code here translates and obeys."""
         self.clock = time.monotonic
         """Clock of groups that wait for siblings."""
@@ -348,9 +351,8 @@ class GroupSchedulerMixin:
         if not self.waiting:
             return None
         first = self.waiting.peek_request()
-        pruning = self.group_steps.part(PruningStep)
-        memory = pruning and pruning.judge.memories.known(learned_name(first.lora_request))
-        if memory is None or (mean := memory.lengths.mean) is None:
+        lengths = LENGTHS.of(self.group_steps.memories.known(learned_name(first.lora_request)) or {})
+        if lengths is None or (mean := lengths.mean) is None:
             return None
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         free_tokens = num_free * self.block_size // len(self.kv_cache_config.kv_cache_groups)

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, EndReason, HeldGroups, StopState
@@ -95,6 +96,9 @@ class StepPart:
     def fresh(self) -> StepPart:
         """This part without any group, but with all that it has learned."""
         return type(self)()
+
+    def remember_in(self, memories: Memories) -> None:
+        """Learn in these memories of the engine from now on."""
 
     def phases(self) -> Mapping[Phase, Callable[[Step], None]]:
         return {}
@@ -172,10 +176,20 @@ class GroupSteps:
     """All groups of one engine, step by step."""
 
     def __init__(
-        self, parts: Iterable[StepPart] = (), max_idle: int = MAX_IDLE_GROUPS, *, contains: bool = False
+        self,
+        parts: Iterable[StepPart] = (),
+        max_idle: int = MAX_IDLE_GROUPS,
+        *,
+        contains: bool = False,
+        memories: Memories | None = None,
     ) -> None:
-        """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step."""
+        """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step.
+        `memories`: of the engine. None: each part has its own."""
         self.parts = {part.name: part for part in parts}
+        self.memories = memories
+        if memories is not None:
+            for part in self.parts.values():
+                part.remember_in(memories)
         self._phases: dict[Phase, list[Callable[[Step], None]]] = {}
         for part in self.parts.values():
             for phase, decide in part.phases().items():
@@ -197,7 +211,8 @@ class GroupSteps:
 
     def fresh(self) -> GroupSteps:
         """Steps of the same parts, without any group."""
-        return GroupSteps([part.fresh() for part in self.parts.values()], self._max_idle, contains=self._contains)
+        parts = [part.fresh() for part in self.parts.values()]
+        return GroupSteps(parts, self._max_idle, contains=self._contains, memories=self.memories)
 
     def part(self, kind: type[Part]) -> Part | None:
         """The part of this class. None if it is left out."""

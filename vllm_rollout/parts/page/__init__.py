@@ -14,4 +14,5 @@ PART = Part(
         "simulated": "vllm_rollout.parts.page.simulated:Recording",
         "traces": "vllm_rollout.parts.page.recording.file",
     },
+    also={"moving": {"ranks": "vllm_rollout.parts.page.with_moving.http:ranks"}},
 )

@@ -10,6 +10,7 @@ PART = Part(
         "client": "vllm_rollout.parts.pruning.client:CLIENT",
         "core": "vllm_rollout.parts.pruning.core.learning_calls:PruningCore",
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
+        "memory": "vllm_rollout.parts.pruning.rules.memory:PruningMemory",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.pruning.simulated",
@@ -17,7 +18,10 @@ PART = Part(
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
         "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",
     },
-    also={"emulation": {"emulated": "vllm_rollout.parts.pruning.with_emulation.worker:emulated_heads"}},
+    also={
+        "emulation": {"emulated": "vllm_rollout.parts.pruning.with_emulation.worker:emulated_heads"},
+        "shaping": {"prompt_lengths": "vllm_rollout.parts.pruning.with_shaping.rules:prompt_lengths"},
+    },
     exports={
         "Pruning": "vllm_rollout.kernel.http.protocol:Pruning",
         "QualityHead": "vllm_rollout.parts.pruning.client:QualityHead",

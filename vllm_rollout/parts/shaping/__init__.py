@@ -9,6 +9,7 @@ PART = Part(
         "api": "vllm_rollout.parts.shaping.api.lengths:part",
         "core": "vllm_rollout.parts.shaping.core:ShapingCore",
         "flags": "vllm_rollout.parts.shaping.api.flags:FLAGS",
+        "memory": "vllm_rollout.parts.shaping.rules.history:LengthHistory",
         "metrics": "vllm_rollout.parts.shaping.http.metrics:ShapingMetrics",
     },
 )

@@ -22,8 +22,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_rollout.kernel.core.ports import Answers, CorePart
-from vllm_rollout.parts.pruning.rules.judge import Judge
-from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.shaping.calls import (
     LENGTH_HISTORY,
     OBSERVE_LENGTHS,
@@ -37,6 +35,7 @@ from vllm_rollout.parts.shaping.calls import (
 )
 from vllm_rollout.parts.shaping.rules.cost import StepTime
 from vllm_rollout.parts.shaping.rules.drift import Drift, StepDrift
+from vllm_rollout.parts.shaping.rules.history import LENGTHS
 from vllm_rollout.parts.shaping.rules.moments import LengthStatistics
 
 MAX_RECORDED_STEPS = 65_536
@@ -119,21 +118,17 @@ class StepTimes:
         self._before, self._skip = None, DRIFT_INTERVAL_STEPS
 
 
-def _judge(core: EngineCore) -> Judge:
-    return core.scheduler.group_steps.part(PruningStep).judge
-
-
 def _observe_lengths(core: EngineCore, group: ObservedGroup) -> None:
-    memory = _judge(core).memory_of(group.adapter)
-    if memory is not None:
-        memory.lengths.observe(group.key, group.lengths)
+    memory = core.scheduler.group_steps.memories.of(group.adapter)
+    if memory is not None and (lengths := LENGTHS.of(memory)) is not None:
+        lengths.observe(group.key, group.lengths)
 
 
 def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatistics:
-    memory = _judge(core).memories.known(wanted.adapter)
-    if memory is None:
+    lengths = LENGTHS.of(core.scheduler.group_steps.memories.known(wanted.adapter) or {})
+    if lengths is None:
         return LengthStatistics(None, [None] * len(wanted.keys))
-    return memory.lengths.statistics(wanted.keys)
+    return lengths.statistics(wanted.keys)
 
 
 def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:

@@ -14,22 +14,24 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.parts.moving.http.body import EngineAnswer
-from vllm_rollout.parts.moving.http.engine import MovesPart
-from vllm_rollout.parts.moving.rules.load import RankState
+from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.shaping.rules.trace import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
+
+RANKS: Any = face("page", "ranks")
+"""Returns state and load of each rank. None without the part moving, which knows them."""
 
 TICK_S = 0.5
 LOOK_S = 2.0
@@ -269,11 +271,11 @@ class Viewers:
     async def _tick(self) -> None:
         while True:
             with survived("the page"):
-                states: Sequence[RankState] = ()
+                ranks: Sequence[tuple[str, EngineLoad]] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
-                        states = await self._engine.part(MovesPart).rank_states()
-                self._look(states)
+                        ranks = [] if RANKS is None else await RANKS(self._engine)
+                self._look(ranks)
                 self._tell_viewers()
             await asyncio.sleep(TICK_S)
 
@@ -288,13 +290,12 @@ class Viewers:
         for viewer in self._viewers:
             viewer.tell(tick)
 
-    def _look(self, states: Sequence[RankState]) -> None:
+    def _look(self, ranks: Sequence[tuple[str, EngineLoad]]) -> None:
         """Record the load of each rank, and the progress of the groups on it."""
-        ranks = []
-        for rank, its in enumerate(states):
-            told, load = EngineAnswer.of(rank, its), its.load
-            ranks.append({
-                "rank": rank, "state": told.state, "running": load.num_running, "waiting": load.num_waiting,
+        rows = []
+        for rank, (state, load) in enumerate(ranks):
+            rows.append({
+                "rank": rank, "state": state, "running": load.num_running, "waiting": load.num_waiting,
                 "kv": load.kv_cache_usage, "weights": load.weight_version,
             })  # fmt: skip
             for running in load.groups:
@@ -302,7 +303,7 @@ class Viewers:
                 rollout = self._running.get(rollout_id)
                 if rollout is not None and position.isdecimal() and int(position) in rollout.seen.groups:
                     rollout.seen.groups[int(position)].runs(rank, running.num_tokens)
-        self._ranks = event_of("ranks", {"at": time.time(), "ranks": ranks})
+        self._ranks = event_of("ranks", {"at": time.time(), "ranks": rows})
 
 
 def _group(rollout: Rollout, position: int) -> bytes:

@@ -23,6 +23,8 @@ from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.readings import MAX_PIECE_BYTES, Readings
+from vllm_rollout.kernel.parts import face
+from vllm_rollout.kernel.rules.memories import PROMPTS_PER_ROW
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.calls import (
@@ -53,13 +55,16 @@ from vllm_rollout.parts.pruning.calls import (
 from vllm_rollout.parts.pruning.rules.judge import Judge, Label
 from vllm_rollout.parts.pruning.rules.known_prompts import prompt_rows
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
-from vllm_rollout.parts.pruning.rules.memory import PROMPTS_PER_ROW, Memories, Memory
+from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header
 
 REWARDS_AT_ONCE = 16
 """Rewards that are accounted for, with their features, between two looks at the clock."""
+
+PROMPT_LENGTHS = face("pruning", "prompt_lengths")
+"""Returns the lengths of prompts in a memory. None if no lengths are learned."""
 
 
 class LearningCalls:
@@ -122,7 +127,7 @@ class LearningCalls:
                 progress.labels.extend(its_labels)
         progress.statuses.extend(statuses)
         for head, its_labels in labels.items():
-            memory = self._judge.memories.known(head.adapter)
+            memory = self._judge.known(head.adapter)
             if memory is None:
                 continue
             if share:
@@ -176,14 +181,14 @@ class LearningCalls:
         """Put a head in place of the one for its detection length. If the maximum of detection lengths is reached, it
         replaces a spare one.
         """
-        memories, awaits = self._judge.memories, partial(self._judge.ledger.awaits, adapter=put.adapter)
-        if not memories.has_place(put.adapter, self._judge.ledger.awaits_any):
+        awaits = partial(self._judge.ledger.awaits, adapter=put.adapter)
+        if not self._judge.memories.has_place(put.adapter):
             return Refusal(
                 "invalid",
                 f"at most {MAX_ADAPTERS} adapters are learned of, and rewards are awaited for all there are, got a "
                 f"head for {put.adapter!r:.200}: post those rewards first",
             )
-        memory = memories.known(put.adapter) or Memory()  # no memory is dropped for a head that is refused
+        memory = self._judge.known(put.adapter) or PruningMemory()  # no memory is dropped for a head that is refused
         spare = memory.spare(awaits) if memory.is_full else None
         answer = self._worker("rollout_put_head", put.data, list(memory.learnings), spare, put.adapter)
         if isinstance(answer, HeadInfo):
@@ -201,7 +206,7 @@ class LearningCalls:
 
     def learned(self) -> list[Learned]:
         found = []
-        for adapter, memory in self._judge.memories.all().items():
+        for adapter, memory in self._judge.all().items():
             awaiting, evicted = self._judge.ledger.num_awaiting(adapter), memory.num_evicted
             found += [
                 Learned(
@@ -216,7 +221,7 @@ class LearningCalls:
         return found
 
     def learning_window(self, head: HeadKey) -> LearningWindow | None:
-        memory = self._judge.memories.known(head.adapter)
+        memory = self._judge.known(head.adapter)
         learning = None if memory is None else memory.learnings.get(head.detection_length)
         if learning is None:
             return None
@@ -227,12 +232,14 @@ class LearningCalls:
         self._readings.open(reader, self._state(reader))
 
     def tried_lengths(self, adapter: str) -> list[TriedCandidate]:
-        memory = self._judge.memories.known(adapter)
+        memory = self._judge.known(adapter)
         return [] if memory is None else list(memory.tried)
 
     def open_prompts(self, wanted: PromptsToRead) -> None:
-        memory, encode = self._judge.memories.known(wanted.adapter) or Memory(), msgspec.json.Encoder().encode
-        rows = prompt_rows(memory.lengths, memory.successes, PROMPTS_PER_ROW)
+        memory, encode = self._judge.memories.known(wanted.adapter) or {}, msgspec.json.Encoder().encode
+        learned = MEMORY.of(memory) or PruningMemory()
+        lengths = None if PROMPT_LENGTHS is None else PROMPT_LENGTHS(memory)
+        rows = prompt_rows(lengths, learned.successes, PROMPTS_PER_ROW)
         self._readings.open(wanted.reader, (encode(some) + b"\n" for some in rows))
 
     def put_state(self, put: StateToPut) -> Refusal | None:
@@ -242,19 +249,20 @@ class LearningCalls:
                 return Refusal(
                     "mismatch", f"the state is of model {state.model!r:.200}, this server's is {self._model!r}"
                 )
-            memories = Memories.from_state(state.rows)
+            memories = self._judge.memories.restored(state.rows)
+            learned = {name: MEMORY.of(memory) or PruningMemory() for name, memory in memories.all().items()}
             heads = state.heads(list(memories.all()))
         except ValueError as error:
             return Refusal("invalid", f"not a rollout state ({error})")
-        known = [HeadKey(length, name) for name, memory in memories.all().items() for length in memory.learnings]
+        known = [HeadKey(length, name) for name, memory in learned.items() for length in memory.learnings]
         answer = self._worker("rollout_restore_heads", heads, known, put.only_check)
         if isinstance(answer, Refusal):
             return answer
         if put.only_check:
             return None
         for head in answer:  # one may have been put before anything was judged at its length
-            memories.all()[head.adapter].learning(head.detection_length, lambda length: True)
-        self._judge.memories = memories
+            learned[head.adapter].learning(head.detection_length, lambda length: True)
+        self._judge.memories.take_over(memories)
         return None
 
     def _state(self, reader: str) -> Iterator[bytes]:
@@ -282,7 +290,7 @@ class LearningCalls:
             yield self._worker("rollout_read", reader, start, min(size, start + MAX_PIECE_BYTES))
 
     def _worker(self, method: str, *args: Any) -> Any:
-        if forgotten := self._judge.memories.take_forgotten():
+        if forgotten := self._judge.take_forgotten():
             self._call_worker("rollout_forget_heads", forgotten)
         return self._call_worker(method, *args)
 

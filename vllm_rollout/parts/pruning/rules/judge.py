@@ -11,12 +11,13 @@ from functools import partial
 from math import exp
 
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.memories import Memories, Memory
 from vllm_rollout.kernel.rules.rewards import Reward, RewardStatus
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, Assessment, HeadKey, Observation
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings, label_weight
 from vllm_rollout.parts.pruning.rules.ledger import Ledger, LedgerEntry, Scoring, Trial
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
-from vllm_rollout.parts.pruning.rules.memory import Memories, Memory
+from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
 from vllm_rollout.parts.pruning.rules.report import RewardedCandidate
@@ -115,14 +116,30 @@ class JudgedGroup:
 class Judge:
     """Judges the candidates of one engine, and keeps those that may still get a reward."""
 
-    def __init__(self) -> None:
+    def __init__(self, memories: Memories | None = None) -> None:
+        """`memories`: of the engine. None: the judge has its own."""
         self.ledger = Ledger()
-        self.memories = Memories()
+        self._forgotten: list[HeadKey] = []
+        """Heads of adapters that were given up."""
+        self.remember_in(memories or Memories({MEMORY.part: PruningMemory}))
+
+    def remember_in(self, memories: Memories) -> None:
+        """Learn in these memories from now on."""
+        self.memories = memories
+        memories.awaits.append(self.ledger.awaits_any)
+        memories.on_given_up.append(self._given_up)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> PruningMemory:
         """Memory of the base model."""
-        return self.memories.base
+        memory = self.known(BASE_MODEL)
+        assert memory is not None, "it is never given up"
+        return memory
+
+    def known(self, adapter: str) -> PruningMemory | None:
+        """Memory of this served name without any use of it. None if there is none."""
+        memory = self.memories.known(adapter)
+        return None if memory is None else MEMORY.of(memory)
 
     def judge(
         self, group: JudgedGroup, scoring: Scoring, due: Mapping[int, tuple[LedgerEntry, Observation]]
@@ -250,15 +267,32 @@ class Judge:
             survival_before=label.survival_before,
         )
 
-    def memory_of(self, adapter: str) -> Memory | None:
+    def all(self) -> dict[str, PruningMemory]:
+        """All memories by served name, the base model's first."""
+        return {adapter: memory for adapter in self.memories.all() if (memory := self.known(adapter)) is not None}
+
+    def memory_of(self, adapter: str) -> PruningMemory | None:
         """Memory of this served name. None if rewards are awaited for the largest number of other names."""
-        return self.memories.of(adapter, self.ledger.awaits_any)
+        memory = self.memories.of(adapter)
+        return None if memory is None else MEMORY.of(memory)
+
+    def take_forgotten(self) -> list[HeadKey]:
+        """Detection lengths and adapters that were given up since the last call. Their heads may be dropped too."""
+        taken, self._forgotten = self._forgotten, []
+        for adapter, memory in self.all().items():
+            taken += [HeadKey(length, adapter) for length in memory.forgotten]
+            memory.forgotten.clear()
+        return taken
+
+    def _given_up(self, adapter: str, memory: Memory) -> None:
+        if (learned := MEMORY.of(memory)) is not None:
+            self._forgotten += [HeadKey(length, adapter) for length in {*learned.forgotten, *learned.learnings}]
 
     def learning_of(self, key: HeadKey) -> Learning | None:
         """Learning of this key. None if rewards are awaited for the largest number of other lengths, or of adapters."""
         return self._at(key)[1]
 
-    def _at(self, key: HeadKey) -> tuple[Memory | None, Learning | None]:
+    def _at(self, key: HeadKey) -> tuple[PruningMemory | None, Learning | None]:
         memory = self.memory_of(key.adapter)
         if memory is None:
             return None, None

@@ -5,21 +5,32 @@ Both histories yield rows in parts. The collector of all rows puts them in order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vllm_rollout.parts.pruning.rules.success import PromptSuccess, SuccessHistory
-from vllm_rollout.parts.shaping.rules.history import LengthHistory
-from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 PromptOrder = Literal["last_seen", "success"]
+
+
+class KnownLengths(NamedTuple):
+    """Lengths of a prompt: mean and variance within groups, in tokens."""
+
+    mean: float
+    variance: float
+    num_groups: int
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.variance)
 
 
 class KnownPrompt(NamedTuple):
     """Statistics of one prompt."""
 
     key: str
-    lengths: LengthMoments | None
+    lengths: KnownLengths | None
     """None until a group of at least two candidates was over."""
     success: PromptSuccess | None
     """None until a candidate was rewarded."""
@@ -27,16 +38,18 @@ class KnownPrompt(NamedTuple):
     """Number of other prompts whose newest group ended after this prompt's. None if no group of it has ended."""
 
 
-def prompt_rows(lengths: LengthHistory, successes: SuccessHistory, size: int) -> Iterator[list[list[Any]]]:
+def prompt_rows(lengths: Any, successes: SuccessHistory, size: int) -> Iterator[list[list[Any]]]:
     """JSON-able rows, about `size` at a time. Prompts without lengths come first, then those seen longest ago.
+
+    `lengths`: a history of lengths. None: none are learned.
 
     The histories may change between the parts: a prompt that is seen then may come twice, or not at all.
     """
     for some in successes.prompts(size):
-        rest = [row for row in some if row[0] not in lengths]
+        rest = [row for row in some if lengths is None or row[0] not in lengths]
         if rest:
             yield [[key, 0, None, rewarded, successful] for key, rewarded, successful in rest]
-    for some in lengths.prompts(size):
+    for some in () if lengths is None else lengths.prompts(size):
         rows = []
         for key, *_ in some:
             moments = lengths.of(key)
@@ -51,7 +64,7 @@ def known_prompts(rows: Iterable[Sequence[Any]]) -> list[KnownPrompt]:
     prompts: list[KnownPrompt] = []
     for key, is_seen, moments, rewarded, successful in reversed(newest.values()):
         success = PromptSuccess(rewarded, successful) if rewarded else None
-        lengths = moments and LengthMoments(*moments)
+        lengths = moments and KnownLengths(*moments)
         prompts.append(KnownPrompt(key, lengths, success, len(prompts) if is_seen else None))
     return prompts
 

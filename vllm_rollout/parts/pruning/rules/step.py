@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.step import Ended, Entered, GroupSteps, Phase, Step, StepPart
 from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Observation
 from vllm_rollout.parts.pruning.rules.audit import draw_audit
@@ -97,6 +98,10 @@ class PruningStep(StepPart):
 
     def fresh(self) -> PruningStep:
         return PruningStep(self.judge)
+
+    def remember_in(self, memories: Memories) -> None:
+        if self.judge.memories is not memories:
+            self.judge.remember_in(memories)
 
     def phases(self) -> Mapping[Phase, Callable[[Step], None]]:
         return {"told": self._say_who_has_no_place, "settled": self._judge, "ends": self._write}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vllm_rollout.config import HISTORY_KEY_CHARS
 from vllm_rollout.kernel.rules.checks import listed, number, text
-from vllm_rollout.parts.shaping.rules.history import MAX_HISTORY_PROMPTS, rows_in_parts
+from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS, rows_in_parts
 
 MAX_LABEL_WEIGHT = 20.0
 """Largest weight of a label, 1 / survival probability. With the default `min_survival` of 0.05 no weight is clipped."""
@@ -48,7 +48,7 @@ class SuccessHistory:
         assert max_prompts >= 1, "the prompt just rewarded is always remembered"
         self._max_prompts = max_prompts
         self._prompts: dict[str, tuple[float, float]] = {}
-        """Sums by prompt, the last rewarded one last. Plain tuples, as in LengthHistory."""
+        """Sums by prompt, the last rewarded one last. Plain tuples of numbers keep the garbage collector fast."""
 
     def __len__(self) -> int:
         return len(self._prompts)

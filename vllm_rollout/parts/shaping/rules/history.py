@@ -14,12 +14,13 @@ Source: DARTS 4.2.2 and Appendix B. The treatment of censored lengths is ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, text
+from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
+from vllm_rollout.kernel.rules.keys import Key
+from vllm_rollout.kernel.rules.memories import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row, rows_in_parts
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.shaping.rules.censoring import (
     LOG_STD_PRIOR_WEIGHT,
@@ -32,8 +33,6 @@ from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatis
 from vllm_rollout.parts.shaping.rules.shape import LengthShape
 from vllm_rollout.parts.shaping.rules.trust import HistoryTrust
 
-MAX_HISTORY_PROMPTS = 131_072
-"""Most prompts in a history, about 30 MB. The prompts seen last are kept. Usual training sets have fewer."""
 HISTORY_PROMPT_WEIGHT = 0.5
 """Weight of the newest group in a prompt's moving averages.
 
@@ -72,19 +71,16 @@ def observed_lengths(endings: Iterable[Ending]) -> list[ObservedLength]:
     ]
 
 
-def rows_in_parts(prompts: Mapping[str, tuple[Any, ...]], size: int) -> Iterator[list[list[Any]]]:
-    """Rows [key, *fields] of the prompts, up to `size` at a time, each as it is when its part is read.
-
-    Prompts that are forgotten, or first seen, in the meantime are left out.
-    """
-    keys = iter(list(prompts))
-    while some := list(islice(keys, size)):
-        found = [(key, prompts.get(key)) for key in some]
-        yield [[key, *fields] for key, fields in found if fields is not None]
-
-
 class LengthHistory:
-    """Moving averages of lengths. The prompts seen longest ago are forgotten first."""
+    """Moving averages of lengths. The prompts seen longest ago are forgotten first.
+
+    Rows of its state (`kernel/rules/memories.py`):
+
+        ["prompts", [[key, *average], ...]]              `PROMPTS_PER_ROW` at a time
+        ["lengths", {dataset, log_lengths, shape}]       once, last: rows that were cut off lack it
+    """
+
+    KINDS: ClassVar[Collection[str]] = ("prompts", "lengths")
 
     def __init__(self, max_prompts: int = MAX_HISTORY_PROMPTS) -> None:
         assert max_prompts >= 1, "the prompt just seen is always remembered"
@@ -180,6 +176,32 @@ class LengthHistory:
             "shape": self._shape.to_state(),
         }
 
+    def to_rows(self) -> Iterator[Row]:
+        for prompts in self.prompts(PROMPTS_PER_ROW):
+            yield ["prompts", prompts]
+        yield ["lengths", self.totals()]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Any]) -> LengthHistory:
+        """Restore a history. Without any row it is empty. Raises: ValueError for rows that no history can have."""
+        prompts: list[Any] = []
+        totals: Mapping[str, Any] | None = None
+        row: Any = None
+        for row in rows:
+            if totals is not None:
+                raise ValueError(f"row 'lengths' of a state must be the last one, then came {shown(row)}")
+            match row:
+                case ["prompts", list(some)]:
+                    prompts += some
+                    listed(prompts, "prompts of a length history", MAX_HISTORY_PROMPTS)
+                case ["lengths", state]:
+                    totals = fields_of(state, TOTALS, "row 'lengths' of a state")
+                case _:
+                    raise ValueError(f"a row of a state is of a known kind and form, got {shown(row)}")
+        if totals is None and row is not None:
+            raise ValueError("a state ends with the row 'lengths', but there is none: was it cut off?")
+        return cls() if totals is None else cls.from_state({"prompts": prompts, **totals})
+
     @classmethod
     def from_state(cls, state: Mapping[str, Any], max_prompts: int = MAX_HISTORY_PROMPTS) -> LengthHistory:
         """Restore a history. Raises: ValueError for a state that no history can have."""
@@ -264,3 +286,7 @@ def _weight(newest: float, num: int) -> float:
 
 def _checked_key(key: Any) -> str:
     return text(key, "the key of a prompt", HISTORY_KEY_CHARS)
+
+
+LENGTHS: Key[LengthHistory] = Key("shaping")
+"""Key of this section in a memory."""

@@ -1,0 +1,1 @@
+"""Ranks on the page. These files are there if both parts are."""

@@ -1,0 +1,14 @@
+"""Ranks on the page: what each does, and its load."""
+
+from __future__ import annotations
+
+from vllm_rollout.kernel.http.engine import Engine
+from vllm_rollout.kernel.rules.types import EngineLoad
+from vllm_rollout.parts.moving.http.body import EngineAnswer
+from vllm_rollout.parts.moving.http.engine import MovesPart
+
+
+async def ranks(engine: Engine) -> list[tuple[str, EngineLoad]]:
+    """State and load by rank. Raises: RequestError (503) for a dead engine."""
+    states = await engine.part(MovesPart).rank_states()
+    return [(EngineAnswer.of(rank, its).state, its.load) for rank, its in enumerate(states)]
