@@ -98,7 +98,7 @@ def make_app(
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
         pruning_refusal=lambda: app.state.rollout_service.learning.pruning_refusal,
-        observers=observers(app.state.rollout_service.viewers, recorder),
+        observers=observers(app.state.rollout_service),
     )
     app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
     app.state.run_service.sessions = app.state.session_service

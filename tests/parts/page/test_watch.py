@@ -21,9 +21,10 @@ from vllm_rollout.kernel.http.engine import CandidateTokens
 from vllm_rollout.kernel.rules.types import RunningGroup
 from vllm_rollout.parts.moving.rules.load import RankState
 from vllm_rollout.parts.page.http import viewers
+from vllm_rollout.parts.page.http.plan import PagePlan
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.page.http.seen import SeenGroup, SeenRollout
-from vllm_rollout.parts.page.http.viewers import MAX_BEHIND, Viewer
+from vllm_rollout.parts.page.http.viewers import MAX_BEHIND, Viewer, Viewers
 from vllm_rollout.parts.page.recording.rows import RolloutRow
 from vllm_rollout.parts.sessions.with_page.http.seen import SeenSessions
 
@@ -33,6 +34,10 @@ Event = tuple[str, Any]
 @pytest.fixture(autouse=True)
 def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewers, "TICK_S", 0.01)
+
+
+def viewers_of(app: FastAPI) -> Viewers:
+    return app.state.rollout_service.part(PagePlan).viewers
 
 
 def body(*ids: str, **fields: Any) -> dict[str, Any]:
@@ -122,7 +127,7 @@ async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine,
         async with watching(url) as one, watching(url) as two:
             for viewer in (one, two, one, two):
                 await viewer.until(lambda name, _: name == "ranks")
-        await eventually(lambda: not app.state.rollout_service.viewers._viewers, every_s=0.01)
+        await eventually(lambda: not viewers_of(app)._viewers, every_s=0.01)
         num_asked = len(asked)
         await asyncio.sleep(0.1)
         assert before < len(asked) == num_asked
@@ -265,13 +270,13 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(
 async def test_who_comes_later_is_not_told_what_nobody_was_told_in_time(app: FastAPI):
     """A rollout that began in the last moment of a viewer, and ended unseen, does not run for the next one."""
     async with http_of(app) as http:
-        feed = app.state.rollout_service.viewers.feed()
+        feed = viewers_of(app).feed()
         await anext(feed)
         posting = asyncio.create_task(http.post("/v1/rollouts", json=body("a")))
-        await eventually(lambda: app.state.rollout_service.viewers._running)
+        await eventually(lambda: viewers_of(app)._running)
         await feed.aclose()
         await posting
-        feed = app.state.rollout_service.viewers.feed()
+        feed = viewers_of(app).feed()
         told = await anext(feed) + await anext(feed)
         await feed.aclose()
     states = [json.loads(line[6:])["state"] for line in told.split(b"\n") if line.startswith(b'data: {"rollout_id"')]
@@ -332,7 +337,7 @@ async def test_what_is_over_is_bounded(app: FastAPI, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(viewers, "MAX_OVER", 2)
     async with http_of(app) as http:
         ids = [(await http.post("/v1/rollouts", json=body("a"))).json()["id"] for _ in range(3)]
-        feed = app.state.rollout_service.viewers.feed()
+        feed = viewers_of(app).feed()
         everything = await anext(feed)
         assert [id.encode() in everything for id in ids] == [False, True, True]
         await http.post("/v1/rollouts", json=body("a"))

@@ -18,6 +18,7 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.routes import router
+from vllm_rollout.parts.page.http.plan import PageRollout
 from vllm_rollout.parts.rounds.http.store import RunStore
 
 pytestmark = pytest.mark.anyio
@@ -143,7 +144,7 @@ async def test_a_round_that_filters_takes_rewards_of_its_own_client_only(clients
     async with asyncio.timeout(30):
         streaming = asyncio.create_task(mine.post("/v1/runs/a/rounds", json=body))
         live = mine.app.state.run_service._live
-        await eventually(lambda: any(each.rollout.seen.groups for each in live.values()))
+        await eventually(lambda: any(each.rollout.outcome.started_s for each in live.values()))
         (rollout_id,) = live
         for path, reward in (
             (f"/v1/rollouts/{rollout_id}/rewards", {"prompt_id": "q0", "index": 0, "reward": 1.0}),
@@ -151,7 +152,8 @@ async def test_a_round_that_filters_takes_rewards_of_its_own_client_only(clients
         ):
             response = await other.post(path, json={"rewards": [reward]})
             assert response.status_code == 404 or response.json()["counts"]["unknown"] == 1
-        groups = live[rollout_id].rollout.seen.groups.values()
+        (page,) = (part for part in live[rollout_id].rollout.parts if isinstance(part, PageRollout))
+        groups = page.watched.seen.groups.values()
         assert all(candidate.reward is None for group in groups for candidate in group.candidates.values())
         streaming.cancel()
         await asyncio.gather(streaming, return_exceptions=True)

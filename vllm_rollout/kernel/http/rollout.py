@@ -13,15 +13,13 @@ from typing import Any
 from vllm_rollout.kernel.http.answers import GroupAnswer, RanksFreeEvent, RedundancyBudget, Timing, Usage
 from vllm_rollout.kernel.http.course import Course
 from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
+from vllm_rollout.kernel.http.plan_port import RolloutPart
 from vllm_rollout.kernel.http.protocol import Included
 from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
-from vllm_rollout.parts.page.http.seen import SeenRollout
-from vllm_rollout.parts.page.http.tracing import RolloutTrace
-from vllm_rollout.parts.page.recording.rows import RolloutRow
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.rewards.http.service import Grading
 from vllm_rollout.parts.rounds.http.resumed import Resumption
@@ -37,6 +35,8 @@ class RolloutOutcome:
     freed: RanksFreeEvent | None = None
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
+    started_s: dict[int, float] = field(default_factory=dict)
+    """Seconds from the rollout's beginning until a group got its places, by position."""
     versions: set[str] = field(default_factory=set)
     """Versions of the weights that sampled a token."""
     reward_error: str | None = None
@@ -148,10 +148,9 @@ class Rollout:
     resumption: Resumption | None = None
     """None if candidates neither continue from an earlier round nor may continue in a later one."""
     outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
-    seen: SeenRollout = field(default_factory=SeenRollout)
-    """Observations for viewers and the trace."""
-    trace: RolloutTrace | None = None
-    """None if nothing is traced."""
+    parts: Sequence[RolloutPart] = ()
+    labels: dict[str, Any] = field(default_factory=dict)
+    """Names that a part gives the rollout, for its row in viewers and recordings."""
 
     def group_id(self, position: int) -> str:
         """The engine's name for the group of the prompt at `position`."""
@@ -163,13 +162,6 @@ class Rollout:
         position = int(number) if number.isascii() and number.isdecimal() else len(self.prompts)
         is_known = position < len(self.prompts) and self.group_id(position) == group_id
         return self.prompts[position] if is_known else None
-
-    @property
-    def started_s(self) -> list[float | None]:
-        """Time at which each prompt's group got its places, in seconds since the rollout began. None for a group
-        without places."""
-        seen = [self.seen.groups.get(position) for position in range(len(self.prompts))]
-        return [None if group is None else group.started_s for group in seen]
 
     @property
     def num_responses(self) -> int:
@@ -199,28 +191,10 @@ class Rollout:
         names = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens")
         return written and replace(written, **{name: getattr(usage, name) for name in names})
 
-    def row(self, *, with_prompts: bool = True, running: bool = False) -> RolloutRow:
-        """The rollout as a row of a trace. `running`: include groups that are not over."""
-        plan, seen = self.plans[0].group, self.seen
-        caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
-        return RolloutRow.model_construct(
-            rollout_id=self.id,
-            model=self.model,
-            group_size=plan.group_size,
-            max_tokens=max(caps, default=None),
-            detection_length=None if plan.pruning is None else plan.pruning.detection_length,
-            began=seen.began,
-            seconds=seen.seconds,
-            num_prompts=len(self.prompts),
-            num_candidates=self.num_responses,
-            run=seen.run,
-            round=seen.round,
-            kind=seen.kind,
-            state=seen.state,
-            receipt=self.receipt,
-            weight_versions=sorted(self.outcome.versions) or None,
-            prompts=seen.rows(running=running) if with_prompts else [],
-        )
+    def rewarded(self, rewards: Sequence[tuple[str, int, float]]) -> None:
+        """Pass on rewards that were posted while the rollout runs. Each is (prompt id, index, reward)."""
+        for part in self.parts:
+            part.rewarded(rewards)
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
         self.course.candidate_ended(position, ending)

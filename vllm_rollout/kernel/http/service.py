@@ -10,9 +10,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
@@ -25,19 +24,17 @@ from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.plan_port import PlanPart
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
-from vllm_rollout.parts.page.http import tracing
-from vllm_rollout.parts.page.http.part import PagePart
-from vllm_rollout.parts.page.http.receipts import write_receipt
-from vllm_rollout.parts.page.http.viewers import Viewers
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
@@ -45,6 +42,8 @@ from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 from vllm_rollout.parts.shaping.http.service import ShapingService
+
+Kind = TypeVar("Kind")
 
 EVENT_BUFFER = 256
 """Events of a rollout that wait for a slow reader. Beyond them each group waits with one event, and the engine goes
@@ -77,15 +76,14 @@ class RolloutService:
         self._metrics = metrics
         self.gauges = EngineGauges(engine, metrics, clock)
         self._clock = clock
-        page, rewards = engine.find(PagePart), engine.find(RewardsPart)
-        self.recorder = None if page is None else page.recorder
+        self._parts: list[PlanPart] = [make(engine, metrics, clock) for _, make in faces("plan")]
+        rewards = engine.find(RewardsPart)
         self.learning = LearningService.of(engine, metrics, clock)
         self.rewards = RewardDoor(self._rewards_posted)
         self.rewards.takers.append(self.learning)
         self._shaping = ShapingService(engine, metrics)
         self.grading = GradingService(None, metrics) if rewards is None else rewards.grading
         self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
-        self.viewers = Viewers(engine, records=self.recorder is not None)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -95,10 +93,19 @@ class RolloutService:
 
         Raises: RequestError that names the field.
         """
-        trace = tracing.begin()
+        parts = [made for part in self._parts if (made := part.asked()) is not None]
         rollout = await self._preparation.rollout(request)
-        rollout.trace = trace
+        rollout.parts = parts
+        for part in parts:
+            part.ready(rollout)
         return rollout
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""
+        for part in self._parts:
+            if isinstance(part, kind):
+                return part
+        raise LookupError(f"no part has {kind.__name__} for rollouts")
 
     async def recompute(self, request_ids: Sequence[str] | None) -> int:
         """Compute KV of older weights again (`Engine.recompute`). Returns the number of candidates that do. Raises:
@@ -144,7 +151,8 @@ class RolloutService:
 
         launching = events.add(launch())
         self._active[rollout.id] = rollout
-        self.viewers.begun(rollout)
+        for part in rollout.parts:
+            part.begun()
         if rollout.watch is not None:
             rollout.watch.begin(events.put)
         left = True
@@ -155,11 +163,13 @@ class RolloutService:
                 if event is not None:
                     yield event
             rollout.outcome.timing.latency_s = self._clock() - started
-            rollout.outcome.timing.started_s = rollout.started_s
+            started_s = rollout.outcome.started_s
+            rollout.outcome.timing.started_s = [started_s.get(at) for at in range(len(rollout.prompts))]
             await self._shaping.told(rollout.outcome.tellings)
             await self.gauges.refresh()
             await self._warn(rollout)
-            await write_receipt(rollout)
+            for part in rollout.parts:
+                await part.finished()
             left = False
             yield DoneEvent(**rollout.envelope())
         except (asyncio.CancelledError, GeneratorExit):
@@ -188,14 +198,10 @@ class RolloutService:
             waves = rollout.grading.waves
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
         del self._active[rollout.id]
-        rollout.seen.over(left=left)
-        self.viewers.over(rollout)
-        if rollout.trace is not None:
-            rollout.trace.end(rollout.row(), rollout.outcome.usage)
+        for part in rollout.parts:
+            await part.over(left=left)
         if rollout.watch is not None:
             await rollout.watch.end()
-        if self.recorder is not None:
-            self.recorder.rollout_over(rollout)
 
     async def _see_out(
         self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
@@ -272,11 +278,9 @@ class RolloutService:
         self, rollout: Rollout, position: int, started: float, places: Places
     ) -> AsyncGenerator[Event, None]:
         """The events of one group: its race, then its result."""
-        group = StartedGroup(rollout, position, places, self._metrics)
-        order = self._order(rollout, position)
-        if rollout.trace is not None:
-            headers = rollout.trace.begin_group(position, rollout.seen.began + group.seen.started_s)
-            order = replace(order, trace_headers=headers)
+        started_s = rollout.outcome.started_s[position] = round(self._clock() - started, 3)
+        group = StartedGroup(rollout, position, places, self._metrics, started_s)
+        order = group.ordered(self._order(rollout, position))
         race = attempts(self._attempt(rollout, position, order), rollout.on_engine_failure, group.take_places_again)
         graded = self._graded_group(rollout, group, order, places)
         async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
@@ -308,11 +312,10 @@ class RolloutService:
 
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
         if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
-            rollout.seen.rewarded((its.prompt_id, its.index, its.reward) for its in rewards)
+            rollout.rewarded([(its.prompt_id, its.index, its.reward) for its in rewards])
             return
-        self.viewers.rewards_posted(rollout_id, rewards)
-        if self.recorder is not None:
-            self.recorder.rewards_posted(rollout_id, rewards)
+        for part in self._parts:
+            part.rewarded(rollout_id, rewards)
 
     def _graded_group(
         self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
@@ -357,7 +360,7 @@ class RolloutService:
         self, rollout: Rollout, group: StartedGroup, result: GroupResult, reason: DeferReason | None, latency_s: float
     ) -> None:
         """Count a finished group, and learn from its rewards and lengths."""
-        ends, plan = group.ends.values(), group.plan
+        ends, plan = group.ends.values(), rollout.plans[group.position]
         endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)

@@ -20,57 +20,44 @@ from vllm_rollout.kernel.http.answers import (
 )
 from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted
 from vllm_rollout.kernel.http.ended import candidate_of, reward_of, tokens_of, trajectory_of
-from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, Happening
+from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, Happening
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.plan_port import GroupRecord, Over
 from vllm_rollout.kernel.http.rollout import Rollout
-from vllm_rollout.kernel.rules.prompt_key import history_key
-from vllm_rollout.kernel.rules.rewards import Grade, summarize
+from vllm_rollout.kernel.rules.rewards import summarize
 from vllm_rollout.kernel.rules.selection import conclude, deferred, lengths_of
 from vllm_rollout.kernel.rules.types import GroupResult
-from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.rewards.rules.estimates import advantages
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 
 
-class StartedGroup:
+class StartedGroup(GroupRecord):
     """The group of the prompt at one position."""
 
-    def __init__(self, rollout: Rollout, position: int, places: Places, metrics: Metrics) -> None:
-        self.position = position
-        self.prompt = rollout.prompts[position]
-        self.plan = rollout.plans[position]
-        self.ends: dict[int, CandidateEnd] = {}
-        """Ends by candidate index."""
-        self.grades: dict[int, Grade] = {}
-        """Grades that have come, by candidate index."""
-        self.void: set[int] = set()
-        """Indices of candidates that must not count."""
-        self.is_cut = False
-        """True if its round goes on without this group."""
+    def __init__(self, rollout: Rollout, position: int, places: Places, metrics: Metrics, started_s: float) -> None:
+        """`started_s`: seconds from the rollout's beginning until now."""
+        super().__init__(
+            position, rollout.group_id(position), rollout.prompts[position], rollout.plans[position].group, started_s
+        )
         self._rollout = rollout
         self._places = places
         self._metrics = metrics
-        self._names = {"prompt_id": self.prompt.id, "group_id": rollout.group_id(position)}
+        self._names = {"prompt_id": self.prompt.id, "group_id": self.id}
         self._lost_why: str | None = None
         self._told: set[int] = set()
         self._off_policy: set[int] = set()
         """Indices of trajectories that are off policy."""
-        self.seen = SeenGroup(
-            rollout.seen,
-            position,
-            self.prompt.id,
-            len(self.prompt.token_ids),
-            "" if self.plan.key == history_key(self.prompt.id, ()) else self.plan.key,
-            self.plan.group.num_candidates,
-            self.plan.group.audit,
-            rollout.seen.now(),
-            self.ends,
-        )
-        rollout.seen.groups[position] = self.seen
+        self.parts = [made for part in rollout.parts if (made := part.group(self)) is not None]
 
     async def take_places_again(self) -> None:
-        await self._places.take_again(self.plan.group.num_candidates)
+        await self._places.take_again(self.plan.num_candidates)
+
+    def ordered(self, order: GroupOrder) -> GroupOrder:
+        """The order to run this group, as parts change it."""
+        for part in self.parts:
+            order = part.ordered(order)
+        return order
 
     def take(self, happening: Happening | Restarted | Lost | Graded) -> bool:
         """Record a report, before its events are made. True if it belongs to the attempt that counts."""
@@ -80,7 +67,8 @@ class StartedGroup:
                 for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
                     known.clear()
                 self.is_cut = False
-                self.seen.begin_again()
+                for part in self.parts:
+                    part.restarted()
             case Lost():
                 self._lost_why = happening.reason
             case Graded(end, grade):
@@ -89,7 +77,8 @@ class StartedGroup:
                 self.grades[end.ending.index] = grade
                 if grade.status == "void":
                     self.void.add(end.ending.index)
-                self.seen.graded(end.ending.index, grade)
+                for part in self.parts:
+                    part.graded(end.ending.index, grade)
             case CandidateEnd():
                 self._take_end(happening)
         return True
@@ -107,7 +96,7 @@ class StartedGroup:
 
     def _ended(self, end: CandidateEnd) -> Iterator[Event]:
         # With early stop the engine counts exactly group_size winners: each of them is sure at its end.
-        if self.plan.group.early_stop and end.ending.valid:
+        if self.plan.early_stop and end.ending.valid:
             yield self._trajectory(end)
         elif end.ending.state != "finished":  # nothing can select it any more: a reader may drop it now
             yield self._dropped(end)
@@ -122,14 +111,16 @@ class StartedGroup:
 
     def concluded(self) -> GroupResult:
         """The result of the group by its plan."""
-        return conclude(self.plan.group, (end.ending for end in self.ends.values()), self._lost_why, self.void)
+        return conclude(self.plan, (end.ending for end in self.ends.values()), self._lost_why, self.void)
 
     async def over(self, result: GroupResult) -> tuple[GroupResult, DeferReason | None]:
         """The result of the group, and the reason if it is deferred."""
         lost = any(end.group_lost for end in self.ends.values())
         reason = await self._rollout.course.group_over(self.position, result, lost=lost)
-        self.seen.over(result.status if reason is None else "deferred", reason or result.reason, result.selected)
-        return (result if reason is None else deferred(result, reason)), reason
+        over = Over(result if reason is None else deferred(result, reason), reason)
+        for part in self.parts:
+            part.decided(over)
+        return over.result, reason
 
     def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
         """Events of candidates that had none while the group ran. Selected candidates come first."""
@@ -150,12 +141,12 @@ class StartedGroup:
             selected=list(result.selected),
             prompt_token_ids=list(self.prompt.token_ids),
             lengths=GroupLengths(**lengths_of([self.ends[i].ending.num_tokens for i in result.selected])._asdict()),
-            allocation=self.plan.answer(),
+            allocation=self._rollout.plans[self.position].answer(),
             off_policy=off_policy,
             weight_versions=list(
                 dict.fromkeys(span["version"] for i in result.selected for span in self.ends[i].weight_versions)
             ),
-            audit=self.plan.group.audit,
+            audit=self.plan.audit,
             rewards=self._rewards(result),
         )
 
@@ -181,7 +172,8 @@ class StartedGroup:
             self._places.release(1)
         self.ends[end.ending.index] = end
         self.is_cut |= end.group_lost or end.ending.state == "deferred"
-        self.seen.candidate_ended(end)
+        for part in self.parts:
+            part.ended(end)
         self._rollout.candidate_ended(self.position, end.ending)
         if end.assessment is not None:
             self._metrics.candidate_scored(end.assessment)
@@ -191,13 +183,11 @@ class StartedGroup:
         self._told.add(end.ending.index)
         began_with = None if rollout.resumption is None else rollout.resumption.weight_version
         grade = self.grades.get(end.ending.index)
-        trajectory = trajectory_of(end, rollout.included, self.plan.group, began_with, grade)
+        trajectory = trajectory_of(end, rollout.included, self.plan, began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)
 
     def _dropped(self, end: CandidateEnd) -> CandidateEvent:
         self._told.add(end.ending.index)
-        return CandidateEvent(
-            **self._names, candidate=candidate_of(end, self._rollout.included, self.plan.group.pruning)
-        )
+        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self.plan.pruning))

@@ -10,6 +10,7 @@ PART = Part(
         "api": "vllm_rollout.parts.page.http.part:PagePart",
         "commands": "vllm_rollout.parts.page.watching.command",
         "flags": "vllm_rollout.parts.page.api:FLAGS",
+        "plan": "vllm_rollout.parts.page.http.plan:PagePlan",
         "routes": "vllm_rollout.parts.page.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.page.simulated:Recording",
         "traces": "vllm_rollout.parts.page.recording.file",

@@ -16,6 +16,7 @@ PART = Part(
         "wire": "vllm_rollout.parts.rounds.rules.step:ON_THE_WIRE",
     },
     also={
+        "page": {"round_observer": "vllm_rollout.parts.rounds.with_page.http:observer"},
         "pruning": {"routes": "vllm_rollout.parts.rounds.with_pruning.http.routes:ROUTES"},
         "sessions": {
             "api": "vllm_rollout.parts.rounds.with_sessions.api:SessionRoundsApi",

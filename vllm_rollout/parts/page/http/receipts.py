@@ -10,15 +10,18 @@ import asyncio
 
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.parts.page.http.seen import SeenGroup
+from vllm_rollout.parts.page.http.watched import WatchedRollout
 from vllm_rollout.parts.page.rules.receipt import RanGroup, receipt_of
 from vllm_rollout.parts.shaping.rules.trace import end_of
 
 
-async def write_receipt(rollout: Rollout) -> None:
-    """Write the receipt of a rollout whose groups are over and whose latency is known."""
-    groups = [_ran(rollout, group) for _, group in sorted(rollout.seen.groups.items())]
-    rollout.outcome.receipt = await asyncio.to_thread(receipt_of, groups, rollout.outcome.timing.latency_s)
+async def receipt(watched: WatchedRollout) -> Receipt | None:
+    """The receipt of a rollout whose groups are over and whose latency is known."""
+    rollout = watched.rollout
+    groups = [_ran(rollout, group) for _, group in sorted(watched.seen.groups.items())]
+    return await asyncio.to_thread(receipt_of, groups, rollout.outcome.timing.latency_s)
 
 
 def _ran(rollout: Rollout, seen: SeenGroup) -> RanGroup:

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.rewards import Reward
+from vllm_rollout.parts.page.http.watched import WatchedRollout
 from vllm_rollout.parts.page.recording.file import TraceFile
 from vllm_rollout.parts.page.recording.rows import Row, reward_row
 
@@ -30,11 +30,11 @@ class TraceRecorder:
         self._missing: OrderedDict[str, None] = OrderedDict()
         """Names without a row, because the row could not be written. Rewards of them are not recorded either."""
 
-    def rollout_over(self, rollout: Rollout) -> None:
+    def rollout_over(self, watched: WatchedRollout) -> None:
         """Record the prompts whose group is over. If the client went away, these are not all of them."""
-        row = rollout.row()
+        row = watched.row()
         if row.prompts:
-            self.append_first(rollout.id, row)
+            self.append_first(watched.rollout.id, row)
 
     def rewards_posted(self, rollout_id: str, rewards: Iterable[Reward]) -> None:
         """Record rewards that were accepted."""

@@ -10,9 +10,11 @@ from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.errors import ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import EventStream, json_response
+from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
 from vllm_rollout.parts.page.http.events import SCHEMA, GroupTexts
 from vllm_rollout.parts.page.http.page import page_router, require_on
+from vllm_rollout.parts.page.http.plan import PagePlan
 from vllm_rollout.parts.page.http.viewers import Viewers
 
 router = APIRouter(route_class=RolloutRoute, tags=["watch"], dependencies=[Depends(require_on)])
@@ -21,8 +23,8 @@ MAX_POSITION = 1 << 20
 
 
 def _viewers(request: Request) -> Viewers:
-    viewers: Viewers = request.app.state.rollout_service.viewers
-    return viewers
+    service: RolloutService = request.app.state.rollout_service
+    return service.part(PagePlan).viewers
 
 
 @router.get(

@@ -136,9 +136,6 @@ class SeenRollout:
     """Groups by position."""
     changed: set[int] = field(default_factory=set)
     """Positions of groups with changes that were not sent to viewers yet."""
-    run: str | None = None
-    round: int | None = None
-    kind: Literal["short", "long"] | None = None
     state: RolloutState = "running"
     seconds: float | None = None
 

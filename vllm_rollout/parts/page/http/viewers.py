@@ -20,12 +20,12 @@ import vllm_rollout
 from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.answers import RoundSummary
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
-from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
+from vllm_rollout.parts.page.http.watched import WatchedRollout
 from vllm_rollout.parts.shaping.rules.trace import end_of
 
 logger = logging.getLogger("vllm.vllm_rollout")
@@ -97,10 +97,10 @@ class Viewers:
         self._records = records
         self._viewers: set[Viewer] = set()
         self._ticking: asyncio.Task[None] | None = None
-        self._running: dict[str, Rollout] = {}
+        self._running: dict[str, WatchedRollout] = {}
         self._over: OrderedDict[str, bytes] = OrderedDict()
         """Events of finished rollouts, by rollout id."""
-        self._with_text: OrderedDict[str, Rollout] = OrderedDict()
+        self._with_text: OrderedDict[str, WatchedRollout] = OrderedDict()
         self._rounds: dict[str, bytes] = {}
         """The event of the last round, by run."""
         self._unsent: list[bytes] = []
@@ -112,17 +112,18 @@ class Viewers:
         self.feeds: list[Feed] = []
         """Rows that other parts show."""
 
-    def begun(self, rollout: Rollout) -> None:
-        rollout.seen.begin()
-        self._running[rollout.id] = rollout
+    def begun(self, watched: WatchedRollout) -> None:
+        watched.seen.begin()
+        self._running[watched.rollout.id] = watched
         if self._viewers:
-            self._tell(event_of("rollout", rollout.row(with_prompts=False)))
+            self._tell(event_of("rollout", watched.row(with_prompts=False)))
         self._tick_if_needed()
 
-    def over(self, rollout: Rollout) -> None:
-        del self._running[rollout.id]
+    def over(self, watched: WatchedRollout) -> None:
+        id = watched.rollout.id
+        del self._running[id]
         self._tick_if_needed()
-        self._over[rollout.id] = row = event_of("rollout", rollout.row(running=True))
+        self._over[id] = row = event_of("rollout", watched.row(running=True))
         self._tell(row)
         gone = []
         while len(self._over) > MAX_OVER or sum(map(len, self._over.values())) > MAX_OVER_BYTES:
@@ -130,7 +131,7 @@ class Viewers:
         if gone:
             self._tell(event_of("gone", {"rollout_ids": gone}))
         if self._viewers:
-            self._keep_text(rollout)
+            self._keep_text(watched)
 
     def rewards_posted(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
         """Send rewards that a trainer has posted for a finished rollout. All other rewards are part of a group's
@@ -178,24 +179,26 @@ class Viewers:
     async def texts(self, rollout_id: str, position: int, namespace: str) -> GroupTexts:
         """Texts of a group. Raises: RequestError (404) for a group of another client, and if its tokens are no longer
         kept."""
-        rollout = self._running.get(rollout_id) or self._with_text.get(rollout_id)
-        group = None if rollout is None else rollout.seen.groups.get(position)
-        if rollout is None or group is None or rollout.namespace != namespace:
+        watched = self._running.get(rollout_id) or self._with_text.get(rollout_id)
+        group = None if watched is None else watched.seen.groups.get(position)
+        if watched is None or group is None or watched.rollout.namespace != namespace:
             raise RequestError(
                 f"the tokens of group {position} of {rollout_id!r} are not here: they are kept of your rollouts "
                 f"that run, and of the last {MAX_WITH_TEXT} at whose end somebody looked, of "
                 f"{MAX_TOKENS_WITH_TEXT:,} tokens together.",
                 status=HTTPStatus.NOT_FOUND,
             )
+        rollout = watched.rollout
         if group.over_s is not None:
             return await asyncio.to_thread(self._texts, rollout.prompts[position], group, [])
         key, loop = (rollout_id, position), asyncio.get_running_loop()
         if key not in self._read:
-            self._read[key] = reading = begin(self._running_texts(rollout, position, group))
+            self._read[key] = reading = begin(self._running_texts(watched, position, group))
             reading.add_done_callback(lambda _: loop.call_later(TICK_S, self._read.pop, key))
         return await heard(self._read[key], "texts of a group")  # if one reader leaves, the others still get it
 
-    async def _running_texts(self, rollout: Rollout, position: int, group: SeenGroup) -> GroupTexts:
+    async def _running_texts(self, watched: WatchedRollout, position: int, group: SeenGroup) -> GroupTexts:
+        rollout = watched.rollout
         running = await self._last_tokens(rollout.group_id(position))
         return await asyncio.to_thread(self._texts, rollout.prompts[position], group, running)
 
@@ -248,13 +251,14 @@ class Viewers:
             self._ticking.cancel()
             self._ticking = None
 
-    def _keep_text(self, rollout: Rollout) -> None:
-        self._with_text[rollout.id] = rollout
-        usages = [kept.outcome.usage for kept in self._with_text.values()]
+    def _keep_text(self, watched: WatchedRollout) -> None:
+        self._with_text[watched.rollout.id] = watched
+        usages = [kept.rollout.outcome.usage for kept in self._with_text.values()]
         num_tokens = sum(usage.generated_tokens + usage.resumed_tokens for usage in usages)
         while len(self._with_text) > MAX_WITH_TEXT or num_tokens > MAX_TOKENS_WITH_TEXT:
             _, first = self._with_text.popitem(last=False)
-            num_tokens -= first.outcome.usage.generated_tokens + first.outcome.usage.resumed_tokens
+            usage = first.rollout.outcome.usage
+            num_tokens -= usage.generated_tokens + usage.resumed_tokens
 
     def _tell(self, event: bytes) -> None:
         if self._viewers:
@@ -263,7 +267,7 @@ class Viewers:
     def _everything(self) -> bytes:
         """Events that describe the whole state, whatever was sent before."""
         server = {"version": vllm_rollout.__version__, "num_ranks": self._engine.num_ranks, "now": time.time()}
-        running = [event_of("rollout", rollout.row(running=True)) for rollout in self._running.values()]
+        running = [event_of("rollout", watched.row(running=True)) for watched in self._running.values()]
         first = event_of("server", {**server, "live": True})
         more = [event for feed in self.feeds for event in feed.everything()]
         return b"".join([first, *self._over.values(), *running, *self._rounds.values(), *more, self._ranks])
@@ -281,9 +285,9 @@ class Viewers:
 
     def _tell_viewers(self) -> None:
         events, self._unsent = self._unsent, []
-        for rollout in self._running.values():
-            events += [_group(rollout, position) for position in sorted(rollout.seen.changed)]
-            rollout.seen.changed.clear()
+        for watched in self._running.values():
+            events += [_group(watched, position) for position in sorted(watched.seen.changed)]
+            watched.seen.changed.clear()
         for feed in self.feeds if self._viewers else ():
             events += feed.changes()
         tick = b"".join([*events, self._ranks])
@@ -300,12 +304,12 @@ class Viewers:
             })  # fmt: skip
             for running in load.groups:
                 rollout_id, _, position = running.group_id.rpartition("-")
-                rollout = self._running.get(rollout_id)
-                if rollout is not None and position.isdecimal() and int(position) in rollout.seen.groups:
-                    rollout.seen.groups[int(position)].runs(rank, running.num_tokens)
+                watched = self._running.get(rollout_id)
+                if watched is not None and position.isdecimal() and int(position) in watched.seen.groups:
+                    watched.seen.groups[int(position)].runs(rank, running.num_tokens)
         self._ranks = event_of("ranks", {"at": time.time(), "ranks": rows})
 
 
-def _group(rollout: Rollout, position: int) -> bytes:
-    row = rollout.seen.groups[position].row()
-    return event_of("group", {"rollout_id": rollout.id, "position": position, "prompt": row})
+def _group(watched: WatchedRollout, position: int) -> bytes:
+    row = watched.seen.groups[position].row()
+    return event_of("group", {"rollout_id": watched.rollout.id, "position": position, "prompt": row})

@@ -42,7 +42,7 @@ class GradedGroup:
     def __init__(self, grading: Grading, group: StartedGroup, candidates: LaunchedCandidates) -> None:
         self._grading = grading
         self._group = group
-        self._plan = plan = group.plan.group
+        self._plan = plan = group.plan
         self._candidates = candidates
         self._all: FanIn[Any] = FanIn(1)
         self._tasks: dict[int, asyncio.Task[Grade]] = {}

@@ -41,7 +41,7 @@ class RunRewards:
         for live, rewards in by_round.items():
             told, out = await live.course.reward(list(rewards.values()))
             accepted = (reward for reward, status in zip(rewards.values(), told, strict=True) if status == "accepted")
-            live.rollout.seen.rewarded(accepted)
+            live.rollout.rewarded(list(accepted))
             filtered += out
             if live.rollout.scoring is None:
                 statuses.update(zip(rewards, told, strict=True))

@@ -53,7 +53,8 @@ class RolloutRound(LiveRound):
 
         def filter_out(prompt_id: str) -> None:
             filtered.append(prompt_id)
-            rollout.seen.filtered(prompt_id)
+            for part in rollout.parts:
+                part.filtered(prompt_id)
 
         course.on_filtered = filter_out
         for position, group in self.before.items():

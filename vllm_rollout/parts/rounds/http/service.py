@@ -19,6 +19,7 @@ from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.http.slices import chained
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.parts.rounds.calls import FORGET_RACE
 from vllm_rollout.parts.rounds.http.answers import RunAnswer, RunsAnswer, UnreadableRunAnswer
@@ -77,6 +78,8 @@ class RunService:
         metrics: Metrics,
     ) -> None:
         self._rollouts = rollouts
+        self._observers = [make(rollouts) for _, make in faces("round_observer")]
+        """Functions that get the summary of each round, and the queue of its run."""
         self.sessions: Any = None
         """The service of sessions. None if this server has none."""
         self.engine = engine
@@ -315,7 +318,7 @@ class RunService:
         course = RoundCourse(self.engine, rollout.id, opened, filters=filters)
         course.progress.start_in([position async for position in rollout.course.positions()])
         rollout.course = course
-        rollout.seen.run, rollout.seen.round, rollout.seen.kind = stored.id, opened.number, opened.kind
+        rollout.labels = {"run": stored.id, "round": opened.number, "kind": opened.kind}
         live = RolloutRound(
             id=rollout.id,
             run_name=stored.name,
@@ -387,7 +390,8 @@ class RunService:
         if self._parallelism is not None and isinstance(live, RolloutRound):
             self._parallelism.round_over(live, self.engine.max_num_seqs * self.engine.num_ranks)
         told = summary(live, run)
-        self._rollouts.viewers.round_over(told, [entry.prompt_id for entry in run.queue])
+        for observe in self._observers:
+            observe(told, [entry.prompt_id for entry in run.queue])
         return live.done(told)
 
     def _forget(self, race_id: str) -> None:

@@ -33,7 +33,7 @@ class SessionsApi(ApiPart):
             client.rollout_metrics,
             partial(whole_text, client.model_config),
             pruning_refusal=lambda: rollouts.learning.pruning_refusal,
-            observers=[each for make in made for each in make(rollouts.viewers, rollouts.recorder)],
+            observers=[each for make in made for each in make(rollouts)],
             audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
             begin=None if client.num_api_processes == 1 else Listener().has_sessions,
         )

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.page.http.events import event_of
+from vllm_rollout.parts.page.http.plan import PagePlan
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
-from vllm_rollout.parts.page.http.viewers import Viewers
 from vllm_rollout.parts.page.recording.session_rows import SessionGroupRow, SessionReward, SessionRewardRow, TurnRow
 from vllm_rollout.parts.sessions.http.groups import Observer, OpenGroup
 from vllm_rollout.parts.sessions.http.trajectory import Turn
@@ -24,11 +25,11 @@ MAX_SEEN_TURNS = 32
 """Most turns that are kept of each session: the last ones."""
 
 
-def observers(viewers: Viewers, recorder: TraceRecorder | None) -> list[Observer]:
+def observers(rollouts: RolloutService) -> list[Observer]:
     """The observers of all groups: one for viewers, and one for a recording if there is one."""
-    seen = SeenSessions()
-    viewers.feeds.append(seen)
-    return [seen] if recorder is None else [seen, RecordedSessions(recorder)]
+    page, seen = rollouts.part(PagePlan), SeenSessions()
+    page.viewers.feeds.append(seen)
+    return [seen] if page.recorder is None else [seen, RecordedSessions(page.recorder)]
 
 
 class RecordedSessions(Observer):

@@ -1,0 +1,121 @@
+"""The port of parts in the life of a rollout and of its groups: the face `plan`.
+
+The service makes one `PlanPart` of each part. It gives one `RolloutPart` per request, which gives one `GroupPart` per
+started group. Each of them may be None: the part then hears nothing of it.
+
+    PlanPart     asked           a request has come, before its checks
+                 rewarded        rewards were posted for a rollout that is over
+    RolloutPart  ready, begun    all checks are done; the first group may start
+                 filtered        a group that was returned is taken out of the answer
+                 rewarded        rewards were posted while it runs
+                 finished, over  all groups are over; nothing of it runs any more
+    GroupPart    ordered         before its candidates are launched
+                 ended, graded   a candidate
+                 restarted       all earlier reports are void
+                 decided         its result is final, and its last events are not sent yet
+
+Invariant: the kernel has recorded a report before parts hear it. Parts hear one after the other, and wrap nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, PreparedPrompt
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.rewards import Grade, Reward
+from vllm_rollout.kernel.rules.types import GroupResult
+
+
+@dataclass(eq=False)
+class GroupRecord:
+    """What the kernel knows of one group of a running rollout. Parts read it."""
+
+    position: int
+    """Position of its prompt."""
+    id: str
+    """The engine's name for it."""
+    prompt: PreparedPrompt
+    plan: GroupPlan
+    started_s: float
+    """Seconds from the rollout's beginning until it got its places."""
+    ends: dict[int, CandidateEnd] = field(default_factory=dict)
+    """Ends by candidate index."""
+    grades: dict[int, Grade] = field(default_factory=dict)
+    """Grades that have come, by candidate index."""
+    void: set[int] = field(default_factory=set)
+    """Indices of candidates that must not count."""
+    is_cut: bool = False
+    """True if its round goes on without this group."""
+
+
+@dataclass(slots=True)
+class Over:
+    """The end of a group."""
+
+    result: GroupResult
+    deferred_because: str | None = None
+    """The reason if the group is deferred."""
+
+
+class GroupPart:
+    """A part in the life of one group."""
+
+    def ordered(self, order: GroupOrder) -> GroupOrder:
+        """The order to run the group, perhaps changed."""
+        return order
+
+    def ended(self, end: CandidateEnd) -> None:
+        """A candidate has ended."""
+
+    def graded(self, index: int, grade: Grade) -> None:
+        """The grade of an ended candidate has come."""
+
+    def restarted(self) -> None:
+        """The engine has lost the group, which runs again."""
+
+    def decided(self, over: Over) -> None:
+        """The group's result is final."""
+
+
+class RolloutPart:
+    """A part in the life of one rollout."""
+
+    def ready(self, rollout: Any) -> None:
+        """The request is checked. `rollout`: the `Rollout` that will run."""
+
+    def begun(self) -> None:
+        """The rollout runs from now on."""
+
+    def group(self, record: GroupRecord) -> GroupPart | None:
+        """The part's object for a group that has its places."""
+        return None
+
+    def filtered(self, prompt_id: str) -> None:
+        """A finished group is taken out of the answer."""
+
+    def rewarded(self, rewards: Iterable[tuple[str, int, float]]) -> None:
+        """Rewards of ended candidates were posted. Each is (prompt id, index, reward)."""
+
+    async def finished(self) -> None:
+        """All groups are over, and the client still reads. Its answer is made next."""
+
+    async def over(self, *, left: bool) -> None:
+        """Nothing of the rollout runs any more. `left`: its client did not wait for the end."""
+
+
+class PlanPart:
+    """A part in the service of rollouts."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+        """`clock`: in seconds."""
+
+    def asked(self) -> RolloutPart | None:
+        """The part's object for the rollout that is being requested. Its checks may still fail."""
+        return None
+
+    def rewarded(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
+        """Rewards of a finished rollout were accepted."""

@@ -1,0 +1,115 @@
+"""Rollouts are shown, recorded and traced, and get a receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.prompt_key import history_key
+from vllm_rollout.kernel.rules.rewards import Grade, Reward
+from vllm_rollout.parts.page.http import tracing
+from vllm_rollout.parts.page.http.part import PagePart
+from vllm_rollout.parts.page.http.receipts import receipt
+from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.page.http.seen import SeenGroup
+from vllm_rollout.parts.page.http.viewers import Viewers
+from vllm_rollout.parts.page.http.watched import WatchedRollout
+
+
+class PagePlan(PlanPart):
+    """All rollouts of the service. Overrides: asked, rewarded."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+        page = engine.find(PagePart)
+        self.recorder: TraceRecorder | None = None if page is None else page.recorder
+        self.viewers = Viewers(engine, records=self.recorder is not None)
+
+    def asked(self) -> PageRollout:
+        return PageRollout(self.viewers, self.recorder)
+
+    def rewarded(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
+        self.viewers.rewards_posted(rollout_id, rewards)
+        if self.recorder is not None:
+            self.recorder.rewards_posted(rollout_id, rewards)
+
+
+class PageRollout(RolloutPart):
+    """One rollout. Overrides: ready, begun, group, filtered, rewarded, finished, over."""
+
+    watched: WatchedRollout
+
+    def __init__(self, viewers: Viewers, recorder: TraceRecorder | None) -> None:
+        self._viewers = viewers
+        self._recorder = recorder
+        self._trace = tracing.begin()
+
+    def ready(self, rollout: Rollout) -> None:
+        self.watched = WatchedRollout(rollout)
+
+    def begun(self) -> None:
+        self._viewers.begun(self.watched)
+
+    def group(self, record: GroupRecord) -> GroupPart:
+        return PageGroup(self.watched, record, self._trace)
+
+    def filtered(self, prompt_id: str) -> None:
+        self.watched.seen.filtered(prompt_id)
+
+    def rewarded(self, rewards: Iterable[tuple[str, int, float]]) -> None:
+        self.watched.seen.rewarded(rewards)
+
+    async def finished(self) -> None:
+        self.watched.rollout.outcome.receipt = await receipt(self.watched)
+
+    async def over(self, *, left: bool) -> None:
+        watched = self.watched
+        watched.seen.over(left=left)
+        self._viewers.over(watched)
+        if self._trace is not None:
+            self._trace.end(watched.row(), watched.rollout.outcome.usage)
+        if self._recorder is not None:
+            self._recorder.rollout_over(watched)
+
+
+class PageGroup(GroupPart):
+    """One group. Overrides: ordered, ended, graded, restarted, decided."""
+
+    def __init__(self, watched: WatchedRollout, record: GroupRecord, trace: tracing.RolloutTrace | None) -> None:
+        key = watched.rollout.plans[record.position].key
+        self._trace = trace
+        self._seen = watched.seen.groups[record.position] = SeenGroup(
+            watched.seen,
+            record.position,
+            record.prompt.id,
+            len(record.prompt.token_ids),
+            "" if key == history_key(record.prompt.id, ()) else key,
+            record.plan.num_candidates,
+            record.plan.audit,
+            record.started_s,
+            record.ends,
+        )
+
+    def ordered(self, order: GroupOrder) -> GroupOrder:
+        if self._trace is None:
+            return order
+        began = self._seen.rollout.began + self._seen.started_s
+        return replace(order, trace_headers=self._trace.begin_group(self._seen.position, began))
+
+    def ended(self, end: CandidateEnd) -> None:
+        self._seen.candidate_ended(end)
+
+    def graded(self, index: int, grade: Grade) -> None:
+        self._seen.graded(index, grade)
+
+    def restarted(self) -> None:
+        self._seen.begin_again()
+
+    def decided(self, over: Over) -> None:
+        result, deferred = over.result, over.deferred_because is not None
+        self._seen.over(
+            "deferred" if deferred else result.status, over.deferred_because or result.reason, result.selected
+        )

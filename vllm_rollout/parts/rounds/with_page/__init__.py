@@ -1,0 +1,1 @@
+"""Files of rounds that need the part page."""
