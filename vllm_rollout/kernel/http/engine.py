@@ -11,7 +11,6 @@ from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts
-from vllm_rollout.parts.shaping.rules.moments import LengthMoments
 
 Kind = TypeVar("Kind")
 
@@ -84,8 +83,8 @@ class Beginnings:
 class Outlook:
     """The expected lengths of a group and its permission to move, for engines with several ranks."""
 
-    lengths: LengthMoments | None
-    """Lengths of its prompt, else of the data set, as known before its rollout began. None if unknown.
+    lengths: Any
+    """Lengths of its prompt, else of the data set, as a part knew them before its rollout began. None if unknown.
 
     Lengths from the rollout itself would predict too little, since short candidates end first.
     """

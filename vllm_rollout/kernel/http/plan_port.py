@@ -5,7 +5,8 @@ started group. Each of them may be None: the part then hears nothing of it.
 
     PlanPart     asked           a request has come, before its checks
                  rewarded        rewards were posted for a rollout that is over
-    RolloutPart  ready, begun    all checks are done; the first group may start
+    RolloutPart  shape           prompts are prepared, and all have the same plan
+                 ready, begun    all checks are done; the first group may start
                  filtered        a group that was returned is taken out of the answer
                  rewarded        rewards were posted while it runs
                  finished, over  all groups are over; nothing of it runs any more
@@ -13,6 +14,7 @@ started group. Each of them may be None: the part then hears nothing of it.
                  ended, graded   a candidate
                  restarted       all earlier reports are void
                  decided         its result is final, and its last events are not sent yet
+                 account         the rollout's outcome has it; its very last event is not sent yet
 
 Invariant: the kernel has recorded a report before parts hear it. Parts hear one after the other, and wrap nothing.
 """
@@ -23,11 +25,32 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_rollout.kernel.http.answers import RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, PreparedPrompt
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
-from vllm_rollout.kernel.rules.types import GroupResult
+from vllm_rollout.kernel.rules.types import Ending, GroupResult
+
+
+@dataclass(slots=True)
+class Draft:
+    """A checked request that becomes a rollout. Parts change it."""
+
+    request: RolloutRequest
+    plan: GroupPlan
+    """Of every prompt. With redundancy "auto" it has the largest number of candidates."""
+    adapter: str
+    """Name of the LoRA adapter (`Engine.adapter_name`)."""
+    prompts: list[PreparedPrompt]
+    plans: list[PromptPlan]
+    """One plan per prompt."""
+    positions: Sequence[int]
+    """Prompts in the order in which they start."""
+    warnings: list[str]
+    budget: RedundancyBudget | None = None
+    """None without redundancy "auto"."""
 
 
 @dataclass(eq=False)
@@ -59,6 +82,8 @@ class Over:
     result: GroupResult
     deferred_because: str | None = None
     """The reason if the group is deferred."""
+    final: Sequence[Ending] = ()
+    """Endings of candidates that do not go on in a later rollout."""
 
 
 class GroupPart:
@@ -80,9 +105,15 @@ class GroupPart:
     def decided(self, over: Over) -> None:
         """The group's result is final."""
 
+    async def account(self, over: Over) -> None:
+        """The group was counted. Learn from it."""
+
 
 class RolloutPart:
     """A part in the life of one rollout."""
+
+    async def shape(self, draft: Draft) -> None:
+        """Give prompts plans of their own, or another order. Raises: RequestError."""
 
     def ready(self, rollout: Any) -> None:
         """The request is checked. `rollout`: the `Rollout` that will run."""

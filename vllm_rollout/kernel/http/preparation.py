@@ -14,11 +14,12 @@ from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.kernel.http.clients import client_namespace, client_request
 from vllm_rollout.kernel.http.course import AllPrompts
 from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt, PromptInput, RequestError
-from vllm_rollout.kernel.http.protocol import Auto, DualEnd, DualEndSelection, Prompt, RolloutRequest
+from vllm_rollout.kernel.http.plan_port import Draft, RolloutPart
+from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
-from vllm_rollout.kernel.rules.plan import GroupPlan, make_plan, upper_bound
+from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upper_bound
 from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rows import PlanError
@@ -29,7 +30,6 @@ from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
 from vllm_rollout.parts.rewards.http.body import options_of
 from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question
-from vllm_rollout.parts.shaping.http.service import PromptPlan, ShapingService
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"
@@ -44,22 +44,20 @@ class Preparation:
         self,
         engine: Engine,
         learning: LearningService,
-        shaping: ShapingService,
         grading: GradingService,
         clock: Callable[[], float],
         audit_ratio: float,
     ) -> None:
         self._engine = engine
         self._learning = learning
-        self._shaping = shaping
         self._grading = grading
         self._clock = clock
         self._audit_ratio = audit_ratio
         """Audit ratio of requests that learn and set none."""
         self._audit_turns = AuditTurns()
 
-    async def rollout(self, request: RolloutRequest) -> Rollout:
-        """Check a request and prepare its rollout. Raises: RequestError that names the field."""
+    async def rollout(self, request: RolloutRequest, parts: Sequence[RolloutPart]) -> Rollout:
+        """Check a request and prepare its rollout, with these parts. Raises: RequestError that names the field."""
         plan, warnings = await self._chosen(self._plan(request), request.model)
         _check_max_candidates(request, plan)
         if plan.pruning is not None and (refusal := self._learning.pruning_refusal) is not None:
@@ -90,16 +88,14 @@ class Preparation:
         adapter = self._engine.adapter_name(request.model)
         pairs = zip(request.prompts, prompts, strict=True)
         keys = await each(pairs, lambda pair: history_key(pair[0].id, pair[1].token_ids))
-        if (tradeoff := _tradeoff(request)) is None:
-            shaped = await self._shaping.same(plan, keys, prompts, request.order, adapter)
-        else:
-            shaped = await self._shaping.allocate(
-                plan, keys, prompts, tradeoff, request.early_stop, request.order, adapter
-            )
+        plans = [PromptPlan(plan, key) for key in keys]
+        draft = Draft(request, plan, adapter, prompts, plans, range(len(plans)), warnings)
+        for part in parts:
+            await part.shape(draft)
         seed = request.sampling_params.get("seed")
         # -1 is none to vLLM, too.
         pruning_seed = seed if isinstance(seed, int) and seed != -1 else secrets.randbits(62)
-        plans = self._audited(request, adapter, shaped.plans, prompts, pruning_seed)
+        plans = self._audited(request, adapter, draft.plans, prompts, pruning_seed)
         rollout = Rollout(
             id=rollout_id(client_request()),
             created=int(time.time()),
@@ -113,12 +109,12 @@ class Preparation:
             stream_tokens=request.stream_tokens,
             pruning_seed=pruning_seed,
             scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
-            course=AllPrompts(shaped.positions),
+            course=AllPrompts(draft.positions),
             migration=request.migration,
             on_engine_failure=request.on_engine_failure,
             priority=request.priority,
-            budget=shaped.budget,
-            warnings=[*warnings, *shaped.warnings, *_alike(request, plan)],
+            budget=draft.budget,
+            warnings=[*draft.warnings, *_alike(request, plan)],
         )
         if reward is not None:
             rollout.grading = Grading(
@@ -130,6 +126,9 @@ class Preparation:
             )
         if request.scale_down == "auto":
             rollout.watch = scaling.watch(self._engine, rollout.id, rollout.num_responses, self._clock)
+        rollout.parts = parts
+        for part in parts:
+            part.ready(rollout)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
 
@@ -149,7 +148,7 @@ class Preparation:
         seed: int,
     ) -> list[PromptPlan]:
         """The plans, of which a share is replaced by those of audit groups."""
-        learns = request.pruning is not None or _tradeoff(request) is not None
+        learns = request.pruning is not None or request.tradeoff is not None
         ratio = request.audit_ratio
         if ratio is None:
             ratio = self._audit_ratio if learns else 0.0
@@ -169,7 +168,7 @@ class Preparation:
         if isinstance(request.selection, DualEndSelection):
             group |= {"selection": "dual_end", **request.selection.dual_end.model_dump()}
         most = self._engine.max_num_seqs
-        if _tradeoff(request) is not None:
+        if request.tradeoff is not None:
             group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
             return make_plan(
@@ -228,10 +227,3 @@ def _check_max_candidates(request: RolloutRequest, plan: GroupPlan) -> None:
             f"{request.max_candidates}. Say at least as many, or leave it out.",
             param="max_candidates",
         )
-
-
-def _tradeoff(request: RolloutRequest) -> float | None:
-    """lambda of redundancy "auto". None if the request sets a number."""
-    if isinstance(request.redundancy, int):
-        return None
-    return Auto().tradeoff if request.redundancy == "auto" else request.redundancy.auto.tradeoff

@@ -201,6 +201,13 @@ class RolloutRequest(RolloutFields, StreamFields, fields.GroupFields):
         description=f"From 1 to {MAX_PROMPTS} prompts, each with messages, prompt or prompt_token_ids."
     )
 
+    @property
+    def tradeoff(self) -> float | None:
+        """lambda of redundancy "auto". None if the request sets a number."""
+        if isinstance(self.redundancy, int):
+            return None
+        return Auto().tradeoff if self.redundancy == "auto" else self.redundancy.auto.tradeoff
+
     @model_validator(mode="after")
     def _consistent(self) -> RolloutRequest:
         seen: set[str] = set()

@@ -5,7 +5,6 @@ Invariant: generated + resumed = returned + wasted tokens.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from vllm_rollout.kernel.http.engine import CandidateEnd, PreparedPrompt
 from vllm_rollout.kernel.http.plan_port import RolloutPart
 from vllm_rollout.kernel.http.protocol import Included
 from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
+from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
@@ -23,7 +23,6 @@ from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.rewards.http.service import Grading
 from vllm_rollout.parts.rounds.http.resumed import Resumption
-from vllm_rollout.parts.shaping.http.service import PromptPlan
 
 
 @dataclass(slots=True)
@@ -50,8 +49,6 @@ class RolloutOutcome:
     receipt: Receipt | None = None
     """None before the rollout's end. Its token counts are replaced by those of `usage`, which include groups of an
     interrupted round."""
-    tellings: list[asyncio.Task[None]] = field(default_factory=list)
-    """Tasks that report lengths to the engine, one per finished group."""
 
     @property
     def weight_version(self) -> str | None:

@@ -24,7 +24,7 @@ from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import PlanPart
+from vllm_rollout.kernel.http.plan_port import Over, PlanPart
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
@@ -41,7 +41,6 @@ from vllm_rollout.parts.rewards.http.group import GradedGroup
 from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
 from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
-from vllm_rollout.parts.shaping.http.service import ShapingService
 
 Kind = TypeVar("Kind")
 
@@ -81,9 +80,8 @@ class RolloutService:
         self.learning = LearningService.of(engine, metrics, clock)
         self.rewards = RewardDoor(self._rewards_posted)
         self.rewards.takers.append(self.learning)
-        self._shaping = ShapingService(engine, metrics)
         self.grading = GradingService(None, metrics) if rewards is None else rewards.grading
-        self._preparation = Preparation(engine, self.learning, self._shaping, self.grading, clock, audit_ratio)
+        self._preparation = Preparation(engine, self.learning, self.grading, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -94,11 +92,7 @@ class RolloutService:
         Raises: RequestError that names the field.
         """
         parts = [made for part in self._parts if (made := part.asked()) is not None]
-        rollout = await self._preparation.rollout(request)
-        rollout.parts = parts
-        for part in parts:
-            part.ready(rollout)
-        return rollout
+        return await self._preparation.rollout(request, parts)
 
     def part(self, kind: type[Kind]) -> Kind:
         """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""
@@ -165,11 +159,10 @@ class RolloutService:
             rollout.outcome.timing.latency_s = self._clock() - started
             started_s = rollout.outcome.started_s
             rollout.outcome.timing.started_s = [started_s.get(at) for at in range(len(rollout.prompts))]
-            await self._shaping.told(rollout.outcome.tellings)
-            await self.gauges.refresh()
-            await self._warn(rollout)
             for part in rollout.parts:
                 await part.finished()
+            await self.gauges.refresh()
+            await self._warn(rollout)
             left = False
             yield DoneEvent(**rollout.envelope())
         except (asyncio.CancelledError, GeneratorExit):
@@ -360,17 +353,16 @@ class RolloutService:
         self, rollout: Rollout, group: StartedGroup, result: GroupResult, reason: DeferReason | None, latency_s: float
     ) -> None:
         """Count a finished group, and learn from its rewards and lengths."""
-        ends, plan = group.ends.values(), rollout.plans[group.position]
+        ends, plan = group.ends.values(), group.plan
         endings: Sequence[Ending] = result.endings
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
         rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
-        self._metrics.group_over(result, latency_s, plan.group)
+        self._metrics.group_over(result, latency_s, plan)
         if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
-            endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan.group, ends)
+            endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan, ends)
             rollout.warnings += [] if warning is None else [warning]
-        telling = self._shaping.group_over(plan.key, endings, rollout.adapter)
-        if telling is not None:
-            rollout.outcome.tellings.append(telling)
+        for part in group.parts:
+            await part.account(Over(result, reason, endings))

@@ -6,8 +6,10 @@ Invariant: each candidate and each grade of the attempt that counts is sent once
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
 from vllm_rollout.kernel.http.answers import (
+    Allocation,
     CandidateEvent,
     DeferredEvent,
     Event,
@@ -141,7 +143,7 @@ class StartedGroup(GroupRecord):
             selected=list(result.selected),
             prompt_token_ids=list(self.prompt.token_ids),
             lengths=GroupLengths(**lengths_of([self.ends[i].ending.num_tokens for i in result.selected])._asdict()),
-            allocation=self._rollout.plans[self.position].answer(),
+            allocation=self._allocation(),
             off_policy=off_policy,
             weight_versions=list(
                 dict.fromkeys(span["version"] for i in result.selected for span in self.ends[i].weight_versions)
@@ -149,6 +151,11 @@ class StartedGroup(GroupRecord):
             audit=self.plan.audit,
             rewards=self._rewards(result),
         )
+
+    def _allocation(self) -> Allocation:
+        reasons = self._rollout.plans[self.position].allocation
+        fields = {} if reasons is None else asdict(reasons)
+        return Allocation(**{**fields, "num_candidates": self.plan.num_candidates, "selection": self.plan.selection})
 
     def _rewards(self, result: GroupResult) -> GroupRewards | None:
         grading = self._rollout.grading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
 from vllm_rollout.kernel.rules.rows import PlanError, rows
@@ -76,6 +77,23 @@ class GroupPlan:
         if not extreme:
             return plan
         return replace(plan, selection="shortest", num_longest=0, patience=None, early_stop=early_stop)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The plan of one prompt, and the reasons for it."""
+
+    group: GroupPlan
+    key: str
+    """The prompt's name across rollouts (`kernel/rules/prompt_key.py::history_key`)."""
+    lengths: Any = None
+    """Expected lengths of its answers, as a part knows them. None if unknown or not needed."""
+    allocation: Any = None
+    """Reasons for its number of candidates: a dataclass with fields of `Allocation`. None if the request sets it."""
+
+    def audited(self) -> PromptPlan:
+        """A copy of this plan for an audit group."""
+        return replace(self, group=self.group.audited())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,5 +11,6 @@ PART = Part(
         "flags": "vllm_rollout.parts.shaping.api.flags:FLAGS",
         "memory": "vllm_rollout.parts.shaping.rules.history:LengthHistory",
         "metrics": "vllm_rollout.parts.shaping.http.metrics:ShapingMetrics",
+        "plan": "vllm_rollout.parts.shaping.http.service:ShapingPlan",
     },
 )

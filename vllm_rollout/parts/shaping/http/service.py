@@ -6,16 +6,16 @@ Invariant: every finished group is observed once, whatever set its redundancy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 
 from vllm_rollout.background import spawn
-from vllm_rollout.kernel.http.answers import Allocation, RedundancyBudget
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, PreparedPrompt
+from vllm_rollout.kernel.http.answers import RedundancyBudget
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.rules.fields import EarlyStop, LaunchRule
-from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.http.plan_port import Draft, GroupPart, GroupRecord, Over, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.shaping.http.engine import ShapingPart
 from vllm_rollout.parts.shaping.http.metrics import ShapingMetrics
@@ -23,7 +23,6 @@ from vllm_rollout.parts.shaping.rules.allocation import (
     BatchAllocation,
     BatchPrompt,
     Budget,
-    PromptAllocation,
     allocate_batch,
 )
 from vllm_rollout.parts.shaping.rules.history import ObservedLength, observed_lengths
@@ -31,79 +30,40 @@ from vllm_rollout.parts.shaping.rules.launch_order import launch_order, waiting_
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatistics
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
-    """The plan of one prompt, and the reasons for it."""
+class ShapingPlan(PlanPart):
+    """Reads an engine's history of lengths for rollouts, and adds to it. Overrides: asked."""
 
-    group: GroupPlan
-    key: str
-    """The prompt's name in the history of lengths."""
-    lengths: LengthMoments | None = None
-    """Expected lengths of the prompt, else of the data set. None if unknown or not needed."""
-    allocation: PromptAllocation | None = None
-    """The prompt's share of candidates. None if the request sets their number."""
-
-    def audited(self) -> PromptPlan:
-        """A copy of this plan for an audit group."""
-        return replace(self, group=self.group.audited())
-
-    def answer(self) -> Allocation:
-        fields = {} if self.allocation is None else asdict(self.allocation)
-        return Allocation(**{**fields, "num_candidates": self.group.num_candidates, "selection": self.group.selection})
-
-
-class ShapedRollout(NamedTuple):
-    """Plans and start order of a rollout's prompts."""
-
-    plans: list[PromptPlan]
-    """One plan per prompt."""
-    positions: Sequence[int]
-    """Prompts in the order in which they start."""
-    budget: RedundancyBudget | None = None
-    """The budget of redundancy "auto". None without it."""
-    warnings: Sequence[str] = ()
-
-
-class ShapingService:
-    """Reads an engine's history of lengths for rollouts, and adds to it."""
-
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._shaping = engine.part(ShapingPart)
         self._metrics = metrics.of(ShapingMetrics)
 
-    async def same(
-        self, plan: GroupPlan, keys: Sequence[str], prompts: Sequence[PreparedPrompt], order: LaunchRule, adapter: str
-    ) -> ShapedRollout:
-        """Give every prompt the same plan. If all candidates run at once on one rank, lengths are not needed."""
-        waits = order == "auto" and plan.num_candidates * len(prompts) > self._num_places
-        if self._engine.num_ranks == 1 and not waits:
-            return ShapedRollout([PromptPlan(plan, key) for key in keys], range(len(keys)))
-        history = await self._shaping.length_history(keys, adapter)
-        plans = [PromptPlan(plan, *each) for each in zip(keys, _expected(history), strict=True)]
-        return ShapedRollout(plans, await self._positions(history, plans, prompts, order))
+    def asked(self) -> ShapedRollout:
+        return ShapedRollout(self)
 
-    async def allocate(
-        self,
-        plan: GroupPlan,
-        keys: Sequence[str],
-        prompts: Sequence[PreparedPrompt],
-        tradeoff: float,
-        early_stop: EarlyStop,
-        order: LaunchRule,
-        adapter: str,
-    ) -> ShapedRollout:
+    async def same(self, draft: Draft) -> None:
+        """Keep the same plan for every prompt. If all candidates run at once on one rank, lengths are not needed."""
+        waits = draft.request.order == "auto" and draft.plan.num_candidates * len(draft.prompts) > self._num_places
+        if self._engine.num_ranks == 1 and not waits:
+            return
+        history = await self._shaping.length_history([plan.key for plan in draft.plans], draft.adapter)
+        expected = zip(draft.plans, _expected(history), strict=True)
+        draft.plans = [replace(plan, lengths=lengths) for plan, lengths in expected]
+        draft.positions = await self._positions(history, draft)
+
+    async def allocate(self, draft: Draft, tradeoff: float) -> None:
         """Share a budget of candidates among the prompts. Warnings say what could not be done.
 
         Source: DARTS 4.2, Algorithm 1, and Algorithm 2 for prompts with an extreme tail.
         """
-        history = await self._shaping.length_history(keys, adapter)
+        plan, keys = draft.plan, [plan.key for plan in draft.plans]
+        history = await self._shaping.length_history(keys, draft.adapter)
 
         def share() -> tuple[BatchAllocation, list[PromptPlan]]:
             batch = allocate_batch(
                 [
                     BatchPrompt(lengths, len(prompt.token_ids), prompt.max_tokens)
-                    for lengths, prompt in zip(history.prompts, prompts, strict=True)
+                    for lengths, prompt in zip(history.prompts, draft.prompts, strict=True)
                 ],
                 history.dataset,
                 self._shaping.cost_model,
@@ -114,40 +74,35 @@ class ShapingService:
                 race=plan,
                 num_places=self._num_places,
             )
-            plans = batch.plans(plan, early_stop)
+            plans = batch.plans(plan, draft.request.early_stop)
             expected = _expected(history)
             return batch, [PromptPlan(*each) for each in zip(plans, keys, expected, batch.prompts, strict=True)]
 
         # Beside the event loop: 16,384 prompts take a third of a second.
-        batch, plans = await asyncio.to_thread(share)
+        batch, draft.plans = await asyncio.to_thread(share)
         self._metrics.prompts_allocated(batch.prompts)
         warning = self._budget_warning(batch.budget)
-        warnings = [] if warning is None else [warning]
+        draft.warnings += [] if warning is None else [warning]
         if plan.selection == "dual_end" and all(allocation.extreme for allocation in batch.prompts):
-            warnings.append(
+            draft.warnings.append(
                 "dual_end was nowhere applied: every prompt's lengths spread far more than the data set's, and of such "
                 "the shortest are returned. Count spare candidates by yourself to keep the longest."
             )
-        positions = await self._positions(history, plans, prompts, order)
-        return ShapedRollout(plans, positions, RedundancyBudget(**asdict(batch.budget)), warnings)
+        draft.positions = await self._positions(history, draft)
+        draft.budget = RedundancyBudget(**asdict(batch.budget))
 
     @property
     def _num_places(self) -> int:
         return self._engine.max_num_seqs * self._engine.num_ranks
 
-    async def _positions(
-        self,
-        history: LengthStatistics,
-        plans: Sequence[PromptPlan],
-        prompts: Sequence[PreparedPrompt],
-        order: LaunchRule,
-    ) -> Sequence[int]:
-        if order == "prompts":
+    async def _positions(self, history: LengthStatistics, draft: Draft) -> Sequence[int]:
+        plans = draft.plans
+        if draft.request.order == "prompts":
             return range(len(plans))
         num_places = self._num_places
 
         def positions() -> Sequence[int]:
-            limits = (prompt.max_tokens for prompt in prompts)
+            limits = (prompt.max_tokens for prompt in draft.prompts)
             return launch_order(waiting_groups((plan.group for plan in plans), history, limits), num_places).positions
 
         return await asyncio.to_thread(positions)  # beside the event loop, too: 16,384 groups take a second
@@ -178,17 +133,57 @@ class ShapingService:
             return None
         return spawn(self._tell(key, lengths, adapter), "telling lengths")
 
-    async def told(self, tellings: Collection[asyncio.Task[None]]) -> None:
-        """Wait until these reports have reached the engine."""
-        if tellings:
-            await asyncio.wait(tellings)  # unlike gather, it does not cancel them with its caller
-
     async def _tell(self, key: str, lengths: Sequence[ObservedLength], adapter: str) -> None:
         self._metrics.adapters.know(adapter)
         try:
             await self._shaping.observe_lengths(key, lengths, adapter)
         except EngineStopped:  # reported elsewhere
             return
+
+
+class ShapedRollout(RolloutPart):
+    """One rollout. Overrides: shape, ready, group, finished."""
+
+    _rollout: Rollout
+
+    def __init__(self, service: ShapingPlan) -> None:
+        self._service = service
+        self._tellings: list[asyncio.Task[None]] = []
+        """Tasks that report lengths to the engine, one per finished group."""
+
+    async def shape(self, draft: Draft) -> None:
+        if (tradeoff := draft.request.tradeoff) is None:
+            await self._service.same(draft)
+        else:
+            await self._service.allocate(draft, tradeoff)
+
+    def ready(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+
+    def group(self, record: GroupRecord) -> GroupPart:
+        return ShapedGroup(self, record.position)
+
+    def group_over(self, position: int, endings: Iterable[Ending]) -> None:
+        key = self._rollout.plans[position].key
+        telling = self._service.group_over(key, endings, self._rollout.adapter)
+        if telling is not None:
+            self._tellings.append(telling)
+
+    async def finished(self) -> None:
+        """Wait until the lengths have reached the engine."""
+        if self._tellings:
+            await asyncio.wait(self._tellings)  # unlike gather, it does not cancel them with its caller
+
+
+class ShapedGroup(GroupPart):
+    """One group. Overrides: account."""
+
+    def __init__(self, rollout: ShapedRollout, position: int) -> None:
+        self._rollout = rollout
+        self._position = position
+
+    async def account(self, over: Over) -> None:
+        self._rollout.group_over(self._position, over.final)
 
 
 def _expected(history: LengthStatistics) -> list[LengthMoments | None]:
