@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_rollout.kernel.http.ended import is_off_policy
 from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
 from vllm_rollout.parts.rounds.rules.resumption import (
     VersionSpan,
     choose_resumed,
-    is_off_policy,
     is_whole,
     joined_ending,
     joined_moments,

@@ -3,7 +3,7 @@ is left out."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from math import isfinite
 from typing import Any
 
@@ -14,7 +14,6 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.types import Confidence
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.rounds.rules.resumption import is_off_policy
 
 
 def trajectory_of(
@@ -47,6 +46,20 @@ def trajectory_of(
         **scoring,
         **({} if grade is None else reward_of(grade)),
     )
+
+
+def is_off_policy(versions: Collection[str], num_resumed: int, current: str | None) -> bool:
+    """True if weights other than those of its rollout sampled, or may have sampled, some of a trajectory's tokens.
+
+    Args:
+        versions: weight versions of the trajectory's tokens.
+        num_resumed: tokens of the trajectory from an earlier rollout.
+        current: the version at the beginning of the rollout. None: unknown, and the weights count as changed since the
+            earlier rollout.
+    """
+    if not num_resumed:
+        return len(set(versions)) > 1
+    return current is None or set(versions) != {current}
 
 
 def candidate_of(end: CandidateEnd, included: Set[Included], pruning: PruningPlan | None) -> Candidate:

@@ -11,27 +11,33 @@ started group. Each of them may be None: the part then hears nothing of it.
                  rewarded        rewards were posted while it runs
                  finished, over  all groups are over; nothing of it runs any more
     GroupPart    ordered         before its candidates are launched
+                 launching       another way to launch them
                  ended, graded   a candidate
                  restarted       all earlier reports are void
+                 over            nothing more can come: another result, or a reason to defer it
                  decided         its result is final, and its last events are not sent yet
-                 account         the rollout's outcome has it; its very last event is not sent yet
+                 keep, account   the rollout's outcome has it; its very last event is not sent yet
+                 told            its very last event was read
 
 Invariant: the kernel has recorded a report before parts hear it. Parts hear one after the other, and wrap nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_rollout.kernel.http.answers import RedundancyBudget
-from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, PreparedPrompt
+from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
+
+Launch = Callable[[GroupOrder], AsyncGenerator[Happening, None]]
+"""Launches the candidates of a group, and yields their tokens and ends."""
 
 
 @dataclass(slots=True)
@@ -74,6 +80,11 @@ class GroupRecord:
     is_cut: bool = False
     """True if its round goes on without this group."""
 
+    def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:
+        """Rewards by candidate index. None if there is none, or if the client left before it came."""
+        grades = {index: self.grades.get(index) for index in indices}
+        return {index: None if grade is None else grade.reward for index, grade in grades.items()}
+
 
 @dataclass(slots=True)
 class Over:
@@ -83,7 +94,7 @@ class Over:
     deferred_because: str | None = None
     """The reason if the group is deferred."""
     final: Sequence[Ending] = ()
-    """Endings of candidates that do not go on in a later rollout."""
+    """Endings of candidates that do not go on in a later rollout. Set by `keep`, read by `account`."""
 
 
 class GroupPart:
@@ -92,6 +103,10 @@ class GroupPart:
     def ordered(self, order: GroupOrder) -> GroupOrder:
         """The order to run the group, perhaps changed."""
         return order
+
+    def launching(self, launch: Launch) -> Launch:
+        """The function that launches the group, perhaps another one. It is called for each attempt."""
+        return launch
 
     def ended(self, end: CandidateEnd) -> None:
         """A candidate has ended."""
@@ -102,11 +117,20 @@ class GroupPart:
     def restarted(self) -> None:
         """The engine has lost the group, which runs again."""
 
+    async def over(self, over: Over) -> None:
+        """All candidates have ended. Change the group's result, or defer it."""
+
     def decided(self, over: Over) -> None:
         """The group's result is final."""
 
+    async def keep(self, over: Over) -> None:
+        """The group was counted. Keep what goes on in a later rollout."""
+
     async def account(self, over: Over) -> None:
         """The group was counted. Learn from it."""
+
+    async def told(self, over: Over) -> None:
+        """The client has the whole group."""
 
 
 class RolloutPart:

@@ -113,6 +113,7 @@ class Preparation:
             migration=request.migration,
             on_engine_failure=request.on_engine_failure,
             priority=request.priority,
+            is_graded=request.reward is not None,
             budget=draft.budget,
             warnings=[*draft.warnings, *_alike(request, plan)],
         )

@@ -18,11 +18,10 @@ from vllm_rollout.kernel.rules.fields import Migration, OnEngineFailure
 from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
-from vllm_rollout.kernel.rules.types import CandidateState, Ending, GroupResult
+from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.rewards.http.service import Grading
-from vllm_rollout.parts.rounds.http.resumed import Resumption
 
 
 @dataclass(slots=True)
@@ -142,8 +141,13 @@ class Rollout:
     warnings: list[str] = field(default_factory=list)
     grading: Grading | None = None
     """None without a reward."""
-    resumption: Resumption | None = None
-    """None if candidates neither continue from an earlier round nor may continue in a later one."""
+    is_graded: bool = False
+    """True if the server grades its trajectories."""
+    has_race: bool = False
+    """True if its groups race each other: some are stopped when enough others are complete."""
+    began_with: str | None = None
+    """Version of the weights at its beginning, for candidates that continue from an earlier rollout. None if it has
+    no name, or if no candidate continues."""
     outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
     parts: Sequence[RolloutPart] = ()
     labels: dict[str, Any] = field(default_factory=dict)
@@ -193,14 +197,12 @@ class Rollout:
         for part in self.parts:
             part.rewarded(rewards)
 
-    def candidate_ended(self, position: int, ending: Ending) -> None:
-        self.course.candidate_ended(position, ending)
+    def candidate_ended(self) -> None:
         self.outcome.num_ended += 1
         if self.watch is not None:
             self.watch.candidate_ended()
 
-    def restarted(self, position: int, num_ended: int) -> None:
+    def restarted(self, num_ended: int) -> None:
         """Count a group that runs again. `num_ended`: its candidates that had ended."""
-        self.course.restarted(position)
         self.outcome.num_ended -= num_ended
         self.outcome.usage.num_restarted += 1

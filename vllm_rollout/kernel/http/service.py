@@ -17,7 +17,7 @@ from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.attempts import Attempt, attempts
+from vllm_rollout.kernel.http.attempts import attempts
 from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
@@ -34,13 +34,11 @@ from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.types import Ending, GroupResult, HeadKey
+from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
 from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
-from vllm_rollout.parts.rounds.http.resumed import ResumedGroup
-from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 
 Kind = TypeVar("Kind")
 
@@ -274,7 +272,8 @@ class RolloutService:
         started_s = rollout.outcome.started_s[position] = round(self._clock() - started, 3)
         group = StartedGroup(rollout, position, places, self._metrics, started_s)
         order = group.ordered(self._order(rollout, position))
-        race = attempts(self._attempt(rollout, position, order), rollout.on_engine_failure, group.take_places_again)
+        launch = partial(group.launching(self.engine.run_group), order)
+        race = attempts(launch, rollout.on_engine_failure, group.take_places_again)
         graded = self._graded_group(rollout, group, order, places)
         async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
             async for happening in happenings:
@@ -282,13 +281,13 @@ class RolloutService:
                     group.take(happening)
                 for event in group.events_of(happening):
                     yield event
-        result, reason = await group.over(group.concluded())
-        for event in group.events_of_the_rest(result):
+        over = await group.over()
+        for event in group.events_of_the_rest(over.result):
             yield event
-        await self._account(rollout, group, result, reason, self._clock() - started)
-        yield group.last_event(result, reason)
-        if graded is not None and reason is None:
-            await rollout.course.graded(position, group.rewards_of(result.selected))
+        await self._account(rollout, group, over, self._clock() - started)
+        yield group.last_event(over)
+        for part in group.parts:
+            await part.told(over)
 
     async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
         """Learn from rewards that came while the group ran."""
@@ -317,14 +316,6 @@ class RolloutService:
             return None
         return GradedGroup(grading, group, LaunchedCandidates(self.engine, order, places, grading.waves))
 
-    def _attempt(self, rollout: Rollout, position: int, order: GroupOrder) -> Attempt:
-        """A function that launches the group of this prompt each time it is called."""
-        kept = None if rollout.resumption is None else rollout.resumption.before.get(position)
-        if kept is None:
-            return partial(self.engine.run_group, order)
-        want_text = "text" in rollout.included or rollout.grading is not None
-        return ResumedGroup(kept, self.engine, order, want_text=want_text).events
-
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
         said: dict[str, Any] = {}
@@ -337,7 +328,6 @@ class RolloutService:
             prompt=prompt,
             seed_name=rollout.seed_names[position],
             said=said,
-            said_once=rollout.course.said(position),
             stream_tokens=rollout.stream_tokens,
             outlook=self._outlook(rollout, position),
             priority=rollout.priority,
@@ -349,20 +339,17 @@ class RolloutService:
         prompt, lengths = rollout.prompts[position], rollout.plans[position].lengths
         return Outlook(lengths, len(prompt.token_ids), prompt.max_tokens, rollout.migration)
 
-    async def _account(
-        self, rollout: Rollout, group: StartedGroup, result: GroupResult, reason: DeferReason | None, latency_s: float
-    ) -> None:
+    async def _account(self, rollout: Rollout, group: StartedGroup, over: Over, latency_s: float) -> None:
         """Count a finished group, and learn from its rewards and lengths."""
-        ends, plan = group.ends.values(), group.plan
-        endings: Sequence[Ending] = result.endings
+        ends = group.ends.values()
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
-        rollout.outcome.group_over(result, ends, group.grades.values(), latency_s)
+        rollout.outcome.group_over(over.result, ends, group.grades.values(), latency_s)
         if rollout.scoring is not None and rollout.grading is not None:
             await self._learn(rollout, group)
-        self._metrics.group_over(result, latency_s, plan)
-        if reason is not None and rollout.resumption is not None and rollout.resumption.keeps:
-            endings, warning = await rollout.resumption.keep(group.position, group.prompt, plan, ends)
-            rollout.warnings += [] if warning is None else [warning]
+        self._metrics.group_over(over.result, latency_s, group.plan)
+        over.final = over.result.endings
         for part in group.parts:
-            await part.account(Over(result, reason, endings))
+            await part.keep(over)
+        for part in group.parts:
+            await part.account(over)

@@ -5,7 +5,7 @@ Invariant: each candidate and each grade of the attempt that counts is sent once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from vllm_rollout.kernel.http.answers import (
@@ -25,13 +25,12 @@ from vllm_rollout.kernel.http.ended import candidate_of, reward_of, tokens_of, t
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, Happening
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import GroupRecord, Over
+from vllm_rollout.kernel.http.plan_port import GroupRecord, Launch, Over
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.rewards import summarize
-from vllm_rollout.kernel.rules.selection import conclude, deferred, lengths_of
+from vllm_rollout.kernel.rules.selection import conclude, lengths_of
 from vllm_rollout.kernel.rules.types import GroupResult
 from vllm_rollout.parts.rewards.rules.estimates import advantages
-from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
 
 
 class StartedGroup(GroupRecord):
@@ -61,11 +60,17 @@ class StartedGroup(GroupRecord):
             order = part.ordered(order)
         return order
 
+    def launching(self, launch: Launch) -> Launch:
+        """The function that launches this group, as parts change it."""
+        for part in self.parts:
+            launch = part.launching(launch)
+        return launch
+
     def take(self, happening: Happening | Restarted | Lost | Graded) -> bool:
         """Record a report, before its events are made. True if it belongs to the attempt that counts."""
         match happening:
             case Restarted():
-                self._rollout.restarted(self.position, len(self.ends))
+                self._rollout.restarted(len(self.ends))
                 for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
                     known.clear()
                 self.is_cut = False
@@ -115,14 +120,14 @@ class StartedGroup(GroupRecord):
         """The result of the group by its plan."""
         return conclude(self.plan, (end.ending for end in self.ends.values()), self._lost_why, self.void)
 
-    async def over(self, result: GroupResult) -> tuple[GroupResult, DeferReason | None]:
-        """The result of the group, and the reason if it is deferred."""
-        lost = any(end.group_lost for end in self.ends.values())
-        reason = await self._rollout.course.group_over(self.position, result, lost=lost)
-        over = Over(result if reason is None else deferred(result, reason), reason)
+    async def over(self) -> Over:
+        """The end of the group, as parts change it."""
+        over = Over(self.concluded())
+        for part in self.parts:
+            await part.over(over)
         for part in self.parts:
             part.decided(over)
-        return over.result, reason
+        return over
 
     def events_of_the_rest(self, result: GroupResult) -> Iterator[Event]:
         """Events of candidates that had none while the group ran. Selected candidates come first."""
@@ -131,9 +136,10 @@ class StartedGroup(GroupRecord):
             if ending.index not in self._told:
                 yield self._dropped(self.ends[ending.index])
 
-    def last_event(self, result: GroupResult, reason: DeferReason | None) -> Event:
-        if reason is not None:
-            return DeferredEvent(**self._names, reason=reason)
+    def last_event(self, over: Over) -> Event:
+        result = over.result
+        if over.deferred_because is not None:
+            return DeferredEvent(**{**self._names, "reason": over.deferred_because})
         off_policy = not self._off_policy.isdisjoint(result.selected)
         self._rollout.outcome.off_policy |= off_policy
         return GroupEvent(
@@ -169,11 +175,6 @@ class StartedGroup(GroupRecord):
             advantages=advantages(rewards, grading.options.estimator),
         )
 
-    def rewards_of(self, indices: Iterable[int]) -> dict[int, float | None]:
-        """Rewards by candidate index. None if there is none, or if the client left before it came."""
-        grades = {index: self.grades.get(index) for index in indices}
-        return {index: None if grade is None else grade.reward for index, grade in grades.items()}
-
     def _take_end(self, end: CandidateEnd) -> None:
         if not end.is_replaced:  # by one that takes its place
             self._places.release(1)
@@ -181,16 +182,15 @@ class StartedGroup(GroupRecord):
         self.is_cut |= end.group_lost or end.ending.state == "deferred"
         for part in self.parts:
             part.ended(end)
-        self._rollout.candidate_ended(self.position, end.ending)
+        self._rollout.candidate_ended()
         if end.assessment is not None:
             self._metrics.candidate_scored(end.assessment)
 
     def _trajectory(self, end: CandidateEnd) -> TrajectoryEvent:
         rollout = self._rollout
         self._told.add(end.ending.index)
-        began_with = None if rollout.resumption is None else rollout.resumption.weight_version
         grade = self.grades.get(end.ending.index)
-        trajectory = trajectory_of(end, rollout.included, self.plan, began_with, grade)
+        trajectory = trajectory_of(end, rollout.included, self.plan, rollout.began_with, grade)
         if trajectory.off_policy:
             self._off_policy.add(trajectory.index)
         return TrajectoryEvent(**self._names, trajectory=trajectory)

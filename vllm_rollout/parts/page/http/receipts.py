@@ -36,7 +36,7 @@ def _ran(rollout: Rollout, seen: SeenGroup) -> RanGroup:
         resumed=[ending.num_resumed for ending in ended],
         started_s=seen.started_s,
         ended_s=[seen.candidates[ending.index].ended_s or 0.0 for ending in ended],
-        waited=_waits(plan.group) and not rollout.course.said(seen.position),
+        waited=_waits(plan.group) and not rollout.has_race,
         known=plan.lengths,
     )
 

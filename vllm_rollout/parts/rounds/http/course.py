@@ -84,6 +84,7 @@ class RoundCourse(Course):
         return False
 
     def said(self, position: int) -> dict[str, Any]:
+        """Values that the group's candidates carry for their race, by part."""
         if self.progress.opened.kind == "long":  # no race: it runs to its end
             return {}
         return PLACE.value(RacePlace(self.race_id, self._num_to_count, position))
@@ -94,13 +95,16 @@ class RoundCourse(Course):
         return self.progress.num_wanted - self._num_before
 
     def candidate_ended(self, position: int, ending: Ending) -> None:
+        """A candidate of this prompt's group has ended."""
         self._ended[position][ending.index] = ending.state
 
     def restarted(self, position: int) -> None:
+        """The group of this prompt runs again. Earlier reports about it are void."""
         self._ended.pop(position, None)
         self._rewards.pop(position, None)
 
     async def group_over(self, position: int, result: GroupResult, *, lost: bool) -> DeferReason | None:
+        """The reason if the group is deferred. None: it is returned. `lost`: it completed too late to count."""
         self.num_preemptions += sum(ending.num_preemptions for ending in result.endings)
         self.lengths[position] = [ending.num_tokens for ending in result.endings]
         was_cut = self.progress.is_cut
@@ -148,6 +152,8 @@ class RoundCourse(Course):
         return statuses, filtered
 
     async def graded(self, position: int, rewards: Mapping[int, float | None]) -> None:
+        """The server has graded the trajectories of this prompt's group. `rewards`: by candidate index, None without
+        a reward."""
         known = {index: reward for index, reward in rewards.items() if reward is not None}
         self._rewards[position] = known | self._rewards[position]
         was_cut = self.progress.is_cut

@@ -37,8 +37,6 @@ class Resumption:
 
     keeps: bool
     """True if the output of deferred groups is kept, so that they can go on later."""
-    weight_version: str | None
-    """Version of the weights that the rollout began with. None if it has no name."""
     before: Mapping[int, Sequence[KeptCandidate]]
     """Candidates that continue from an earlier round, by position."""
     kept: dict[int, bytes] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.parts.rounds.http.course import RoundCourse
 from vllm_rollout.parts.rounds.http.ended_groups import ended_before, events_of
 from vllm_rollout.parts.rounds.http.live import Keep, LiveEvent, LiveRound, Spent
+from vllm_rollout.parts.rounds.http.resumed import Resumption
 from vllm_rollout.parts.rounds.http.stored import PlannedRound
 
 
@@ -31,6 +32,8 @@ class RolloutRound(LiveRound):
 
     rollout: Rollout
     course: RoundCourse
+    resumption: Resumption | None = None
+    """None if candidates neither continue from an earlier round nor may continue in a later one."""
     run: Callable[[Rollout], AsyncGenerator[Event, None]]
     """Runs the rollout."""
     groups: GroupsInJson = field(default_factory=GroupsInJson)
@@ -84,7 +87,7 @@ class RolloutRound(LiveRound):
                         over.add(event.prompt_id)
 
     def spent(self) -> Spent:
-        outcome, course, resumption = self.rollout.outcome, self.course, self.rollout.resumption
+        outcome, course, resumption = self.rollout.outcome, self.course, self.resumption
         outcome.usage.returned_tokens -= course.filtered_tokens
         outcome.usage.wasted_tokens += course.filtered_tokens
         course.filtered_tokens = 0

@@ -38,6 +38,7 @@ from vllm_rollout.parts.rounds.http.live import (
 )
 from vllm_rollout.parts.rounds.http.metrics import RoundMetrics
 from vllm_rollout.parts.rounds.http.of_sessions import of_sessions
+from vllm_rollout.parts.rounds.http.plan import RoundPart
 from vllm_rollout.parts.rounds.http.request import (
     as_before,
     bodies_of,
@@ -308,16 +309,19 @@ class RunService:
             for plan in rollout.plans
         ]
         # A filter by rewards that are posted would need those, too, and they come again with the groups.
-        keeps_ended = self._store.is_durable and not (filters and rollout.grading is None)
+        keeps_ended = self._store.is_durable and not (filters and not rollout.is_graded)
         version = await self.engine.current_weight_version() if defaults.resume or keeps_ended else None
+        resumption = None
         if defaults.resume:
             check_resumable(rollout)
             before, unreadable = await asyncio.to_thread(resumed, planned)
-            rollout.resumption = Resumption(opened.kind == "short", version, before)
+            rollout.began_with = version
+            resumption = Resumption(opened.kind == "short", before)
             rollout.warnings += unreadable
         course = RoundCourse(self.engine, rollout.id, opened, filters=filters)
         course.progress.start_in([position async for position in rollout.course.positions()])
-        rollout.course = course
+        rollout.course, rollout.has_race = course, opened.kind == "short"
+        rollout.parts = [*rollout.parts, RoundPart(self.engine, rollout, course, resumption)]
         rollout.labels = {"run": stored.id, "round": opened.number, "kind": opened.kind}
         live = RolloutRound(
             id=rollout.id,
@@ -325,6 +329,7 @@ class RunService:
             progress=course.progress,
             rollout=rollout,
             course=course,
+            resumption=resumption,
             run=self._rollouts.events,
         )
         if keeps_ended:

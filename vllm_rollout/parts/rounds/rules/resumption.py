@@ -43,20 +43,6 @@ def is_whole(ending: Ending) -> bool:
     return ending.state == "finished" or ending.ended_by_itself
 
 
-def is_off_policy(versions: Collection[str], num_resumed: int, current: str | None) -> bool:
-    """True if weights other than those of its round sampled, or may have sampled, some of a trajectory's tokens.
-
-    Args:
-        versions: weight versions of the trajectory's tokens.
-        num_resumed: tokens of the trajectory from an earlier round.
-        current: the version at the beginning of the round. None: unknown, and the weights count as changed since the
-            earlier round.
-    """
-    if not num_resumed:
-        return len(set(versions)) > 1
-    return current is None or set(versions) != {current}
-
-
 def joined_moments(first: Moments | None, num_first: int, rest: Moments | None, num_rest: int) -> Moments | None:
     """Moments of the numbers of two parts together. None if the moments of a part with numbers are unknown."""
     if not num_first:
