@@ -24,6 +24,7 @@ from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.rewards.http.plan import RewardsPlan
 from vllm_rollout.parts.rewards.http.service import Graders, GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.service import RunService
 from vllm_rollout.parts.rounds.http.store import RunStore
@@ -93,7 +94,7 @@ def make_app(
     app.state.rollout_service = RolloutService(engine, metrics, audit_ratio=audit_ratio)
     app.state.session_service = SessionService(
         engine.give_up,
-        app.state.rollout_service.grading,
+        app.state.rollout_service.part(RewardsPlan).grading,
         app.state.rollout_service.rewards,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),

@@ -22,6 +22,7 @@ from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.clients import ClientNamespaces, client_session
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.parts.rewards.http.plan import RewardsPlan
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 
@@ -33,7 +34,7 @@ class Turns:
         self.app: FastAPI = make_app(FakeEngine(), database=database)
         service = self.app.state.rollout_service
         self.service = SessionService(
-            self._stop, service.grading, service.rewards, Metrics(CollectorRegistry()), decode
+            self._stop, service.part(RewardsPlan).grading, service.rewards, Metrics(CollectorRegistry()), decode
         )
         self.app.state.session_service = self.app.state.run_service.sessions = self.service
         self.app.add_middleware(ClientNamespaces)

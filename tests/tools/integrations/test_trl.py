@@ -20,6 +20,7 @@ from vllm_rollout.integrations.trl import TRLRollouts
 from vllm_rollout.integrations.trl_rows import columns_by_prompt, runs_of, tokenized
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.parts.rewards.http.plan import RewardsPlan
 
 PRUNING = {"detection_length": 4, "keep_ratio": 0.5, "min_labels": 1}
 
@@ -99,7 +100,7 @@ def test_a_completion_for_every_prompt_with_siblings_where_their_prompts_are(cli
 
 def test_the_server_grades_with_the_columns_of_the_data_set(app, client: RolloutClient):
     graders = FakeGraders(lambda trajectory: Grade("ok", float(trajectory.data["n"])))
-    app.state.rollout_service.grading.__init__(graders, Metrics(CollectorRegistry()))
+    app.state.rollout_service.part(RewardsPlan).grading.__init__(graders, Metrics(CollectorRegistry()))
     chat = [{"role": "user", "content": "b"}]
     of = trainer(train_dataset=[{"prompt": "a", "n": 1}, {"prompt": chat, "n": 2}])
     rollouts = TRLRollouts(client, reward="even")

@@ -5,15 +5,19 @@ started group. Each of them may be None: the part then hears nothing of it.
 
     PlanPart     asked           a request has come, before its checks
                  rewarded        rewards were posted for a rollout that is over
-    RolloutPart  shape           prompts are prepared, and all have the same plan
+    RolloutPart  check           the request has a plan; nothing else is done yet
+                 shape           prompts are prepared, and all have the same plan
                  ready, begun    all checks are done; the first group may start
                  filtered        a group that was returned is taken out of the answer
                  rewarded        rewards were posted while it runs
-                 finished, over  all groups are over; nothing of it runs any more
+                 finished        all groups are over, and the client waits for the end
+                 leave, over     no group is needed any more; nothing of it runs any more
     GroupPart    ordered         before its candidates are launched
                  launching       another way to launch them
                  ended, graded   a candidate
+                 launch_over     all candidates that were launched together have ended
                  restarted       all earlier reports are void
+                 stopped         no reports follow
                  over            nothing more can come: another result, or a reason to defer it
                  decided         its result is final, and its last events are not sent yet
                  keep, account   the rollout's outcome has it; its very last event is not sent yet
@@ -24,14 +28,17 @@ Invariant: the kernel has recorded a report before parts hear it. Parts hear one
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_rollout.kernel.http.answers import RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
+from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.reward_door import RewardDoor
+from vllm_rollout.kernel.http.sources import Sources
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
@@ -71,6 +78,11 @@ class GroupRecord:
     plan: GroupPlan
     started_s: float
     """Seconds from the rollout's beginning until it got its places."""
+    places: Places
+    order: GroupOrder
+    """The order to run it, as all parts have changed it."""
+    sources: Sources = field(default_factory=Sources)
+    """Where parts with `adds_sources` launch candidates and add reports."""
     ends: dict[int, CandidateEnd] = field(default_factory=dict)
     """Ends by candidate index."""
     grades: dict[int, Grade] = field(default_factory=dict)
@@ -93,12 +105,17 @@ class Over:
     result: GroupResult
     deferred_because: str | None = None
     """The reason if the group is deferred."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields that parts add to the event of a group that is returned."""
     final: Sequence[Ending] = ()
     """Endings of candidates that do not go on in a later rollout. Set by `keep`, read by `account`."""
 
 
 class GroupPart:
     """A part in the life of one group."""
+
+    adds_sources = False
+    """True if the part launches candidates or adds reports (`GroupRecord.sources`)."""
 
     def ordered(self, order: GroupOrder) -> GroupOrder:
         """The order to run the group, perhaps changed."""
@@ -116,6 +133,12 @@ class GroupPart:
 
     def restarted(self) -> None:
         """The engine has lost the group, which runs again."""
+
+    def launch_over(self) -> None:
+        """All candidates that were launched together have ended. Only called where a part adds sources."""
+
+    def stopped(self) -> None:
+        """No reports follow, because the group is over or its rollout has ended."""
 
     async def over(self, over: Over) -> None:
         """All candidates have ended. Change the group's result, or defer it."""
@@ -136,10 +159,13 @@ class GroupPart:
 class RolloutPart:
     """A part in the life of one rollout."""
 
+    def check(self, request: RolloutRequest, plan: GroupPlan) -> None:
+        """Check a request before its prompts are prepared. Raises: RequestError that names the field."""
+
     async def shape(self, draft: Draft) -> None:
         """Give prompts plans of their own, or another order. Raises: RequestError."""
 
-    def ready(self, rollout: Any) -> None:
+    async def ready(self, request: RolloutRequest, rollout: Any) -> None:
         """The request is checked. `rollout`: the `Rollout` that will run."""
 
     def begun(self) -> None:
@@ -158,6 +184,10 @@ class RolloutPart:
     async def finished(self) -> None:
         """All groups are over, and the client still reads. Its answer is made next."""
 
+    def leave(self) -> Collection[str]:
+        """No group is needed any more. Returns the engine's names of groups that the part has launched besides."""
+        return ()
+
     async def over(self, *, left: bool) -> None:
         """Nothing of the rollout runs any more. `left`: its client did not wait for the end."""
 
@@ -165,10 +195,10 @@ class RolloutPart:
 class PlanPart:
     """A part in the service of rollouts."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
-        """`clock`: in seconds."""
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
+        """`clock`: in seconds. `rewards`: takes rewards that the server has computed."""
 
-    def asked(self) -> RolloutPart | None:
+    def asked(self, request: RolloutRequest) -> RolloutPart | None:
         """The part's object for the rollout that is being requested. Its checks may still fail."""
         return None
 

@@ -15,7 +15,7 @@ from vllm_rollout.kernel.http.clients import client_namespace, client_request
 from vllm_rollout.kernel.http.course import AllPrompts
 from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt, PromptInput, RequestError
 from vllm_rollout.kernel.http.plan_port import Draft, RolloutPart
-from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, Prompt, RolloutRequest
+from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
@@ -28,8 +28,6 @@ from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
-from vllm_rollout.parts.rewards.http.body import options_of
-from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"
@@ -44,13 +42,11 @@ class Preparation:
         self,
         engine: Engine,
         learning: LearningService,
-        grading: GradingService,
         clock: Callable[[], float],
         audit_ratio: float,
     ) -> None:
         self._engine = engine
         self._learning = learning
-        self._grading = grading
         self._clock = clock
         self._audit_ratio = audit_ratio
         """Audit ratio of requests that learn and set none."""
@@ -64,10 +60,8 @@ class Preparation:
             raise RequestError(f"pruning: {refusal}", param="pruning")
         scaling.check(self._engine, request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
-        reward = None if request.reward is None else options_of(request.reward)
-        if reward is not None:
-            num_graded = len(request.prompts) * request.group_size
-            self._grading.check(reward, num_graded)
+        for part in parts:
+            part.check(request, plan)
         inputs = [
             PromptInput(
                 prompt.id if prompt.id is not None else str(position),
@@ -117,28 +111,13 @@ class Preparation:
             budget=draft.budget,
             warnings=[*draft.warnings, *_alike(request, plan)],
         )
-        if reward is not None:
-            rollout.grading = Grading(
-                reward,
-                await self._questions(request, prompts),
-                num_graded,
-                self._grading,
-                request.max_candidates,
-            )
         if request.scale_down == "auto":
             rollout.watch = scaling.watch(self._engine, rollout.id, rollout.num_responses, self._clock)
         rollout.parts = parts
         for part in parts:
-            part.ready(rollout)
+            await part.ready(request, rollout)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
-
-    async def _questions(self, request: RolloutRequest, prompts: Sequence[PreparedPrompt]) -> list[Question]:
-        def question(pair: tuple[Prompt, PreparedPrompt]) -> Question:
-            prompt, prepared = pair
-            return Question(prompt.messages or prompt.prompt or self._engine.prompt_text(prepared), prompt.data)
-
-        return await each(zip(request.prompts, prompts, strict=True), question)
 
     def _audited(
         self,

@@ -21,7 +21,6 @@ from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
-from vllm_rollout.parts.rewards.http.service import Grading
 
 
 @dataclass(slots=True)
@@ -139,8 +138,6 @@ class Rollout:
     budget: RedundancyBudget | None = None
     """None without redundancy "auto"."""
     warnings: list[str] = field(default_factory=list)
-    grading: Grading | None = None
-    """None without a reward."""
     is_graded: bool = False
     """True if the server grades its trajectories."""
     has_race: bool = False

@@ -10,14 +10,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeVar
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.attempts import attempts
 from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
@@ -33,12 +31,9 @@ from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
-from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
-from vllm_rollout.parts.rewards.http.group import GradedGroup
-from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
 
 Kind = TypeVar("Kind")
 
@@ -73,13 +68,12 @@ class RolloutService:
         self._metrics = metrics
         self.gauges = EngineGauges(engine, metrics, clock)
         self._clock = clock
-        self._parts: list[PlanPart] = [make(engine, metrics, clock) for _, make in faces("plan")]
-        rewards = engine.find(RewardsPart)
         self.learning = LearningService.of(engine, metrics, clock)
         self.rewards = RewardDoor(self._rewards_posted)
         self.rewards.takers.append(self.learning)
-        self.grading = GradingService(None, metrics) if rewards is None else rewards.grading
-        self._preparation = Preparation(engine, self.learning, self.grading, clock, audit_ratio)
+        made = (make(engine, metrics, clock, self.rewards) for _, make in faces("plan"))
+        self._parts: list[PlanPart] = list(made)
+        self._preparation = Preparation(engine, self.learning, clock, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -89,7 +83,7 @@ class RolloutService:
 
         Raises: RequestError that names the field.
         """
-        parts = [made for part in self._parts if (made := part.asked()) is not None]
+        parts = [made for part in self._parts if (made := part.asked(request)) is not None]
         return await self._preparation.rollout(request, parts)
 
     def part(self, kind: type[Kind]) -> Kind:
@@ -128,8 +122,6 @@ class RolloutService:
         """
         started = self._clock()
         events: FanIn[Event | None] = FanIn(EVENT_BUFFER)
-        if rollout.grading is not None:
-            rollout.grading.promise()
         groups: dict[str, asyncio.Task[None]] = {}
         """Tasks of launched groups, by group id."""
 
@@ -183,10 +175,7 @@ class RolloutService:
     ) -> None:
         """Stop what still runs of a rollout, and record it. `left`: its client did not wait for the end."""
         await asyncio.gather(launching, return_exceptions=True)
-        waves: Collection[str] = ()
-        if rollout.grading is not None:
-            rollout.grading.leave()
-            waves = rollout.grading.waves
+        waves = [name for part in rollout.parts for name in part.leave()]
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
         del self._active[rollout.id]
         for part in rollout.parts:
@@ -270,16 +259,10 @@ class RolloutService:
     ) -> AsyncGenerator[Event, None]:
         """The events of one group: its race, then its result."""
         started_s = rollout.outcome.started_s[position] = round(self._clock() - started, 3)
-        group = StartedGroup(rollout, position, places, self._metrics, started_s)
-        order = group.ordered(self._order(rollout, position))
-        launch = partial(group.launching(self.engine.run_group), order)
-        race = attempts(launch, rollout.on_engine_failure, group.take_places_again)
-        graded = self._graded_group(rollout, group, order, places)
-        async with aclosing(race if graded is None else graded.happenings(race)) as happenings:
-            async for happening in happenings:
-                if graded is None:
-                    group.take(happening)
-                for event in group.events_of(happening):
+        group = StartedGroup(rollout, position, places, self._order(rollout, position), self._metrics, started_s)
+        async with aclosing(group.reports(self.engine.run_group, rollout.on_engine_failure)) as reports:
+            async for report in reports:
+                for event in group.events_of(report):
                     yield event
         over = await group.over()
         for event in group.events_of_the_rest(over.result):
@@ -289,32 +272,12 @@ class RolloutService:
         for part in group.parts:
             await part.told(over)
 
-    async def _learn(self, rollout: Rollout, group: StartedGroup) -> None:
-        """Learn from rewards that came while the group ran."""
-        assert rollout.grading is not None
-        threshold = rollout.grading.options.threshold
-        name = owned_name(rollout.namespace, rollout.id)
-        rewards = [
-            NamedReward("rollout", name, Reward(group.prompt.id, index, reward, reward > threshold))
-            for index, grade in group.grades.items()
-            if (reward := grade.reward) is not None
-        ]
-        if rewards:
-            rollout.outcome.num_forgotten += await self.rewards.tell(rewards, rollout.id)
-
     def _rewards_posted(self, rollout_id: str, rewards: list[Reward]) -> None:
         if (rollout := self._active.get(rollout_id)) is not None:  # its row is to come
             rollout.rewarded([(its.prompt_id, its.index, its.reward) for its in rewards])
             return
         for part in self._parts:
             part.rewarded(rollout_id, rewards)
-
-    def _graded_group(
-        self, rollout: Rollout, group: StartedGroup, order: GroupOrder, places: Places
-    ) -> GradedGroup | None:
-        if (grading := rollout.grading) is None:
-            return None
-        return GradedGroup(grading, group, LaunchedCandidates(self.engine, order, places, grading.waves))
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
@@ -345,8 +308,6 @@ class RolloutService:
         if rollout.scoring is not None:
             rollout.scoring.group_over(group.prompt, ends)
         rollout.outcome.group_over(over.result, ends, group.grades.values(), latency_s)
-        if rollout.scoring is not None and rollout.grading is not None:
-            await self._learn(rollout, group)
         self._metrics.group_over(over.result, latency_s, group.plan)
         over.final = over.result.endings
         for part in group.parts:

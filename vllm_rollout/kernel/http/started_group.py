@@ -5,8 +5,11 @@ Invariant: each candidate and each grade of the attempt that counts is sent once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 from vllm_rollout.kernel.http.answers import (
     Allocation,
@@ -15,34 +18,39 @@ from vllm_rollout.kernel.http.answers import (
     Event,
     GroupEvent,
     GroupLengths,
-    GroupRewards,
     RestartedEvent,
     RewardEvent,
     TrajectoryEvent,
 )
-from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted
+from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted, attempts
 from vllm_rollout.kernel.http.ended import candidate_of, reward_of, tokens_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, CandidateTokens, GroupOrder, Happening
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import GroupRecord, Launch, Over
 from vllm_rollout.kernel.http.rollout import Rollout
-from vllm_rollout.kernel.rules.rewards import summarize
+from vllm_rollout.kernel.http.sources import LaunchOver
+from vllm_rollout.kernel.rules.fields import OnEngineFailure
 from vllm_rollout.kernel.rules.selection import conclude, lengths_of
 from vllm_rollout.kernel.rules.types import GroupResult
-from vllm_rollout.parts.rewards.rules.estimates import advantages
 
 
 class StartedGroup(GroupRecord):
     """The group of the prompt at one position."""
 
-    def __init__(self, rollout: Rollout, position: int, places: Places, metrics: Metrics, started_s: float) -> None:
-        """`started_s`: seconds from the rollout's beginning until now."""
-        super().__init__(
-            position, rollout.group_id(position), rollout.prompts[position], rollout.plans[position].group, started_s
-        )
+    def __init__(
+        self,
+        rollout: Rollout,
+        position: int,
+        places: Places,
+        order: GroupOrder,
+        metrics: Metrics,
+        started_s: float,
+    ) -> None:
+        """`order`: before parts change it. `started_s`: seconds from the rollout's beginning until now."""
+        prompt, plan = rollout.prompts[position], rollout.plans[position].group
+        super().__init__(position, order.group_id, prompt, plan, started_s, places, order)
         self._rollout = rollout
-        self._places = places
         self._metrics = metrics
         self._names = {"prompt_id": self.prompt.id, "group_id": self.id}
         self._lost_why: str | None = None
@@ -50,25 +58,40 @@ class StartedGroup(GroupRecord):
         self._off_policy: set[int] = set()
         """Indices of trajectories that are off policy."""
         self.parts = [made for part in rollout.parts if (made := part.group(self)) is not None]
-
-    async def take_places_again(self) -> None:
-        await self._places.take_again(self.plan.num_candidates)
-
-    def ordered(self, order: GroupOrder) -> GroupOrder:
-        """The order to run this group, as parts change it."""
         for part in self.parts:
-            order = part.ordered(order)
-        return order
+            self.order = part.ordered(self.order)
 
-    def launching(self, launch: Launch) -> Launch:
-        """The function that launches this group, as parts change it."""
+    async def reports(self, launch: Launch, on_engine_failure: OnEngineFailure) -> AsyncGenerator[Any, None]:
+        """Run the group. Yields each report that counts, once it is recorded. `launch`: unless a part has another."""
         for part in self.parts:
             launch = part.launching(launch)
-        return launch
+        race = attempts(partial(launch, self.order), on_engine_failure, self._take_places_again)
+        try:
+            if any(part.adds_sources for part in self.parts):
+                self.sources.launch(race)
+                async for report in self.sources:
+                    if self._take(report):
+                        yield report
+            else:  # a task less
+                async with aclosing(race) as reports:
+                    async for report in reports:
+                        if self._take(report):
+                            yield report
+        finally:
+            await self.sources.close()
+            for part in self.parts:
+                part.stopped()
 
-    def take(self, happening: Happening | Restarted | Lost | Graded) -> bool:
+    async def _take_places_again(self) -> None:
+        await self.places.take_again(self.plan.num_candidates)
+
+    def _take(self, happening: Happening | Restarted | Lost | Graded | LaunchOver) -> bool:
         """Record a report, before its events are made. True if it belongs to the attempt that counts."""
         match happening:
+            case LaunchOver():
+                for part in self.parts:
+                    part.launch_over()
+                return False
             case Restarted():
                 self._rollout.restarted(len(self.ends))
                 for known in (self.ends, self.grades, self.void, self._told, self._off_policy):
@@ -155,7 +178,7 @@ class StartedGroup(GroupRecord):
                 dict.fromkeys(span["version"] for i in result.selected for span in self.ends[i].weight_versions)
             ),
             audit=self.plan.audit,
-            rewards=self._rewards(result),
+            **over.fields,
         )
 
     def _allocation(self) -> Allocation:
@@ -163,21 +186,9 @@ class StartedGroup(GroupRecord):
         fields = {} if reasons is None else asdict(reasons)
         return Allocation(**{**fields, "num_candidates": self.plan.num_candidates, "selection": self.plan.selection})
 
-    def _rewards(self, result: GroupResult) -> GroupRewards | None:
-        grading = self._rollout.grading
-        if grading is None:
-            return None
-        rewards = list(self.rewards_of(result.selected).values())
-        return GroupRewards(
-            name=grading.options.name,
-            **summarize(rewards)._asdict(),
-            estimator=grading.options.estimator,
-            advantages=advantages(rewards, grading.options.estimator),
-        )
-
     def _take_end(self, end: CandidateEnd) -> None:
         if not end.is_replaced:  # by one that takes its place
-            self._places.release(1)
+            self.places.release(1)
         self.ends[end.ending.index] = end
         self.is_cut |= end.group_lost or end.ending.state == "deferred"
         for part in self.parts:

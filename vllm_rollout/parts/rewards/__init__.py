@@ -10,5 +10,6 @@ PART = Part(
         "doctor": "vllm_rollout.parts.rewards.doctor:check_sandbox",
         "flags": "vllm_rollout.parts.rewards.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.rewards.http.metrics:GradingMetrics",
+        "plan": "vllm_rollout.parts.rewards.http.plan:RewardsPlan",
     },
 )

@@ -8,6 +8,8 @@ from dataclasses import replace
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
@@ -23,12 +25,12 @@ from vllm_rollout.parts.page.http.watched import WatchedRollout
 class PagePlan(PlanPart):
     """All rollouts of the service. Overrides: asked, rewarded."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
         page = engine.find(PagePart)
         self.recorder: TraceRecorder | None = None if page is None else page.recorder
         self.viewers = Viewers(engine, records=self.recorder is not None)
 
-    def asked(self) -> PageRollout:
+    def asked(self, request: RolloutRequest) -> PageRollout:
         return PageRollout(self.viewers, self.recorder)
 
     def rewarded(self, rollout_id: str, rewards: Sequence[Reward]) -> None:
@@ -47,7 +49,7 @@ class PageRollout(RolloutPart):
         self._recorder = recorder
         self._trace = tracing.begin()
 
-    def ready(self, rollout: Rollout) -> None:
+    async def ready(self, request: RolloutRequest, rollout: Rollout) -> None:
         self.watched = WatchedRollout(rollout)
 
     def begun(self) -> None:

@@ -7,30 +7,31 @@ an event of one candidate takes no loop over the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 
-from vllm_rollout.kernel.http.attempts import Graded, Lost, Restarted, attempts
-from vllm_rollout.kernel.http.engine import CandidateEnd, Happening
-from vllm_rollout.kernel.http.fan_in import FanIn
-from vllm_rollout.kernel.http.started_group import StartedGroup
-from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.kernel.http.answers import GroupRewards
+from vllm_rollout.kernel.http.attempts import Graded, attempts
+from vllm_rollout.kernel.http.engine import CandidateEnd
+from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over
+from vllm_rollout.kernel.rules.rewards import Grade, summarize
 from vllm_rollout.kernel.rules.selection import Ranking, num_to_refill, num_wanted
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.service import Grading
+from vllm_rollout.parts.rewards.rules.estimates import advantages
+
+Teach = Callable[[GroupRecord], Awaitable[None]]
+"""Learns from the grades of a group that is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class _WaveOver:
-    """All candidates that were launched together have ended."""
+class GradedGroup(GroupPart):
+    """Adds grades to the reports of one group. A finished spare, else a new candidate, replaces a void one.
 
+    Overrides: adds_sources, ended, graded, restarted, launch_over, stopped, decided, account.
+    """
 
-class GradedGroup:
-    """Adds grades to the events of one group. A finished spare, else a new candidate, replaces a void one."""
+    adds_sources = True
 
     _ranking: Ranking
     """Ranks candidates that have finished and are not void."""
@@ -39,65 +40,72 @@ class GradedGroup:
     _num_valid: int
     _num_pruned: int
 
-    def __init__(self, grading: Grading, group: StartedGroup, candidates: LaunchedCandidates) -> None:
+    def __init__(self, grading: Grading, group: GroupRecord, candidates: LaunchedCandidates, teach: Teach) -> None:
+        """`teach`: learns from the group's grades, once it is over."""
         self._grading = grading
         self._group = group
         self._plan = plan = group.plan
         self._candidates = candidates
-        self._all: FanIn[Any] = FanIn(1)
+        self._teach = teach
         self._tasks: dict[int, asyncio.Task[Grade]] = {}
         """Running gradings, by candidate index."""
         self._urgency = Urgency()
         self._num_launched = plan.num_candidates
         self._next_index = plan.num_candidates
         """The next free index. The engine also uses indices, for candidates that replace lost ones."""
-        self._in_wave = False
+        self._in_wave = True
         """True while candidates run that were launched together. The next ones are launched when these have ended."""
         self._begin_again()
 
-    async def happenings(self, race: AsyncGenerator[Happening | Restarted | Lost, None]) -> AsyncGenerator[Any, None]:
-        """The events of a group and the grades of its candidates, until the group is settled."""
-        self._add(race)
-        try:
-            async for happening in self._all:
-                if isinstance(happening, _WaveOver):
-                    self._in_wave = False
-                    self._decide(happening)
-                    continue
-                if isinstance(happening, Restarted):
-                    self._restart()
-                if self._group.take(happening):
-                    if isinstance(happening, CandidateEnd):
-                        self._next_index = max(self._next_index, happening.ending.index + 1)
-                    if isinstance(happening, Graded):
-                        self._tasks.pop(happening.end.ending.index, None)
-                    if isinstance(happening, CandidateEnd | Graded | Lost):
-                        self._decide(happening)
-                    yield happening
-        finally:
-            await self._all.close()
-            self._drop(list(self._tasks))
+    def ended(self, end: CandidateEnd) -> None:
+        self._next_index = max(self._next_index, end.ending.index + 1)
+        self._take(end.ending)
+        self._decide()
 
-    def _decide(self, happening: CandidateEnd | Graded | Lost | _WaveOver) -> None:
-        """Launch, grade or drop candidates after an event."""
-        plan = self._plan
-        heir = None
-        if isinstance(happening, CandidateEnd):
-            self._take(happening.ending)
-        elif isinstance(happening, Graded) and happening.grade.status == "void":
-            heir = self._ranking.drop(happening.end.ending)
+    def graded(self, index: int, grade: Grade) -> None:
+        self._tasks.pop(index, None)
+        heir = self._ranking.drop(self._group.ends[index].ending) if grade.status == "void" else None
+        self._decide(() if heir is None else [heir])
+
+    def launch_over(self) -> None:
+        self._in_wave = False
+        chosen: Collection[int] = self._new
+        if len(self._ranking) > self._plan.group_size:
+            chosen = set(self._ranking.selected)
+            self._drop(self._tasks.keys() - chosen)
+        self._new = []
+        self._decide(chosen)
+
+    def restarted(self) -> None:
+        """Drop all gradings. Everything known about the group is void."""
+        self._drop(list(self._tasks))
+        self._next_index = self._num_launched
+        self._begin_again()
+
+    def stopped(self) -> None:
+        self._drop(list(self._tasks))
+
+    def decided(self, over: Over) -> None:
+        if over.deferred_because is not None:
+            return
+        options = self._grading.options
+        rewards = list(self._group.rewards_of(over.result.selected).values())
+        over.fields["rewards"] = GroupRewards(
+            name=options.name,
+            **summarize(rewards)._asdict(),
+            estimator=options.estimator,
+            advantages=advantages(rewards, options.estimator),
+        )
+
+    async def account(self, over: Over) -> None:
+        await self._teach(self._group)
+
+    def _decide(self, to_grade: Collection[int] = ()) -> None:
+        """Grade these candidates and launch others, unless candidates run that were launched together."""
         if self._in_wave:
             return
-        if isinstance(happening, _WaveOver):
-            chosen: Collection[int] = self._new
-            if len(self._ranking) > plan.group_size:
-                chosen = set(self._ranking.selected)
-                self._drop(self._tasks.keys() - chosen)
-            self._grade(chosen)
-            self._new = []
-        elif heir is not None:
-            self._grade([heir])
-        num_alive = self._ranking.num_selected
+        self._grade(to_grade)
+        plan, num_alive = self._plan, self._ranking.num_selected
         is_short = self._group.void and num_alive < num_wanted(plan, self._num_pruned)
         if is_short and not (self._grading.is_left or self._group.is_cut):
             most = self._grading.max_candidates or 2 * plan.num_candidates
@@ -116,25 +124,9 @@ class GradedGroup:
         if ending.valid or plan.returns_all or not plan.early_stop:
             self._grade([ending.index])
 
-    def _restart(self) -> None:
-        """Drop all gradings. Everything known about the group is void."""
-        self._drop(list(self._tasks))
-        self._next_index = self._num_launched
-        self._begin_again()
-
     def _begin_again(self) -> None:
         self._ranking, self._new = Ranking(self._plan), []
         self._num_valid = self._num_pruned = 0
-
-    def _add(self, race: AsyncGenerator[Any, None]) -> None:
-        async def wave() -> AsyncGenerator[Any, None]:
-            async with aclosing(race) as happenings:
-                async for happening in happenings:
-                    yield happening
-            yield _WaveOver()
-
-        self._in_wave = True
-        self._all.add(wave())
 
     def _launch(self, num_candidates: int) -> None:
         """Launch candidates. A candidate that is lost with its rank does not run again: others take its place, up to
@@ -142,7 +134,8 @@ class GradedGroup:
         if num_candidates:
             indices = range(self._next_index, self._next_index + num_candidates)
             self._num_launched = self._next_index = indices.stop
-            self._add(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
+            self._in_wave = True
+            self._group.sources.launch(attempts(lambda: self._candidates.more(indices), "fail", _nothing))
 
     def _grade(self, indices: Iterable[int]) -> None:
         """Start to grade candidates that have no grade and are not being graded."""
@@ -152,7 +145,7 @@ class GradedGroup:
             if index not in self._group.grades and index not in self._tasks:
                 end = self._group.ends[index]
                 self._tasks[index] = task = self._grading.start(self._group.position, end, self._urgency)
-                self._all.add(_graded(end, task))
+                self._group.sources.add(_graded(end, task))
 
     def _drop(self, indices: Iterable[int]) -> None:
         for index in indices:

@@ -12,6 +12,7 @@ from vllm_rollout.kernel.api.first import Listener
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.parts import faces
+from vllm_rollout.parts.rewards.http.plan import RewardsPlan
 from vllm_rollout.parts.sessions.http.service import SessionService
 
 
@@ -28,7 +29,7 @@ class SessionsApi(ApiPart):
         made = [make for _, make in faces("session_observers")]
         client.sessions = app.state.session_service = SessionService(
             self._engine.give_up,
-            rollouts.grading,
+            rollouts.part(RewardsPlan).grading,
             rollouts.rewards,
             client.rollout_metrics,
             partial(whole_text, client.model_config),

@@ -14,6 +14,8 @@ from vllm_rollout.kernel.http.answers import RedundancyBudget
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.plan_port import Draft, GroupPart, GroupRecord, Over, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.types import Ending
@@ -33,12 +35,12 @@ from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatis
 class ShapingPlan(PlanPart):
     """Reads an engine's history of lengths for rollouts, and adds to it. Overrides: asked."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
         self._engine = engine
         self._shaping = engine.part(ShapingPart)
         self._metrics = metrics.of(ShapingMetrics)
 
-    def asked(self) -> ShapedRollout:
+    def asked(self, request: RolloutRequest) -> ShapedRollout:
         return ShapedRollout(self)
 
     async def same(self, draft: Draft) -> None:
@@ -157,7 +159,7 @@ class ShapedRollout(RolloutPart):
         else:
             await self._service.allocate(draft, tradeoff)
 
-    def ready(self, rollout: Rollout) -> None:
+    async def ready(self, request: RolloutRequest, rollout: Rollout) -> None:
         self._rollout = rollout
 
     def group(self, record: GroupRecord) -> GroupPart:

@@ -1,0 +1,88 @@
+"""Rewards in the life of a rollout: the server grades its trajectories while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from vllm_rollout.kernel.http.clients import owned_name
+from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
+from vllm_rollout.kernel.http.reward_door import RewardDoor
+from vllm_rollout.kernel.http.rollout import Rollout
+from vllm_rollout.kernel.http.slices import each
+from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
+from vllm_rollout.parts.rewards.http.body import RewardOptions, options_of
+from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
+from vllm_rollout.parts.rewards.http.group import GradedGroup
+from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question, RewardsPart
+
+
+class RewardsPlan(PlanPart):
+    """All rollouts of the service. Overrides: asked."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
+        part = engine.find(RewardsPart)
+        self.engine = engine
+        self.rewards = rewards
+        self.grading = GradingService(None, metrics) if part is None else part.grading
+
+    def asked(self, request: RolloutRequest) -> GradedRollout | None:
+        return None if request.reward is None else GradedRollout(self, options_of(request.reward))
+
+
+class GradedRollout(RolloutPart):
+    """A rollout with a reward. Overrides: check, ready, begun, group, leave."""
+
+    _rollout: Rollout
+    _grading: Grading
+
+    def __init__(self, plan: RewardsPlan, options: RewardOptions) -> None:
+        self._plan = plan
+        self._options = options
+
+    def check(self, request: RolloutRequest, plan: GroupPlan) -> None:
+        self._plan.grading.check(self._options, len(request.prompts) * request.group_size)
+
+    async def ready(self, request: RolloutRequest, rollout: Rollout) -> None:
+        engine = self._plan.engine
+
+        def question(pair: tuple[Prompt, PreparedPrompt]) -> Question:
+            prompt, prepared = pair
+            return Question(prompt.messages or prompt.prompt or engine.prompt_text(prepared), prompt.data)
+
+        self._rollout = rollout
+        self._grading = Grading(
+            self._options,
+            await each(zip(request.prompts, rollout.prompts, strict=True), question),
+            len(request.prompts) * request.group_size,
+            self._plan.grading,
+            request.max_candidates,
+        )
+
+    def begun(self) -> None:
+        self._grading.promise()
+
+    def group(self, record: GroupRecord) -> GroupPart:
+        candidates = LaunchedCandidates(self._plan.engine, record, self._grading.waves)
+        return GradedGroup(self._grading, record, candidates, self._teach)
+
+    def leave(self) -> Collection[str]:
+        self._grading.leave()
+        return self._grading.waves
+
+    async def _teach(self, group: GroupRecord) -> None:
+        """Learn from the rewards of a group, if its candidates are scored."""
+        if group.plan.pruning is None:
+            return
+        rollout, threshold = self._rollout, self._options.threshold
+        name = owned_name(rollout.namespace, rollout.id)
+        rewards = [
+            NamedReward("rollout", name, Reward(group.prompt.id, index, reward, reward > threshold))
+            for index, grade in group.grades.items()
+            if (reward := grade.reward) is not None
+        ]
+        if rewards:
+            rollout.outcome.num_forgotten += await self._plan.rewards.tell(rewards, rollout.id)
