@@ -26,6 +26,7 @@ from vllm_rollout.kernel.http.answers import (
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.moving.http.plan import MovingRollout
 from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.moving.rules.load import ArrivedKV, TransferCost
 from vllm_rollout.parts.moving.rules.placement import ALL_OWNERS
@@ -157,7 +158,8 @@ async def test_ranks_are_taken_back_also_when_nobody_waits_for_it(engine: FakeEn
     assert moves.held == {2, 3}
     service = RolloutService(engine, Metrics(CollectorRegistry()))
     rollout = await service.prepare(RolloutRequest.model_validate({"prompts": PROMPTS[:1], "group_size": 2}))
-    rollout.watch = watch
+    (moving,) = (part for part in rollout.parts if isinstance(part, MovingRollout))
+    moving.watch = watch
     answering = asyncio.create_task(service.answer(rollout))
     await eventually(lambda: moves.is_restoring)
     answering.cancel()

@@ -15,6 +15,7 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.rewards.test_grading import FakeGraders
 from tests.support.waiting import eventually, wait_until
 from vllm_rollout import AsyncRolloutClient
+from vllm_rollout.kernel.http.plan_port import RolloutPart
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
@@ -157,28 +158,25 @@ async def test_groups_that_were_over_when_the_client_left_are_recorded(engine, a
 
 
 async def test_a_client_that_leaves_while_its_rollout_ends_does_not_interrupt_that(app, path):
-    class Watch:
-        """A watch whose report at the end of a rollout takes a while."""
+    class Slow(RolloutPart):
+        """A part whose end takes a while."""
 
         def __init__(self) -> None:
             self.reached, self.goes_on = asyncio.Event(), asyncio.Event()
 
-        def begin(self, tell) -> None: ...
-
-        def candidate_ended(self) -> None: ...
-
-        async def end(self) -> None:
+        async def close(self) -> None:
             self.reached.set()
             await self.goes_on.wait()
 
     service = app.state.rollout_service
     rollout = await service.prepare(RolloutRequest.model_validate(body("a")))
-    rollout.watch = watch = Watch()
+    slow = Slow()
+    rollout.parts = [*rollout.parts, slow]
     answering = asyncio.create_task(service.answer(rollout))
-    await watch.reached.wait()
+    await slow.reached.wait()
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
-    watch.goes_on.set()
+    slow.goes_on.set()
     async with asyncio.timeout(10):
         await eventually(lambda: path.stat().st_size)
     assert [prompt.id for prompt in read_trace(path).prompts] == ["a"]

@@ -11,7 +11,8 @@ started group. Each of them may be None: the part then hears nothing of it.
                  filtered        a group that was returned is taken out of the answer
                  rewarded        rewards were posted while it runs
                  finished        all groups are over, and the client waits for the end
-                 leave, over     no group is needed any more; nothing of it runs any more
+                 leave           no group is needed any more
+                 over, close     nothing of it runs any more
     GroupPart    ordered         before its candidates are launched
                  launching       another way to launch them
                  ended, graded   a candidate
@@ -28,11 +29,11 @@ Invariant: the kernel has recorded a report before parts hear it. Parts hear one
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_rollout.kernel.http.answers import RedundancyBudget
+from vllm_rollout.kernel.http.answers import Event, RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -45,6 +46,10 @@ from vllm_rollout.kernel.rules.types import Ending, GroupResult
 
 Launch = Callable[[GroupOrder], AsyncGenerator[Happening, None]]
 """Launches the candidates of a group, and yields their tokens and ends."""
+
+
+Tell = Callable[[Event], Awaitable[None]]
+"""Waits until an event has its place among those of the rollout."""
 
 
 @dataclass(slots=True)
@@ -168,8 +173,8 @@ class RolloutPart:
     async def ready(self, request: RolloutRequest, rollout: Any) -> None:
         """The request is checked. `rollout`: the `Rollout` that will run."""
 
-    def begun(self) -> None:
-        """The rollout runs from now on."""
+    def begun(self, tell: Tell) -> None:
+        """The rollout runs from now on. `tell`: adds an event to those of its groups."""
 
     def group(self, record: GroupRecord) -> GroupPart | None:
         """The part's object for a group that has its places."""
@@ -185,11 +190,15 @@ class RolloutPart:
         """All groups are over, and the client still reads. Its answer is made next."""
 
     def leave(self) -> Collection[str]:
-        """No group is needed any more. Returns the engine's names of groups that the part has launched besides."""
+        """No group is needed any more. Returns the engine's names of groups that the part has launched besides: a
+        collection that may still grow."""
         return ()
 
-    async def over(self, *, left: bool) -> None:
+    def over(self, *, left: bool) -> None:
         """Nothing of the rollout runs any more. `left`: its client did not wait for the end."""
+
+    async def close(self) -> None:
+        """Give back what the part holds for the rollout, after `over` of all parts."""
 
 
 class PlanPart:

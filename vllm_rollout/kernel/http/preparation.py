@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_rollout.config import MAX_CANDIDATES
@@ -23,7 +23,6 @@ from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upp
 from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.parts.moving.http import scaling
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
@@ -42,12 +41,10 @@ class Preparation:
         self,
         engine: Engine,
         learning: LearningService,
-        clock: Callable[[], float],
         audit_ratio: float,
     ) -> None:
         self._engine = engine
         self._learning = learning
-        self._clock = clock
         self._audit_ratio = audit_ratio
         """Audit ratio of requests that learn and set none."""
         self._audit_turns = AuditTurns()
@@ -58,7 +55,6 @@ class Preparation:
         _check_max_candidates(request, plan)
         if plan.pruning is not None and (refusal := self._learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
-        scaling.check(self._engine, request)
         _check_num_candidates(len(request.prompts), plan.num_candidates)
         for part in parts:
             part.check(request, plan)
@@ -111,8 +107,6 @@ class Preparation:
             budget=draft.budget,
             warnings=[*draft.warnings, *_alike(request, plan)],
         )
-        if request.scale_down == "auto":
-            rollout.watch = scaling.watch(self._engine, rollout.id, rollout.num_responses, self._clock)
         rollout.parts = parts
         for part in parts:
             await part.ready(request, rollout)

@@ -19,7 +19,6 @@ from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
-from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch
 from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 
 
@@ -133,8 +132,6 @@ class Rollout:
     """Action for groups that the engine loses."""
     priority: int = 0
     """A lower number gets places earlier."""
-    watch: ScaleDownWatch | None = None
-    """Frees ranks while the rollout runs. None without `scale_down`."""
     budget: RedundancyBudget | None = None
     """None without redundancy "auto"."""
     warnings: list[str] = field(default_factory=list)
@@ -193,11 +190,6 @@ class Rollout:
         """Pass on rewards that were posted while the rollout runs. Each is (prompt id, index, reward)."""
         for part in self.parts:
             part.rewarded(rewards)
-
-    def candidate_ended(self) -> None:
-        self.outcome.num_ended += 1
-        if self.watch is not None:
-            self.watch.candidate_ended()
 
     def restarted(self, num_ended: int) -> None:
         """Count a group that runs again. `num_ended`: its candidates that had ended."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from itertools import chain
 from typing import Any, TypeVar
 
 from vllm_rollout.background import to_its_end
@@ -73,7 +74,7 @@ class RolloutService:
         self.rewards.takers.append(self.learning)
         made = (make(engine, metrics, clock, self.rewards) for _, make in faces("plan"))
         self._parts: list[PlanPart] = list(made)
-        self._preparation = Preparation(engine, self.learning, clock, audit_ratio)
+        self._preparation = Preparation(engine, self.learning, audit_ratio)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -136,9 +137,7 @@ class RolloutService:
         launching = events.add(launch())
         self._active[rollout.id] = rollout
         for part in rollout.parts:
-            part.begun()
-        if rollout.watch is not None:
-            rollout.watch.begin(events.put)
+            part.begun(events.put)
         left = True
         try:
             async for event in events:
@@ -175,19 +174,19 @@ class RolloutService:
     ) -> None:
         """Stop what still runs of a rollout, and record it. `left`: its client did not wait for the end."""
         await asyncio.gather(launching, return_exceptions=True)
-        waves = [name for part in rollout.parts for name in part.leave()]
+        waves = [part.leave() for part in rollout.parts]
         await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
         del self._active[rollout.id]
         for part in rollout.parts:
-            await part.over(left=left)
-        if rollout.watch is not None:
-            await rollout.watch.end()
+            part.over(left=left)
+        for part in rollout.parts:
+            await part.close()
 
     async def _see_out(
-        self, groups: Mapping[str, asyncio.Task[None]], waves: Collection[str], events: FanIn[Event | None]
+        self, groups: Mapping[str, asyncio.Task[None]], waves: Iterable[Collection[str]], events: FanIn[Event | None]
     ) -> None:
-        """Stop groups without a reader, and let each of them come to its end. `waves`: groups that the engine runs
-        for them besides."""
+        """Stop groups without a reader, and let each of them come to its end. `waves`: groups that parts
+        have launched for them besides."""
         if not groups:
             return
         dropping = asyncio.create_task(events.drop())
@@ -196,7 +195,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self.engine.cancel_groups([*running, *waves])
+                await self.engine.cancel_groups([*running, *chain.from_iterable(waves)])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except EngineStopped:  # reported elsewhere

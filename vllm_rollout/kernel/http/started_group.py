@@ -193,7 +193,7 @@ class StartedGroup(GroupRecord):
         self.is_cut |= end.group_lost or end.ending.state == "deferred"
         for part in self.parts:
             part.ended(end)
-        self._rollout.candidate_ended()
+        self._rollout.outcome.num_ended += 1
         if end.assessment is not None:
             self._metrics.candidate_scored(end.assessment)
 

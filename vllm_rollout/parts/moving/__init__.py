@@ -12,6 +12,7 @@ PART = Part(
         "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
+        "plan": "vllm_rollout.parts.moving.http.plan:MovingPlan",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.moving.simulated",

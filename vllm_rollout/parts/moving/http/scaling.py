@@ -32,10 +32,6 @@ def check(engine: Engine, request: RolloutRequest) -> None:
             raise RequestError(f'{field}: "{wanted}" {refusal}', param=field)
 
 
-def watch(engine: Engine, rollout_id: str, num_responses: int, clock: Callable[[], float]) -> ScaleDownWatch:
-    return ScaleDownWatch(engine.part(MovesPart), rollout_id, num_responses, clock)
-
-
 class ScaleDownWatch:
     """Watches the candidates of one rollout end, and frees half of the ranks once that is advised."""
 

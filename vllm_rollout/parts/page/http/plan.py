@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, PlanPart, RolloutPart, Tell
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
@@ -52,7 +52,7 @@ class PageRollout(RolloutPart):
     async def ready(self, request: RolloutRequest, rollout: Rollout) -> None:
         self.watched = WatchedRollout(rollout)
 
-    def begun(self) -> None:
+    def begun(self, tell: Tell) -> None:
         self._viewers.begun(self.watched)
 
     def group(self, record: GroupRecord) -> GroupPart:
@@ -67,7 +67,7 @@ class PageRollout(RolloutPart):
     async def finished(self) -> None:
         self.watched.rollout.outcome.receipt = await receipt(self.watched)
 
-    async def over(self, *, left: bool) -> None:
+    def over(self, *, left: bool) -> None:
         watched = self.watched
         watched.seen.over(left=left)
         self._viewers.over(watched)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
@@ -62,7 +62,7 @@ class GradedRollout(RolloutPart):
             request.max_candidates,
         )
 
-    def begun(self) -> None:
+    def begun(self, tell: Tell) -> None:
         self._grading.promise()
 
     def group(self, record: GroupRecord) -> GroupPart:
