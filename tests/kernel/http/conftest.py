@@ -24,6 +24,7 @@ from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
+from vllm_rollout.parts.pruning.http.plan import LearningPlan
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
 from vllm_rollout.parts.rewards.http.service import Graders, GradingService, RewardsPart
 from vllm_rollout.parts.rounds.http.service import RunService
@@ -98,7 +99,7 @@ def make_app(
         app.state.rollout_service.rewards,
         metrics,
         lambda tokens: "".join(map(chr, tokens)),
-        pruning_refusal=lambda: app.state.rollout_service.learning.pruning_refusal,
+        pruning_refusal=lambda: app.state.rollout_service.part(LearningPlan).learning.pruning_refusal,
         observers=observers(app.state.rollout_service),
     )
     app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)

@@ -20,6 +20,7 @@ from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.clients import ClientNamespaces, client_namespace
 from vllm_rollout.kernel.http.rewards import MAX_REWARDS, NamedRewardsAnswer, RewardEntry
 from vllm_rollout.kernel.rules.rewards import RewardStatus, request_name
+from vllm_rollout.parts.pruning.http.plan import LearningPlan
 
 
 def entry(prompt_id: str, index: int, reward: float) -> dict[str, Any]:
@@ -150,7 +151,7 @@ async def test_a_hundred_thousand_rewards_are_taken_at_once(http):
 
 async def test_gauges_follow_rewards_but_not_each_of_them(http, app, engine: FakeEngine):
     now = 0.0
-    app.state.rollout_service.learning._clock = lambda: now
+    app.state.rollout_service.part(LearningPlan).learning._clock = lambda: now
     before = await samples(http)
     for status in get_args(RewardStatus):
         assert before[f"rewards_total.{status}"] == 0

@@ -5,12 +5,14 @@ started group. Each of them may be None: the part then hears nothing of it.
 
     PlanPart     asked           a request has come, before its checks
                  rewarded        rewards were posted for a rollout that is over
-    RolloutPart  check           the request has a plan; nothing else is done yet
-                 shape           prompts are prepared, and all have the same plan
+    RolloutPart  choose          the request has a plan, before checks
+                 check           nothing else is done yet
+                 shape, audit    prompts are prepared, and all have the same plan; the plans are made
                  ready, begun    all checks are done; the first group may start
+                 ended_before    a group that does not run was complete before an interruption
                  filtered        a group that was returned is taken out of the answer
                  rewarded        rewards were posted while it runs
-                 finished        all groups are over, and the client waits for the end
+                 finished, warn  all groups are over, and the client waits for the end
                  leave           no group is needed any more
                  over, close     nothing of it runs any more
     GroupPart    ordered         before its candidates are launched
@@ -33,7 +35,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_rollout.kernel.http.answers import Event, RedundancyBudget
+from vllm_rollout.kernel.http.answers import Event, GroupAnswer, RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -164,11 +166,18 @@ class GroupPart:
 class RolloutPart:
     """A part in the life of one rollout."""
 
+    async def choose(self, request: RolloutRequest, plan: GroupPlan, warnings: list[str]) -> GroupPlan:
+        """The plan of every prompt, perhaps changed. Adds warnings. Raises: RequestError."""
+        return plan
+
     def check(self, request: RolloutRequest, plan: GroupPlan) -> None:
         """Check a request before its prompts are prepared. Raises: RequestError that names the field."""
 
     async def shape(self, draft: Draft) -> None:
         """Give prompts plans of their own, or another order. Raises: RequestError."""
+
+    def audit(self, draft: Draft) -> None:
+        """Change plans to those of audit groups (`PromptPlan.audited`)."""
 
     async def ready(self, request: RolloutRequest, rollout: Any) -> None:
         """The request is checked. `rollout`: the `Rollout` that will run."""
@@ -180,6 +189,9 @@ class RolloutPart:
         """The part's object for a group that has its places."""
         return None
 
+    def ended_before(self, group: GroupAnswer) -> None:
+        """A group counts that was complete when its rollout was interrupted. It does not run."""
+
     def filtered(self, prompt_id: str) -> None:
         """A finished group is taken out of the answer."""
 
@@ -188,6 +200,10 @@ class RolloutPart:
 
     async def finished(self) -> None:
         """All groups are over, and the client still reads. Its answer is made next."""
+
+    async def warn(self) -> Sequence[str]:
+        """Warnings for the answer, after those of the kernel."""
+        return ()
 
     def leave(self) -> Collection[str]:
         """No group is needed any more. Returns the engine's names of groups that the part has launched besides: a
@@ -201,11 +217,25 @@ class RolloutPart:
         """Give back what the part holds for the rollout, after `over` of all parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the service of rollouts gives to each part."""
+
+    engine: Engine
+    metrics: Metrics
+    clock: Callable[[], float]
+    """In seconds."""
+    rewards: RewardDoor
+    """Passes on rewards: those that clients post, and those that the server has computed."""
+    audit_ratio: float
+    """Audit ratio of requests that learn and set none."""
+
+
 class PlanPart:
     """A part in the service of rollouts."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
-        """`clock`: in seconds. `rewards`: takes rewards that the server has computed."""
+    def __init__(self, given: Given) -> None:
+        """Made once, with the service."""
 
     def asked(self, request: RolloutRequest) -> RolloutPart | None:
         """The part's object for the rollout that is being requested. Its checks may still fail."""

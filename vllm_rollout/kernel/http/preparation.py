@@ -5,28 +5,22 @@ Invariant: all faults of a request are found here, before anything is launched.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from vllm_rollout.config import MAX_CANDIDATES
 from vllm_rollout.kernel.http.clients import client_namespace, client_request
 from vllm_rollout.kernel.http.course import AllPrompts
-from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt, PromptInput, RequestError
+from vllm_rollout.kernel.http.engine import Engine, PromptInput, RequestError
 from vllm_rollout.kernel.http.plan_port import Draft, RolloutPart
 from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upper_bound
-from vllm_rollout.kernel.rules.prompt_key import digest_of, history_key
+from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
-from vllm_rollout.parts.pruning.http.service import LearningService
-from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
-from vllm_rollout.parts.pruning.rules.length_trial import chosen
 
 NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields} | {
     "allow_fewer": "pruning.allow_fewer"
@@ -37,27 +31,18 @@ NAMES = {field: f"selection.dual_end.{field}" for field in DualEnd.model_fields}
 class Preparation:
     """Prepares rollouts for an engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        learning: LearningService,
-        audit_ratio: float,
-    ) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._learning = learning
-        self._audit_ratio = audit_ratio
-        """Audit ratio of requests that learn and set none."""
-        self._audit_turns = AuditTurns()
 
     async def rollout(self, request: RolloutRequest, parts: Sequence[RolloutPart]) -> Rollout:
         """Check a request and prepare its rollout, with these parts. Raises: RequestError that names the field."""
-        plan, warnings = await self._chosen(self._plan(request), request.model)
+        plan, warnings = self._plan(request), list[str]()
+        for part in parts:
+            plan = await part.choose(request, plan, warnings)
         _check_max_candidates(request, plan)
-        if plan.pruning is not None and (refusal := self._learning.pruning_refusal) is not None:
-            raise RequestError(f"pruning: {refusal}", param="pruning")
-        _check_num_candidates(len(request.prompts), plan.num_candidates)
         for part in parts:
             part.check(request, plan)
+        _check_num_candidates(len(request.prompts), plan.num_candidates)
         inputs = [
             PromptInput(
                 prompt.id if prompt.id is not None else str(position),
@@ -82,23 +67,19 @@ class Preparation:
         draft = Draft(request, plan, adapter, prompts, plans, range(len(plans)), warnings)
         for part in parts:
             await part.shape(draft)
-        seed = request.sampling_params.get("seed")
-        # -1 is none to vLLM, too.
-        pruning_seed = seed if isinstance(seed, int) and seed != -1 else secrets.randbits(62)
-        plans = self._audited(request, adapter, draft.plans, prompts, pruning_seed)
+        for part in parts:
+            part.audit(draft)
         rollout = Rollout(
             id=rollout_id(client_request()),
             created=int(time.time()),
             namespace=client_namespace(),
             model=model,
             adapter=adapter,
-            plans=plans,
+            plans=draft.plans,
             prompts=prompts,
             seed_names=[prompt.id for prompt in prompts],
             included=frozenset(request.include),
             stream_tokens=request.stream_tokens,
-            pruning_seed=pruning_seed,
-            scoring=None if plan.pruning is None else ScoringLog(plan, plan.pruning),
             course=AllPrompts(draft.positions),
             migration=request.migration,
             on_engine_failure=request.on_engine_failure,
@@ -112,29 +93,6 @@ class Preparation:
             await part.ready(request, rollout)
         rollout.outcome.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return rollout
-
-    def _audited(
-        self,
-        request: RolloutRequest,
-        adapter: str,
-        plans: list[PromptPlan],
-        prompts: Sequence[PreparedPrompt],
-        seed: int,
-    ) -> list[PromptPlan]:
-        """The plans, of which a share is replaced by those of audit groups."""
-        learns = request.pruning is not None or request.tradeoff is not None
-        ratio = request.audit_ratio
-        if ratio is None:
-            ratio = self._audit_ratio if learns else 0.0
-        if not ratio:
-            return plans
-        unit = request.audit_unit
-        if unit == "auto":
-            unit = "group" if request.stream else "rollout"
-        if unit == "group":
-            return with_audits(plans, ratio, seed, [digest_of(prompt.token_ids) for prompt in prompts])
-        races = any(not plan.group.returns_all for plan in plans)
-        return [plan.audited() for plan in plans] if self._audit_turns.take((adapter, races), ratio) else plans
 
     def _plan(self, request: RolloutRequest) -> GroupPlan:
         """The plan of every prompt. With redundancy "auto" it has the largest number of candidates."""
@@ -154,22 +112,6 @@ class Preparation:
             )
         except PlanError as error:
             raise RequestError(str(error), param=error.field) from error
-
-    async def _chosen(self, plan: GroupPlan, model: str | None) -> tuple[GroupPlan, list[str]]:
-        """The plan with a detection length in place of "auto", and warnings about the choice."""
-        if plan.pruning is None or not plan.pruning.auto:
-            return plan, []
-        trial = await self._learning.length_trial(plan.pruning.keep_ratio, model)
-        pruning = chosen(plan.pruning, trial.recommended)
-        plan = replace(plan, pruning=pruning)
-        if trial.recommended is not None:
-            return plan, []
-        lengths = ", ".join(map(str, pruning.scored_lengths))
-        warning = (
-            f'detection_length: "auto" cannot choose yet ({trial.reason}). Nothing was pruned, and candidates were '
-            f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."
-        )
-        return plan, [warning]
 
 
 def _alike(request: RolloutRequest, plan: GroupPlan) -> list[str]:

@@ -19,7 +19,6 @@ from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.receipt import Receipt
 from vllm_rollout.kernel.rules.rewards import Grade, GradeStatus
 from vllm_rollout.kernel.rules.types import CandidateState, GroupResult
-from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 
 
 @dataclass(slots=True)
@@ -121,10 +120,6 @@ class Rollout:
     """One name per prompt. Its seed follows from this and the request's seed."""
     included: Set[Included]
     stream_tokens: int | None
-    pruning_seed: int
-    """Seed of pruning's random choices, with each prompt's content. The same seeded request gets the same verdicts."""
-    scoring: ScoringLog | None
-    """None without pruning."""
     course: Course
     migration: Migration = "off"
     """Purpose for which its groups may move to other ranks."""
@@ -165,6 +160,7 @@ class Rollout:
 
     def envelope(self) -> dict[str, Any]:
         """Fields of every answer and of the last event, without groups."""
+        pruning = self.plans[0].group.pruning
         return {
             "id": self.id,
             "created": self.created,
@@ -172,7 +168,7 @@ class Rollout:
             "weight_version": self.outcome.weight_version,
             "warnings": self.warnings,
             "budget": self.budget,
-            "detection_length": None if self.scoring is None else self.scoring.plan.detection_length,
+            "detection_length": None if pruning is None else pruning.detection_length,
             "off_policy": self.outcome.off_policy,
             "freed": self.outcome.freed,
             "usage": self.outcome.usage,
@@ -185,6 +181,17 @@ class Rollout:
         written, usage = self.outcome.receipt, self.outcome.usage
         names = ("generated_tokens", "returned_tokens", "wasted_tokens", "resumed_tokens")
         return written and replace(written, **{name: getattr(usage, name) for name in names})
+
+    @property
+    def is_scored(self) -> bool:
+        """True if its candidates are scored, and rewards of them are learned from."""
+        return self.plans[0].group.pruning is not None
+
+    def ended_before(self, group: GroupAnswer) -> None:
+        """Count a group that was complete when the rollout was interrupted."""
+        self.outcome.ended_before(group)
+        for part in self.parts:
+            part.ended_before(group)
 
     def rewarded(self, rewards: Sequence[tuple[str, int, float]]) -> None:
         """Pass on rewards that were posted while the rollout runs. Each is (prompt id, index, reward)."""

@@ -11,19 +11,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm_rollout.background import to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import Over, PlanPart
+from vllm_rollout.kernel.http.plan_port import Given, Over, PlanPart
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
@@ -31,10 +30,7 @@ from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.prompt_key import digest_of, seed_for
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.parts.pruning.http.service import LearningService
 
 Kind = TypeVar("Kind")
 
@@ -69,12 +65,10 @@ class RolloutService:
         self._metrics = metrics
         self.gauges = EngineGauges(engine, metrics, clock)
         self._clock = clock
-        self.learning = LearningService.of(engine, metrics, clock)
         self.rewards = RewardDoor(self._rewards_posted)
-        self.rewards.takers.append(self.learning)
-        made = (make(engine, metrics, clock, self.rewards) for _, make in faces("plan"))
-        self._parts: list[PlanPart] = list(made)
-        self._preparation = Preparation(engine, self.learning, audit_ratio)
+        given = Given(engine, metrics, clock, self.rewards, audit_ratio)
+        self._parts: list[PlanPart] = [make(given) for _, make in faces("plan")]
+        self._preparation = Preparation(engine)
         self._launcher = Launcher(engine.num_launch_places)
         self._active: dict[str, Rollout] = {}
         """Running rollouts by id."""
@@ -232,13 +226,8 @@ class RolloutService:
                 f"{rollout.outcome.num_forgotten} rewards teach nothing: the engine has forgotten their candidates. It "
                 f"remembers {MAX_REMEMBERED_CANDIDATES} of rollouts with pruning: have fewer on their way at a time."
             )
-        if rollout.scoring is None:
-            return
-        report = None
-        if rollout.scoring.num_cold:
-            head = HeadKey(rollout.scoring.plan.detection_length, rollout.adapter)
-            report = await self.learning.report_if_any(head)
-        rollout.warnings += rollout.scoring.warnings(report)
+        for part in rollout.parts:
+            rollout.warnings += await part.warn()
 
     async def _group_in_its_places(
         self, rollout: Rollout, position: int, started: float, places: Places, events: FanIn[Event | None]
@@ -280,16 +269,11 @@ class RolloutService:
 
     def _order(self, rollout: Rollout, position: int) -> GroupOrder:
         prompt, plan = rollout.prompts[position], rollout.plans[position]
-        said: dict[str, Any] = {}
-        if rollout.scoring is not None:
-            seed = seed_for(rollout.pruning_seed, digest_of(prompt.token_ids))
-            said |= rollout.scoring.said(owned_name(rollout.namespace, rollout.id), prompt.id, seed, plan.key)
         return GroupOrder(
             group_id=rollout.group_id(position),
             plan=plan.group,
             prompt=prompt,
             seed_name=rollout.seed_names[position],
-            said=said,
             stream_tokens=rollout.stream_tokens,
             outlook=self._outlook(rollout, position),
             priority=rollout.priority,
@@ -304,8 +288,6 @@ class RolloutService:
     async def _account(self, rollout: Rollout, group: StartedGroup, over: Over, latency_s: float) -> None:
         """Count a finished group, and learn from its rewards and lengths."""
         ends = group.ends.values()
-        if rollout.scoring is not None:
-            rollout.scoring.group_over(group.prompt, ends)
         rollout.outcome.group_over(over.result, ends, group.grades.values(), latency_s)
         self._metrics.group_over(over.result, latency_s, group.plan)
         over.final = over.result.endings

@@ -17,7 +17,10 @@ PART = Part(
             "recorded": "vllm_rollout.parts.sessions.with_page.simulated:read_session_groups",
             "session_observers": "vllm_rollout.parts.sessions.with_page.http.seen:observers",
         },
-        "pruning": {"scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said"},
+        "pruning": {
+            "scored_says": "vllm_rollout.parts.sessions.with_pruning.api:said",
+            "session_refusal": "vllm_rollout.parts.sessions.with_pruning.api:refusal",
+        },
         "shaping": {"simulated": "vllm_rollout.parts.sessions.with_shaping.simulated:terms_of"},
     },
     exports={

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine
-from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
+from vllm_rollout.kernel.http.plan_port import Given, GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.http.engine import MovesPart
@@ -18,12 +16,11 @@ from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch, check
 class MovingPlan(PlanPart):
     """All rollouts of the service. Overrides: asked."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
-        self._engine = engine
-        self._clock = clock
+    def __init__(self, given: Given) -> None:
+        self._given = given
 
     def asked(self, request: RolloutRequest) -> RolloutPart:
-        return MovingRollout(self._engine, self._clock)
+        return MovingRollout(self._given.engine, self._given.clock)
 
 
 class MovingRollout(RolloutPart):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder
-from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, Over, PlanPart, RolloutPart, Tell
+from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder
+from vllm_rollout.kernel.http.plan_port import Given, GroupPart, GroupRecord, Over, PlanPart, RolloutPart, Tell
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
@@ -25,10 +23,10 @@ from vllm_rollout.parts.page.http.watched import WatchedRollout
 class PagePlan(PlanPart):
     """All rollouts of the service. Overrides: asked, rewarded."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
-        page = engine.find(PagePart)
+    def __init__(self, given: Given) -> None:
+        page = given.engine.find(PagePart)
         self.recorder: TraceRecorder | None = None if page is None else page.recorder
-        self.viewers = Viewers(engine, records=self.recorder is not None)
+        self.viewers = Viewers(given.engine, records=self.recorder is not None)
 
     def asked(self, request: RolloutRequest) -> PageRollout:
         return PageRollout(self.viewers, self.recorder)

@@ -19,10 +19,12 @@ from vllm_rollout.kernel.http.body import limits
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import CHANGE_ERRORS, ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
+from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.rules.fields import SHARE
 from vllm_rollout.kernel.rules.types import WHOLE
 from vllm_rollout.parts.pruning.http import votes
 from vllm_rollout.parts.pruning.http.body import HEAD_HEADER, HeadAnswer
+from vllm_rollout.parts.pruning.http.plan import LearningPlan
 from vllm_rollout.parts.pruning.http.prompts import DEFAULT_PAGE, MAX_PAGE, PromptsAnswer
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.http.votes import VoteAnswer, VoteRequest
@@ -60,8 +62,8 @@ ROUTES = {10: vote_router, 20: router}
 
 
 def _learning(request: Request) -> LearningService:
-    service: LearningService = request.app.state.rollout_service.learning
-    return service
+    service: RolloutService = request.app.state.rollout_service
+    return service.part(LearningPlan).learning
 
 
 @router.get(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from vllm_rollout.kernel.http.clients import owned_name
-from vllm_rollout.kernel.http.engine import Engine, PreparedPrompt
-from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
+from vllm_rollout.kernel.http.engine import PreparedPrompt
+from vllm_rollout.kernel.http.plan_port import Given, GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
-from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -23,11 +21,11 @@ from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Que
 class RewardsPlan(PlanPart):
     """All rollouts of the service. Overrides: asked."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
-        part = engine.find(RewardsPart)
-        self.engine = engine
-        self.rewards = rewards
-        self.grading = GradingService(None, metrics) if part is None else part.grading
+    def __init__(self, given: Given) -> None:
+        part = given.engine.find(RewardsPart)
+        self.engine = given.engine
+        self.rewards = given.rewards
+        self.grading = GradingService(None, given.metrics) if part is None else part.grading
 
     def asked(self, request: RolloutRequest) -> GradedRollout | None:
         return None if request.reward is None else GradedRollout(self, options_of(request.reward))
@@ -75,8 +73,6 @@ class GradedRollout(RolloutPart):
 
     async def _teach(self, group: GroupRecord) -> None:
         """Learn from the rewards of a group, if its candidates are scored."""
-        if group.plan.pruning is None:
-            return
         rollout, threshold = self._rollout, self._options.threshold
         name = owned_name(rollout.namespace, rollout.id)
         rewards = [
@@ -84,5 +80,5 @@ class GradedRollout(RolloutPart):
             for index, grade in group.grades.items()
             if (reward := grade.reward) is not None
         ]
-        if rewards:
+        if rewards and rollout.is_scored:
             rollout.outcome.num_forgotten += await self._plan.rewards.tell(rewards, rollout.id)

@@ -43,7 +43,7 @@ class RunRewards:
             accepted = (reward for reward, status in zip(rewards.values(), told, strict=True) if status == "accepted")
             live.rollout.rewarded(list(accepted))
             filtered += out
-            if live.rollout.scoring is None:
+            if not live.rollout.is_scored:
                 statuses.update(zip(rewards, told, strict=True))
         return Taken(statuses, {"filtered": filtered} if posted.rollout_id is not None else {})
 

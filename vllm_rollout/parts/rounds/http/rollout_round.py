@@ -61,9 +61,7 @@ class RolloutRound(LiveRound):
 
         course.on_filtered = filter_out
         for position, group in self.before.items():
-            rollout.outcome.ended_before(group)
-            if rollout.scoring is not None:
-                rollout.scoring.ended_before(group)
+            rollout.ended_before(group)
             for event in events_of(group):
                 await self.groups.add(event)
                 yield event

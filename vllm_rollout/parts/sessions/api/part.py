@@ -26,6 +26,7 @@ class SessionsApi(ApiPart):
         client, rollouts = self._engine.client, app.state.rollout_service
         if client.client_index:
             return
+        refusals = [make(rollouts) for _, make in faces("session_refusal")]
         made = [make for _, make in faces("session_observers")]
         client.sessions = app.state.session_service = SessionService(
             self._engine.give_up,
@@ -33,7 +34,7 @@ class SessionsApi(ApiPart):
             rollouts.rewards,
             client.rollout_metrics,
             partial(whole_text, client.model_config),
-            pruning_refusal=lambda: rollouts.learning.pruning_refusal,
+            pruning_refusal=lambda: next(filter(None, (refusal() for refusal in refusals)), None),
             observers=[each for make in made for each in make(rollouts)],
             audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
             begin=None if client.num_api_processes == 1 else Listener().has_sessions,

@@ -6,16 +6,14 @@ Invariant: every finished group is observed once, whatever set its redundancy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.http.answers import RedundancyBudget
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped
-from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import Draft, GroupPart, GroupRecord, Over, PlanPart, RolloutPart
+from vllm_rollout.kernel.http.engine import EngineStopped
+from vllm_rollout.kernel.http.plan_port import Draft, Given, GroupPart, GroupRecord, Over, PlanPart, RolloutPart
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.rules.plan import PromptPlan
 from vllm_rollout.kernel.rules.types import Ending
@@ -35,10 +33,10 @@ from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatis
 class ShapingPlan(PlanPart):
     """Reads an engine's history of lengths for rollouts, and adds to it. Overrides: asked."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Callable[[], float], rewards: RewardDoor) -> None:
-        self._engine = engine
-        self._shaping = engine.part(ShapingPart)
-        self._metrics = metrics.of(ShapingMetrics)
+    def __init__(self, given: Given) -> None:
+        self._engine = given.engine
+        self._shaping = given.engine.part(ShapingPart)
+        self._metrics = given.metrics.of(ShapingMetrics)
 
     def asked(self, request: RolloutRequest) -> ShapedRollout:
         return ShapedRollout(self)
