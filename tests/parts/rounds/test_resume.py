@@ -274,7 +274,7 @@ def test_one_that_lost_a_tie_is_over_by_itself():
     tie = replace(tie, ending=replace(tie.ending, ended_by_itself=True))
     (kept,) = read_kept(keep([tie], 1))
     assert (kept.whole, kept.finish_reason, kept.stop_reason) == (True, "stop", None)
-    said = [candidate_of(each, frozenset({"stopped"}), None) for each in (tie, end(1, "surplus", 3))]
+    said = [candidate_of(each, frozenset({"stopped"}), GroupPlan(1)) for each in (tie, end(1, "surplus", 3))]
     assert [candidate.ended_by_itself for candidate in said] == [True, False]
 
 

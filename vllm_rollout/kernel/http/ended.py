@@ -13,7 +13,6 @@ from vllm_rollout.kernel.http.protocol import Included
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.types import Confidence
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 
 def trajectory_of(
@@ -26,7 +25,7 @@ def trajectory_of(
     """A selected candidate as the answer has it. `current_version`: the weights that its rollout began with.
     `grade`: None if it has not come."""
     mean, std = end.confidence or (None, None)
-    scoring = _scoring(end, plan.pruning)
+    scoring = _scoring(end, plan)
     survival = scoring.get("survival_probability", 1.0)
     return Trajectory(
         index=end.ending.index,
@@ -62,13 +61,13 @@ def is_off_policy(versions: Collection[str], num_resumed: int, current: str | No
     return current is None or set(versions) != {current}
 
 
-def candidate_of(end: CandidateEnd, included: Set[Included], pruning: PruningPlan | None) -> Candidate:
+def candidate_of(end: CandidateEnd, included: Set[Included], plan: GroupPlan) -> Candidate:
     fields = {
         "index": end.ending.index,
         "num_tokens": end.ending.num_tokens,
         "state": end.ending.state,
         "error": end.error,
-        **_scoring(end, pruning),
+        **_scoring(end, plan),
     }
     if "stopped" not in included:
         return Candidate(**fields)
@@ -103,12 +102,13 @@ def reward_of(grade: Grade) -> dict[str, Any]:
     }
 
 
-def _scoring(end: CandidateEnd, pruning: PruningPlan | None) -> dict[str, Any]:
+def _scoring(end: CandidateEnd, plan: GroupPlan) -> dict[str, Any]:
     """Fields about the score. Empty without pruning.
 
     A trainer weights a trajectory by 1 / `survival_probability`. Shadow mode stops no candidate, so there it is 1, or
     the probability from earlier rounds.
     """
+    pruning = plan.pruning
     if pruning is None:
         return {}
     shadow = pruning.mode == "shadow"

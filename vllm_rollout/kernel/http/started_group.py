@@ -208,4 +208,4 @@ class StartedGroup(GroupRecord):
 
     def _dropped(self, end: CandidateEnd) -> CandidateEvent:
         self._told.add(end.ending.index)
-        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self.plan.pruning))
+        return CandidateEvent(**self._names, candidate=candidate_of(end, self._rollout.included, self.plan))
