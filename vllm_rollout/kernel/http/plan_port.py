@@ -48,8 +48,6 @@ from vllm_rollout.kernel.rules.types import Ending, GroupResult
 
 Launch = Callable[[GroupOrder], AsyncGenerator[Happening, None]]
 """Launches the candidates of a group, and yields their tokens and ends."""
-
-
 Tell = Callable[[Event], Awaitable[None]]
 """Waits until an event has its place among those of the rollout."""
 

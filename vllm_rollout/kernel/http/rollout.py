@@ -139,6 +139,7 @@ class Rollout:
     no name, or if no candidate continues."""
     outcome: RolloutOutcome = field(default_factory=RolloutOutcome)
     parts: Sequence[RolloutPart] = ()
+    """Objects of parts, in the order in which they hear."""
     labels: dict[str, Any] = field(default_factory=dict)
     """Names that a part gives the rollout, for its row in viewers and recordings."""
 
