@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.refusals import refuses_prompt_logprobs
-from vllm_rollout.kernel.names import MAX_NAMES, AdapterNames, learned_name
+from vllm_rollout.adapter.names import MAX_NAMES, AdapterNames, learned_name
 
 
 def test_adapters_of_one_name_are_told_apart_and_learn_under_it():

@@ -27,7 +27,7 @@ from vllm_rollout.config import MAX_IDLE_S, UNMET_S
 from vllm_rollout.kernel.core import scheduler
 from vllm_rollout.kernel.http import clients
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, request_name
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry
 from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS

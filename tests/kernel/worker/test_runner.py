@@ -18,7 +18,7 @@ from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.step_values import StepValues
 from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.tracker.warm_up import warm_up
-from vllm_rollout.kernel.weights import Changes
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.kernel.worker import runner as runner_module
 from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, observe_sampler

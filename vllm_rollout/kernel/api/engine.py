@@ -44,7 +44,7 @@ from vllm_rollout.kernel.http.engine import (
 )
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.http.slices import Slices
-from vllm_rollout.kernel.names import learned_name
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for

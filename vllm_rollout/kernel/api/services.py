@@ -19,7 +19,7 @@ from vllm_rollout.kernel.api.open_paths import lacks_key
 from vllm_rollout.kernel.api.state_folder import FolderLock
 from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 
 
 async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namespace) -> VLLMEngine:

@@ -20,7 +20,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, D
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.weights import Changes
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
 from vllm_rollout.parts.emulation.device import Device, DeviceSpan
 from vllm_rollout.parts.emulation.fate import Fates

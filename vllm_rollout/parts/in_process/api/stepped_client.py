@@ -24,7 +24,7 @@ from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.output_text import keep_to_output_text
+from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.parts.moving.rules.placement import Placement
 
 TURNS_PER_STEP = 32
