@@ -13,8 +13,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
 from vllm_rollout.adapter import plugin
-from vllm_rollout.kernel.api.serve import allowed_plugins, parse
 from vllm_rollout.adapter.compat import LOGGING_FLAGS, SCALE_OUT_FLAG, has, vllm_version
+from vllm_rollout.kernel.api.serve import allowed_plugins, parse
 
 
 def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
