@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernel.worker.test_runner import Bare, Row, RunnerV1, moved_to, new_request, new_ring
+from tests.kernel.worker.test_runner import Bare, Row, RunnerV1, moved_to, new_request
 from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE
@@ -51,8 +51,8 @@ def part() -> Listener:
 @pytest.fixture
 def runner(part: Listener) -> RunnerV1:
     runner = RunnerV1()
-    observe_runner(runner, new_ring(), v2=False, cpu=False)
-    runner.parts = WorkerParts([("listener", part)], runner.observing.faults)
+    observe_runner(runner, True, v2=False, cpu=False)
+    runner.join(WorkerParts([("listener", part)], runner.observing.faults))
     return runner
 
 

@@ -20,12 +20,10 @@ from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
 from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.kernel.weights import Changes
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport, nothing_seen
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.kernel.worker.observing import Observing
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
-from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.parts.pruning.worker.features import attach, detach
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -78,12 +76,11 @@ class ObservedOutput(AsyncModelRunnerOutput):
 class StepReport:
     """Observations of a step and the version of its weights, for the scheduler."""
 
-    def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing, weights: int = 0) -> None:
+    def __init__(self, step: StepValues | None, observing: Observing, weights: int = 0) -> None:
         """`step`: None if no request was observed. `weights`: as of a RunnerReport."""
         self._step = step
         self._weights = weights
         self._failed = observing.take_failed()
-        self._ring = ring
         self._observing = observing
         self._copy: HostCopy | None = None
         self._error: Exception | None = None
@@ -100,16 +97,14 @@ class StepReport:
             self._error = error
 
     def attach(self, output: ModelRunnerOutput) -> None:
-        """Attach the report to the output, where the scheduler reads it, and put features into the ring. Waits for the
-        copy.
-        """
+        """Attach the report to the output, where the scheduler reads it. Waits for the copy."""
         try:
             if self._error is not None:
                 raise self._error
             if self._copy is None:
                 report = nothing_seen(len(output.req_ids))
             else:
-                report = _report(output, self._copy.get(), self._ring, self._observing)
+                report = _report(output, self._copy.get(), self._observing)
         except Exception as error:
             reason = self._observing.faults.caught("reporting", error)
             seen = [output.req_ids[row] for row in self._step.rows]
@@ -122,25 +117,17 @@ class StepReport:
         setattr(output, REPORT_ATTRIBUTE, report)
 
 
-def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, observing: Observing) -> RunnerReport:
+def _report(output: ModelRunnerOutput, step: StepValues, observing: Observing) -> RunnerReport:
     """Report of values that are on the host."""
     shape = (int(step.tokens[-1]) + 1, step.num_rows)
     moments = np.full((2, *shape), np.nan, dtype=np.float32)
     values = step.moments.numpy().T
     moments[:, step.tokens, step.rows] = values
-    report, due = RunnerReport(moments, first_positions=step.first_positions), step.due
+    report = RunnerReport(moments, first_positions=step.first_positions)
     if (not_finite := np.isnan(values[0])).any():
         report = report._replace(failed=observing.not_finite([output.req_ids[row] for row in step.rows[not_finite]]))
-    if due is not None:
-        report = report._replace(
-            due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
-        )
-        ring.put([StateKey(*key) for key in zip(due.request_ids, due.lengths, strict=True)], due.features)
-    if (last := step.last) is not None:
-        logits = LastLogits.of(shape, last.rows, last.logits.numpy(), last.head_versions, last.tokens)
-        report = report._replace(last=logits)
-    if (ended := step.ended) is not None:
-        ring.put(ended.keys, ended.states)
+    for of_part in step.of_parts:
+        report = of_part.add_to(report)
     return report
 
 
@@ -154,25 +141,27 @@ class RunnerMixin:
     _weights = 0
     """Number of the weights change after which the last step was computed."""
 
-    def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
-        """Make the tracker. Without a ring nothing is observed: this rank's outputs are not read, or its rows are not
-        whole requests.
-        """
-        self.feature_ring = ring
-        self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
+    observes = False
+    """False if nothing is observed: this rank's outputs are not read, or its rows are not whole requests."""
+
+    def start_tracking(self, observes: bool) -> None:
+        """Make the tracker."""
+        self.observes = observes
+        self.candidate_tracker = CandidateTracker(self.device)
         self.observing = Observing(self.candidate_tracker, Faults())
+
+    def join(self, parts: WorkerParts) -> None:
+        """Let the worker's parts hear of steps and see rows, before the first step."""
+        self.parts = parts
+        self.candidate_tracker.parts = parts.rows
 
     @torch.inference_mode()
     def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
         """Data of candidates that leave, by request id."""
-        ring = self.feature_ring
-        if ring is None:
-            return {request_id: WorkerState(self._generator_state(request_id)) for request_id in request_ids}
-        tracked = self.candidate_tracker.copy(request_ids)
-        features = detach(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
+        statistics = self.candidate_tracker.copy(request_ids)
         return {
             request_id: WorkerState(
-                self._generator_state(request_id), tracked.get(request_id), features.get(request_id, {})
+                self._generator_state(request_id), statistics.get(request_id), self.parts.take(request_id)
             )
             for request_id in request_ids
         }
@@ -182,10 +171,11 @@ class RunnerMixin:
         """Add candidates that have run elsewhere."""
         for candidate in candidates:
             request_id, state = candidate.request.request_id, candidate.state
-            if self.feature_ring is not None and state.tracked is not None:
-                self.candidate_tracker.restore(request_id, state.tracked)
-            if self.feature_ring is not None:
-                attach(self.feature_ring, request_id, state.features)
+            if self.observes and state.statistics is not None:
+                self.candidate_tracker.discard(request_id)
+                self.observing.begin(request_id, candidate.request)
+                self.candidate_tracker.restore(request_id, state.statistics)
+            self.parts.put(request_id, state.of_parts)
             self._know(candidate)
             self.parts.arrived(candidate.request, candidate.output_token_ids)
 
@@ -206,11 +196,11 @@ class RunnerMixin:
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
         with self.observing:
-            if self.feature_ring is not None:
+            if self.observes:
                 for request_id in scheduler_output.finished_req_ids:
                     tracker.discard(request_id)
                 for request in scheduler_output.scheduled_new_reqs:
-                    self.observing.begin(request)
+                    self.observing.begin(request.req_id, request)
             tracker.start_step()
         if Changes.num != self._weights:
             self._weights = Changes.num
@@ -230,7 +220,7 @@ class RunnerMixin:
         step = self.candidate_tracker.step
         if step is None and not (self.observing.has_failed or self._weights):
             return output
-        report = StepReport(step, self.feature_ring, self.observing, self._weights)
+        report = StepReport(step, self.observing, self._weights)
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
             report.begin_copy()
             report.attach(output)
@@ -244,8 +234,8 @@ class RunnerMixin:
         # On every rank, since its parts are gathered, and of all rows: vLLM's LoRA kernels write into as many as the
         # dummy step had.
         logits = self.model.compute_logits(hidden_states)
-        if logits is not None and self.feature_ring is not None:
-            warm_up(logits, hidden_states)
+        if logits is not None and self.observes:
+            warm_up(logits, hidden_states, self.candidate_tracker.parts)
         return result
 
 
@@ -279,7 +269,7 @@ class RunnerV1Mixin(RunnerMixin):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
-        if state is not None and self.feature_ring is not None:
+        if state is not None and self.observes:
             with self.observing:
                 self.candidate_tracker.see_hidden_states(state.sample_hidden_states)
         return super().sample_tokens(*args, **kwargs)
@@ -361,7 +351,7 @@ class RunnerV2Mixin(RunnerMixin):
         return result
 
     def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
-        if self.feature_ring is not None:
+        if self.observes:
             with self.observing:
                 self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
         return super().sample(hidden_states, input_batch, *args, **kwargs)
@@ -392,8 +382,8 @@ def observe_sampler(sampler: Any, tracker: CandidateTracker, observing: Observin
     sampler.candidate_tracker, sampler.observing = tracker, observing
 
 
-def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool, num_in_flight: int = 1) -> None:
-    """Add our mixin to a model runner. `num_in_flight`: as of `CandidateTracker`.
+def observe_runner(runner: Any, observes: bool, *, v2: bool, cpu: bool) -> None:
+    """Add our mixin to a model runner. `observes`: as of the mixin.
 
     vLLM's workers construct the runner inline. (Only the GPU worker has a factory method, which names the class
     itself.) So changing the instance's class is the only way for both.
@@ -401,4 +391,4 @@ def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool
     mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
     cls = type(runner)
     runner.__class__ = type(f"Rollout{cls.__name__}", (mixin, cls), {})
-    runner.start_tracking(ring, num_in_flight)
+    runner.start_tracking(observes)

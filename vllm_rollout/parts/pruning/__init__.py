@@ -16,6 +16,7 @@ PART = Part(
         "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
+        "worker": "vllm_rollout.parts.pruning.worker.part:pruning_of",
         "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",
     },
     also={
