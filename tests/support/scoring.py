@@ -28,7 +28,7 @@ class ScoringTracker(CandidateTracker):
         self, device: torch.device, capacity: int = 256, num_in_flight: int = 1, ring: FeatureRing | None = None
     ) -> None:
         super().__init__(device, capacity)
-        self.ring = ring or FeatureRing(1, torch.float32, 4)
+        self.ring = FeatureRing(1, torch.float32, 4) if ring is None else ring
         self.scorer = Scorer(self, self.ring, num_in_flight)
         self.parts = [self.scorer]
 

@@ -53,10 +53,8 @@ class RowsPart:
     An exception of a hook fails all observed candidates, because a wrong or missing score is worse.
     """
 
-    @property
-    def wants_hidden(self) -> bool:
-        """True while a candidate needs hidden states."""
-        return False
+    num_wanting = 0
+    """Number of candidates for which the part needs hidden states."""
 
     def observes(self, tag: CandidateTag) -> bool:
         """True if the candidate must be observed for this part."""
@@ -74,12 +72,14 @@ class RowsPart:
     def grow(self) -> None:
         """Double the number of slots."""
 
-    def choose(self, rows: SeenRows) -> Sequence[np.ndarray]:
-        """int64 arrays that `see_rows` needs on the device. They go there in the copy of the step."""
-        return ()
+    def choose(self, rows: SeenRows) -> Sequence[np.ndarray] | None:
+        """int64 arrays that `see_rows` needs on the device. They go there in the copy of the step. None if the part has
+        nothing to do in this step, in which `see_rows` is not called.
+        """
 
-    def see_rows(self, rows: SeenRows, chosen: Sequence[torch.Tensor]) -> RowValues | None:
+    def see_rows(self, rows: SeenRows, chosen: Sequence[torch.Tensor]) -> RowValues:
         """Compute values of a step. `chosen`: the arrays of `choose`, on the device."""
+        raise NotImplementedError
 
     def warm_up(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         """Call each operator once in each variant, before the first step. Arguments: as of `warm_up`."""

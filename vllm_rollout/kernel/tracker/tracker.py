@@ -8,7 +8,6 @@ the device: what the host knows of a step goes there in one copy, and a new cand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -132,8 +131,9 @@ class CandidateTracker:
     def see_hidden_states(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """The states this step's logits are made of, [num_rows, hidden_size], or [num_tokens, hidden_size] and `rows`,
         int32 or int64 [num_rows], that picks them."""
-        if any(part.wants_hidden for part in self.parts):
-            self._hidden, self._hidden_rows = hidden, rows
+        for part in self.parts:
+            if part.num_wanting:
+                self._hidden, self._hidden_rows = hidden, rows
 
     def pick_hidden_states(self, rows: torch.Tensor) -> None:
         """Choose the states, int64 [num_rows], that belong to the logits that come next."""
@@ -173,8 +173,12 @@ class CandidateTracker:
         slots = self._row_slots[seen.rows]
         positions = num_computed[seen.rows] - self._prompt_lengths[slots] + seen.tokens
         shown = SeenRows(request_ids, seen, slots, positions, self._hidden, self._hidden_rows)
-        chosen = [part.choose(shown) for part in self.parts]
-        arrays = [seen.logit_rows, slots, positions, *chain.from_iterable(chosen)]
+        arrays = [seen.logit_rows, slots, positions]
+        asking: list[tuple[RowsPart, int]] = []
+        for part in self.parts:
+            if (chosen := part.choose(shown)) is not None:
+                arrays += chosen
+                asking.append((part, len(chosen)))
         device_rows, device_slots, device_positions, *device_chosen = self.upload(arrays)
         confidence = token_confidence(logits, device_rows)
         statistics = (self._means, self._m2s, self.trace)
@@ -192,10 +196,9 @@ class CandidateTracker:
             first = np.full(len(request_ids), NO_POSITION, dtype=np.int64)
             first[rows] = num_computed[rows] - self._prompt_lengths[self._row_slots[rows]]
         values: list[RowValues] = []
-        for part, its in zip(self.parts, chosen, strict=True):
-            on_device, device_chosen = device_chosen[: len(its)], device_chosen[len(its) :]
-            if (computed := part.see_rows(shown, on_device)) is not None:
-                values.append(computed)
+        for part, num in asking:
+            values.append(part.see_rows(shown, device_chosen[:num]))
+            device_chosen = device_chosen[num:]
         self.step = StepValues(len(request_ids), seen.rows, seen.tokens, moments, first, values)
         self._hidden = self._hidden_rows = None
 

@@ -28,6 +28,7 @@ UNSCORED = 0
 """Detection length of a candidate that is not scored."""
 MANY_STEPS = 1 << 30
 """A number of steps so large that no candidate of the batch becomes due."""
+_NONE = np.zeros(0, dtype=np.int64)
 NUMBERS_DUE = (1, 17)
 """One row, and more than a program of quality_head takes: its two variants."""
 
@@ -54,14 +55,12 @@ class Scorer(RowsPart):
         self._adapters = np.zeros(tracker.capacity, dtype=np.int64)
         """For each slot the place of its adapter in `_adapter_names`: numbers, which sort as arrays."""
         self._adapter_names = [BASE_MODEL]
-        self._num_scored = 0
-        """Candidates that have a detection length."""
         self._steps_before_due = 0
         """Steps in which no candidate of the last step can be due, if each of them goes on by one token."""
-        self._last_seen = self._num_before[:0], self._num_before[:0]
+        self._last_seen = _NONE, _NONE
         """Slots and positions of the tokens of the step before."""
-        self._due_now: Sequence[int] | np.ndarray = ()
-        """Tokens of this step that are due, between `choose` and `see_rows`."""
+        self._due_now, self._sees_last = _NONE, False
+        """Tokens of this step that are due, and if some may be last ones: between `choose` and `see_rows`."""
         self.heads: dict[HeadKey, PublishedHead] = {}
         """An entry is replaced whole."""
 
@@ -69,10 +68,6 @@ class Scorer(RowsPart):
     def num_last_states(self) -> int:
         """Number of states per ending candidate that may be its last state."""
         return self._last_states.num_kept
-
-    @property
-    def wants_hidden(self) -> bool:
-        return self._num_scored > 0
 
     def observes(self, tag: CandidateTag) -> bool:
         return TERMS.of(tag.terms.parts) is not None
@@ -98,7 +93,7 @@ class Scorer(RowsPart):
         `final`: score it by its last token, too. `adapter`: whose head scores it.
         """
         self._adapters[slot] = self._number_of(adapter)
-        self._num_scored += 1
+        self.num_wanting += 1
         self._steps_before_due = 0
         self._detection_lengths[slot, : len(lengths)] = lengths
         self._num_before[slot] = num_before
@@ -112,7 +107,7 @@ class Scorer(RowsPart):
         return [] if slot is None else [length for length in self._detection_lengths[slot].tolist() if length]
 
     def end(self, slot: int, request_id: str) -> None:
-        self._num_scored -= int(self._detection_lengths[slot, 0] != UNSCORED)
+        self.num_wanting -= int(self._detection_lengths[slot, 0] != UNSCORED)
         self._steps_before_due = 0
         self._detection_lengths[slot] = UNSCORED
         if self._is_final[slot]:
@@ -121,7 +116,7 @@ class Scorer(RowsPart):
         self._adapters[slot] = 0
 
     def forget_all(self) -> None:
-        self._num_scored, self._steps_before_due, self._due_now = 0, 0, ()
+        self.num_wanting, self._steps_before_due = 0, 0
         self._detection_lengths[:], self._is_final[:], self._adapters[:] = UNSCORED, False, 0
 
     def grow(self) -> None:
@@ -131,22 +126,22 @@ class Scorer(RowsPart):
         )
         self._last_states.grow()
 
-    def choose(self, rows: SeenRows) -> Sequence[np.ndarray]:
-        seen, slots, positions = rows.seen, rows.slots, rows.positions
-        if rows.hidden is None or self._none_can_be_due(slots, positions):
-            self._due_now = ()
-            return ()
-        due = self._due_now = self._due(slots, positions)
-        return [seen.logit_rows[due], slots[due], self._num_before[slots[due]]] if len(due) else ()
+    def choose(self, rows: SeenRows) -> Sequence[np.ndarray] | None:
+        due, self._sees_last = _NONE, False
+        if rows.hidden is not None:
+            slots = rows.slots
+            if not self._none_can_be_due(slots, rows.positions):
+                due = self._due(slots, rows.positions)
+            self._sees_last = self._is_final[slots].any()
+        self._due_now = due
+        if len(due):
+            return [rows.seen.logit_rows[due], rows.slots[due], self._num_before[rows.slots[due]]]
+        return () if self._sees_last or self._last_states.has_ended else None
 
-    def see_rows(self, rows: SeenRows, chosen: Sequence[torch.Tensor]) -> ScoredRows | None:
-        due = last = None
-        if len(self._due_now):
-            due = self._score(rows, self._due_now, *chosen)
-        if rows.hidden is not None and self._is_final[rows.slots].any():
-            last = self._see_last(rows)
-        ended = self._last_states.take_ended()
-        return None if due is last is ended is None else ScoredRows(self._ring, due, last, ended)
+    def see_rows(self, rows: SeenRows, chosen: Sequence[torch.Tensor]) -> ScoredRows:
+        due = self._score(rows, self._due_now, *chosen) if len(self._due_now) else None
+        last = self._see_last(rows) if self._sees_last else None
+        return ScoredRows(self._ring, due, last, self._last_states.take_ended())
 
     def warm_up(self, logits: torch.Tensor, hidden: torch.Tensor) -> None:
         one = torch.ones(1, dtype=torch.int64, device=hidden.device)
@@ -220,7 +215,7 @@ class Scorer(RowsPart):
         ]
 
     def _number_of(self, adapter: str) -> int:
-        if not self._num_scored:  # no slot has a name, however many there have been
+        if not self.num_wanting:  # no slot has a name, however many there have been
             del self._adapter_names[1:]
         if adapter not in self._adapter_names:
             self._adapter_names.append(adapter)
