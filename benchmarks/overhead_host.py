@@ -30,9 +30,9 @@ from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
 from tests.support.scoring import ScoringTracker
 from tests.support.steps import group_terms, said
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
-from vllm_rollout.kernel.faults import Faults
 from vllm_rollout.kernel.tracker import tracker as tracking
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.observing import Observing

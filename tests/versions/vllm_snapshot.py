@@ -36,7 +36,7 @@ from tests.versions.vllm_types import (
     said_in,
     scope_of,
 )
-from vllm_rollout.kernel.compat import CONTRACT, vllm_version
+from vllm_rollout.adapter.compat import CONTRACT, vllm_version
 from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM, minor_of
 
 PACKAGE = Path(vllm_rollout.__file__).parent
