@@ -22,6 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_rollout.background import survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
@@ -98,6 +99,13 @@ class VLLMEngine:
     def is_busy(self) -> bool:
         """True while several calls belong together: an engine must get all of them or none."""
         return self.calls.is_busy or any(part.is_busy for part in self.parts)
+
+    async def stop(self) -> None:
+        """Let parts keep what must outlive the server: in this process, then in the workers."""
+        for part in self.parts:
+            with survived("what a part keeps at the end"):
+                await part.stop()
+        await self.client.engine_core.collective_rpc_async("rollout_stop_parts")
 
     async def prepare(
         self,

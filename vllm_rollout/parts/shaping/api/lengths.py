@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -39,6 +40,11 @@ KEYS_PER_CALL = 512
 """Prompts whose lengths are asked for in one message to an engine core."""
 
 
+def emulated_device(flags: Namespace) -> Any | None:
+    """The device of the flags that is not real, and so knows what its steps cost. None if there is none."""
+    return next((device for _, device_of in faces("device") if (device := device_of(flags)) is not None), None)
+
+
 class EngineShaping(ShapingPart):
     """Overrides: start."""
 
@@ -56,9 +62,8 @@ class EngineShaping(ShapingPart):
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
             return
-        for _, device_of in faces("device"):  # a device that is not real knows what its steps cost
-            if (device := device_of(settings)) is not None:
-                self._weigh(device.cost(self._client.vllm_config.parallel_config.tensor_parallel_size))
+        if (device := emulated_device(settings)) is not None:
+            self._weigh(device.cost(self._client.vllm_config.parallel_config.tensor_parallel_size))
 
     def _weigh(self, cost: CostModel) -> None:
         self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
