@@ -42,7 +42,7 @@ from benchmarks.common import arguments_of, median, median_of_known, publish, re
 from benchmarks.rollpacker import GPU_SOURCE, MODEL_SOURCE, MODELS, PROMPT_TOKENS
 from benchmarks.tables import columns, number, percent
 from tests.parts.emulation.emulated_run import EmulatedRun
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny

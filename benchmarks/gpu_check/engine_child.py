@@ -17,8 +17,8 @@ from benchmarks.gpu_check.engine import Settings, Wanted
 from benchmarks.gpu_check.models import STOP_TOKEN
 from benchmarks.gpu_check.moving_jobs import MovingJobs
 from benchmarks.gpu_check.ptl_jobs import ProfilingJobs
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker.tracker import PublishedHead

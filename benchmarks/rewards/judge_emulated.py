@@ -37,7 +37,7 @@ from benchmarks.common import ROOT, arguments_of, median, percentile, publish, q
 from benchmarks.rollpacker import MODELS, PROMPT_TOKENS, TAIL_SOURCE, TAILS
 from benchmarks.tables import columns, number, percent
 from tests.parts.emulation.emulated_run import EmulatedRun
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.model_files import tiny
 from vllm_rollout.parts.emulation.settings import Settings, StepSettings

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import command_line, git_commit, record_of_run, write_json
 from benchmarks.versions.environment import ROOT, python_of
 from tests.versions.selection import tests_of_vllm
-from vllm_rollout.kernel.compat import lacking
+from vllm_rollout.adapter.compat import lacking
 from vllm_rollout.versions import PREFERRED_VLLM, SUPPORTED_VLLM
 
 SUITES = {"adapter": "tests without an engine", "engine": "engine tests", "smoke": "a few of those"}

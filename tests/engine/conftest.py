@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from conformance.prime_rl import make_adapter
 from tests.support.waiting import wait_until
 from vllm_rollout import process
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.kernel import parts
-from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.model_files import tiny
 from vllm_rollout.models import resolve
 from vllm_rollout.on_cpu import this_cpu

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import HERE, TIMEOUT_S, Server, mild_adapter, python_path, serve_command
 from vllm_rollout import RolloutClient
-from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 
 SEEDS = [int(os.environ["NIGHTLY_SEED"])] if "NIGHTLY_SEED" in os.environ else [1, 2]
 NUM_REQUESTS = 40

@@ -12,9 +12,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine.conftest import ENVIRONMENT, TIMEOUT_S, run_script
-from vllm_rollout.kernel import plugin
+from vllm_rollout.adapter import plugin
+from vllm_rollout.adapter.compat import LOGGING_FLAGS, SCALE_OUT_FLAG, has, vllm_version
 from vllm_rollout.kernel.api.serve import allowed_plugins, parse
-from vllm_rollout.kernel.compat import LOGGING_FLAGS, SCALE_OUT_FLAG, has, vllm_version
 
 
 def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.engine.conftest import LONG, TIMEOUT_S, Server, ends_after, in_one_step, race_joined, said_in
-from vllm_rollout.kernel.compat import REJECTS_WHILE_PAUSED, has, lacking
+from vllm_rollout.adapter.compat import REJECTS_WHILE_PAUSED, has, lacking
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 
 PROMPTS = [

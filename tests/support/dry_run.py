@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_rollout.kernel.options import Options
+from vllm_rollout.adapter.options import Options
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.parts.pruning.rules.step import TERMS
 

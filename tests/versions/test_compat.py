@@ -30,7 +30,7 @@ from tests.versions.vllm_snapshot import (
     signature_of,
 )
 from tests.versions.vllm_types import imported, said_in, scope_of
-from vllm_rollout.kernel.compat import (
+from vllm_rollout.adapter.compat import (
     CONTRACT,
     FEATURES,
     LOGGING_FLAGS,

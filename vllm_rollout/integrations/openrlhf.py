@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from vllm_rollout.adapter.names import SCHEDULER_CLS
 from vllm_rollout.integrations.spares import End, Spares
-from vllm_rollout.kernel.names import SCHEDULER_CLS
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 ENDS: Mapping[str, End] = {"stop": "finished", "length": "truncated"}

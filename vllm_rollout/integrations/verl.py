@@ -17,8 +17,8 @@ from typing import Any
 
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
+from vllm_rollout.adapter.names import SCHEDULER_CLS
 from vllm_rollout.integrations.spares import End, Spares
-from vllm_rollout.kernel.names import SCHEDULER_CLS
 
 FIELD = "rollout_redundancy"
 """Spare candidates per prompt: field of `rollout.custom`."""

@@ -9,7 +9,8 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.kernel.core.conftest import loop, new_run  # noqa: F401
-from vllm_rollout.kernel import parts, plugin
+from vllm_rollout.adapter import plugin
+from vllm_rollout.kernel import parts
 from vllm_rollout.kernel.api import serve
 
 SETS = (

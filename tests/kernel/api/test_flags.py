@@ -10,10 +10,10 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_rollout import old_names
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.extras import install_command
 from vllm_rollout.kernel.api import on_cpu, serve
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.platform import choose_platform
 from vllm_rollout.on_cpu import GIB, Cpu
 

@@ -17,9 +17,9 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from vllm.entrypoints.launchers.app import build_app
 
-from vllm_rollout.kernel import plugin
+from vllm_rollout.adapter import plugin
+from vllm_rollout.adapter.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.kernel.api.serve import parse
-from vllm_rollout.kernel.compat import SCALE_OUT_FLAG, has
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.clients import ADMIN_HEADER
 from vllm_rollout.kernel.http.origins import AllowedHosts

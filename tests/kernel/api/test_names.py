@@ -6,9 +6,9 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from vllm_rollout.adapter.names import MAX_NAMES, AdapterNames, learned_name
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.refusals import refuses_prompt_logprobs
-from vllm_rollout.kernel.names import MAX_NAMES, AdapterNames, learned_name
 
 
 def test_adapters_of_one_name_are_told_apart_and_learn_under_it():

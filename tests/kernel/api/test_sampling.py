@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.kernel.api.sampling import ALLOWED, FIELDS, OURS, sampling_params
-from vllm_rollout.kernel.compat import vllm_version
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 

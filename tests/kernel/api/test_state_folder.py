@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_rollout.kernel import plugin
+from vllm_rollout.adapter import plugin
 from vllm_rollout.kernel.api import serve
 from vllm_rollout.kernel.api.state_folder import NAME, FolderLock, FolderTaken
 

@@ -5,9 +5,9 @@ from argparse import ArgumentParser
 import pytest
 from vllm.outputs import CompletionOutput
 
+from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.kernel.api import versions
 from vllm_rollout.kernel.api.versions import refuse_missing_flags, version_spans, weight_spans
-from vllm_rollout.kernel.compat import vllm_version
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.support.dry_run import EOS_TOKEN, DryRun
 from tests.support.steps import group_terms, judge_of, said
+from vllm_rollout.adapter.options import Options, ServeOptions
 from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
-from vllm_rollout.kernel.options import Options, ServeOptions
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import Assessment, Observation
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote

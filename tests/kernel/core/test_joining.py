@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
 from tests.support.steps import judge_of
-from vllm_rollout.kernel.names import learned_name
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, request_name
 from vllm_rollout.kernel.rules.types import BASE_MODEL
 from vllm_rollout.kernel.wire import TAG_KEY

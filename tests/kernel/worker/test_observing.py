@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_rollout.kernel.options import observing_refusal
+from vllm_rollout.adapter.options import observing_refusal
 
 
 def config(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.kernel.worker.test_runner import Bare, Row, RunnerV1, moved_to, new_request, new_ring
-from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.weights import Changes
+from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE
 from vllm_rollout.kernel.worker import ports
 from vllm_rollout.kernel.worker.ports import HOOKS, WorkerPart, WorkerParts

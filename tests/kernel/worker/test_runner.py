@@ -11,6 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from tests.support.steps import group_terms, said
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import ops
 from vllm_rollout.kernel.tracker import warm_up as warm_up_module
@@ -18,7 +19,6 @@ from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.step_values import StepValues
 from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.tracker.warm_up import warm_up
-from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.kernel.worker import runner as runner_module
 from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, observe_sampler

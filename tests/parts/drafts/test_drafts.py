@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerParts

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.parts import WITHOUT
 from vllm_rollout.kernel.platform import choose_platform
 from vllm_rollout.parts.emulation import options as emulation

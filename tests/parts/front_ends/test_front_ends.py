@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from vllm.entrypoints.cli import serve as vllm_serve
 
-from vllm_rollout.kernel.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.parts.front_ends import api as front_ends
 
 

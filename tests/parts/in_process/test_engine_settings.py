@@ -9,7 +9,7 @@ import pytest
 import torch._dynamo.config
 from vllm import AsyncEngineArgs
 
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
 from vllm_rollout.on_cpu import GIB, Cpu
 from vllm_rollout.parts.in_process.api import engine_args
 from vllm_rollout.parts.in_process.api.engine_args import group_settings, with_groups

@@ -14,8 +14,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.parts.emulation import options as emulation
 from vllm_rollout.parts.in_process.api import environment
 from vllm_rollout.parts.in_process.api.environment import Wanted, created, taken_over, too_little_memory

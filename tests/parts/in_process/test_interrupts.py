@@ -26,8 +26,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 import vllm_rollout
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.http.serialised import GroupsInJson
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.emulation.options import EXECUTOR_CLS, WORKER_CLS, EmulationOptions
 from vllm_rollout.parts.in_process.api import engine_args
 from vllm_rollout.parts.in_process.api.interrupts import PATIENCE_S, HeldInterrupts, WaitingLoop

@@ -10,7 +10,7 @@ from vllm_rollout.kernel.parts import WITHOUT
 
 LOOK = """
 from vllm.engine.arg_utils import EngineArgs
-from vllm_rollout.kernel.plugin import register
+from vllm_rollout.adapter.plugin import register
 register()
 print(hasattr(EngineArgs.create_engine_config, "__wrapped__"))
 """

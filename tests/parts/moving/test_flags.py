@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.extras import install_command
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.moving.api import flags as moving_flags
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.options import MovingOptions

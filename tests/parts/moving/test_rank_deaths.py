@@ -22,11 +22,11 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from tests.support.time_limit import end_within
 from tests.support.waiting import eventually, wait_until
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import life, server_folder
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.kernel.api.life import Life
 from vllm_rollout.kernel.api.rank_died import RankDied
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.parts.moving.api.rank_client import RankClient
 from vllm_rollout.parts.moving.rules.placement import Placement

@@ -1,6 +1,6 @@
 """`vllm-rollout serve`: what the flags of pruning set."""
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.parts.pruning.options import PruningOptions
 
 

@@ -1,6 +1,6 @@
 """`vllm-rollout serve --rollout-judge MODEL`: what needs it, and what it changes."""
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 
 
 def test_a_flag_of_a_judge_needs_a_judge(refusal):

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.parts.rounds.with_shaping.api.flags import refuse
 
 AUTO = ("--rollout-parallelism", "auto", "--rollout-parallelism-devices", "4")

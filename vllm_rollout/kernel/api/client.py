@@ -21,6 +21,8 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_rollout.adapter.options import ServeOptions
+from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.background import spawn
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
@@ -33,8 +35,6 @@ from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.call_table import ABORT_REQUESTS
 from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.options import ServeOptions
-from vllm_rollout.kernel.output_text import keep_to_output_text
 from vllm_rollout.kernel.rules.request_names import may_name_rollout, names_of_request
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.moving.rules.placement import Placement

@@ -13,8 +13,8 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from vllm_rollout.adapter.output_text import detokenizer_of
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.output_text import detokenizer_of
 
 READS_OUTPUT_TOKENS = {
     "presence_penalty": "counts tokens of the answer",

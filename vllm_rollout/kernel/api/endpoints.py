@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from vllm_rollout.kernel import PLUGIN
+from vllm_rollout.adapter import PLUGIN
 
 
 class RolloutEndpoints:

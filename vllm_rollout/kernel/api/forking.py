@@ -10,7 +10,7 @@ import os
 
 from vllm.config import VllmConfig
 
-from vllm_rollout.kernel.options import ServeOptions
+from vllm_rollout.adapter.options import ServeOptions
 
 
 def fork_engines(vllm_config: VllmConfig) -> None:

@@ -24,6 +24,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from vllm_rollout.adapter.arguments import ArgumentError, argument_checks
+from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
+from vllm_rollout.adapter.names import AdapterNames
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
@@ -47,15 +51,11 @@ from vllm_rollout.kernel.api.refusals import (
     refuses_prompt_logprobs,
 )
 from vllm_rollout.kernel.api.versions import REJECTIONS, mend_weight_spans
-from vllm_rollout.kernel.arguments import ArgumentError, argument_checks
 from vllm_rollout.kernel.call_table import NAME_CHOICES, NamedChoices
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import Beginnings, EngineStopped, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.metrics import LeftBy, Metrics
-from vllm_rollout.kernel.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
-from vllm_rollout.kernel.names import AdapterNames
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name

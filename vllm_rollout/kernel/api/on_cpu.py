@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.on_cpu import BINDING, GIB, NO_COMPILER, advice, compiler, embedded_settings, this_cpu
 
 logger = init_logger("vllm.vllm_rollout")

@@ -17,8 +17,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
+from vllm_rollout.adapter.options import observing_refusal
 from vllm_rollout.kernel.http.clients import client_session
-from vllm_rollout.kernel.options import observing_refusal
 from vllm_rollout.kernel.rules.xargs import NAMES, rollout_xargs
 
 NO_PROMPT_LOGPROBS = (

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from vllm_rollout.kernel.compat import vllm_version
+from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.kernel.http.engine import RequestError
 
 SEEDS = range(-(2**63), 2**63)

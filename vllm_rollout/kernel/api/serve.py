@@ -24,17 +24,17 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_rollout
 from vllm_rollout import old_names
+from vllm_rollout.adapter import PLUGIN
+from vllm_rollout.adapter.compat import check_vllm_version, lacking, vllm_version
+from vllm_rollout.adapter.names import SCHEDULER_CLS, WORKER_CLS
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.extras import install_command
-from vllm_rollout.kernel import PLUGIN
 from vllm_rollout.kernel.api import on_cpu, server_folder
 from vllm_rollout.kernel.api.flags import add_without, flags_of_parts, leave_parts_out, refuse_flags_left_out
 from vllm_rollout.kernel.api.state_folder import FolderLock, FolderTaken
 from vllm_rollout.kernel.api.versions import configure_logging, refuse_missing_flags, set_up_environment
-from vllm_rollout.kernel.compat import check_vllm_version, lacking, vllm_version
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.clients import ADMIN_HEADER
-from vllm_rollout.kernel.names import SCHEDULER_CLS, WORKER_CLS
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.models import DEFAULT_MODEL, resolve
 from vllm_rollout.private_file import private_folder
 

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from vllm.logger import init_logger
 
 from vllm_rollout import background
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.first import Listener
@@ -21,7 +22,6 @@ from vllm_rollout.kernel.api.open_paths import lacks_key
 from vllm_rollout.kernel.api.state_folder import FolderLock
 from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.kernel.options import ServeOptions
 
 logger = init_logger("vllm.vllm_rollout")
 

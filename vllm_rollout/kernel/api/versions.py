@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.outputs import CompletionOutput
 
-from vllm_rollout.kernel.compat import (
+from vllm_rollout.adapter.compat import (
     LOGGING_FLAGS,
     RETRYABLE,
     SCALE_OUT_FLAG,

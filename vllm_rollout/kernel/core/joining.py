@@ -17,9 +17,9 @@ from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.request import Request
 
-from vllm_rollout.kernel.arguments import ArgumentError, argument_checks
-from vllm_rollout.kernel.joining import tag_of, too_long
-from vllm_rollout.kernel.options import ServeOptions, observing_refusal
+from vllm_rollout.adapter.arguments import ArgumentError, argument_checks
+from vllm_rollout.adapter.joining import tag_of, too_long
+from vllm_rollout.adapter.options import ServeOptions, observing_refusal
 from vllm_rollout.kernel.rules.plan import GroupJoin, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import digest_of, joined_id

@@ -20,8 +20,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_rollout.adapter.compat import check_vllm_version
+from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.adapter.weights import listen_to_calls
 from vllm_rollout.kernel.call_table import LastTokens
-from vllm_rollout.kernel.compat import check_vllm_version
 from vllm_rollout.kernel.core.calls import add_rollout_calls
 from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observation
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
@@ -32,8 +35,6 @@ from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.core.versions import admitting, num_deferred
 from vllm_rollout.kernel.core.weights import Weights
-from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.names import learned_name
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
@@ -42,7 +43,6 @@ from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
 from vllm_rollout.kernel.rules.xargs import as_written
-from vllm_rollout.kernel.weights import listen_to_calls
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import MovedCandidate

@@ -11,7 +11,7 @@ from vllm.config import ModelConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 
-from vllm_rollout.kernel.output_text import detokenizer_of
+from vllm_rollout.adapter.output_text import detokenizer_of
 
 
 class StopStrings:

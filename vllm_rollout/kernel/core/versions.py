@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_rollout.kernel.compat import ACTIVE_LIMIT, ADOPTS_FOUND, DEFERRED_WAITING, SKIPS_ZEROING, has
+from vllm_rollout.adapter.compat import ACTIVE_LIMIT, ADOPTS_FOUND, DEFERRED_WAITING, SKIPS_ZEROING, has
 
 
 def num_deferred(scheduler: Scheduler) -> int:

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_rollout.kernel.weights import Changes
+from vllm_rollout.adapter.weights import Changes
 
 OWN_SALT = "vllm_rollout/"
 FIRST_VERSION = "default"

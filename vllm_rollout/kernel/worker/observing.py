@@ -11,8 +11,8 @@ from types import TracebackType
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.names import learned_name
+from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.pruning.rules.step import TERMS

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.parts import faces
 
 

@@ -14,12 +14,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_rollout.kernel.faults import Faults
+from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.tracker.step_values import StepValues
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
 from vllm_rollout.kernel.tracker.warm_up import warm_up
-from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport, nothing_seen
 from vllm_rollout.kernel.worker.observing import Observing
 from vllm_rollout.kernel.worker.ports import WorkerParts

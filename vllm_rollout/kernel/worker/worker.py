@@ -8,9 +8,9 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_rollout.kernel.options import observing_refusal
+from vllm_rollout.adapter.options import observing_refusal
+from vllm_rollout.adapter.weights import Changes, listen
 from vllm_rollout.kernel.tracker.ops import active_implementation
-from vllm_rollout.kernel.weights import Changes, listen
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.kernel.worker.verification import mend_expansion

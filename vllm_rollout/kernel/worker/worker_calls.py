@@ -5,8 +5,8 @@ Invariant: a method whose name begins with `rollout_` is called between two step
 
 from __future__ import annotations
 
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.worker.ports import WorkerParts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_rollout.kernel.options import Options
+from vllm_rollout.adapter.options import Options
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS
 
 SPECULATIVE_CONFIG = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_rollout.kernel.arguments import Check
+from vllm_rollout.adapter.arguments import Check
 from vllm_rollout.parts.emulation.fate import forced_length
 from vllm_rollout.parts.emulation.options import EmulationOptions
 

@@ -14,7 +14,7 @@ from statistics import NormalDist
 from struct import Struct
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.arguments import ArgumentError
+from vllm_rollout.adapter.arguments import ArgumentError
 from vllm_rollout.kernel.rules.prompt_key import KEY_OF_TOKENS, digest_of
 from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success, traced_prompts
 from vllm_rollout.parts.shaping.rules.trace import TracedPrompt

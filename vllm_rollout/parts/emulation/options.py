@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from vllm_rollout.kernel.options import Options, ServeOptions
+from vllm_rollout.adapter.options import Options, ServeOptions
 
 WORKER_CLS = "vllm_rollout.parts.emulation.worker.worker.EmulatedWorker"
 EXECUTOR_CLS = "vllm_rollout.parts.emulation.worker.executor.EmulatedExecutor"

@@ -26,9 +26,9 @@ from vllm.entrypoints.launchers.launcher import create_server_socket
 from vllm.logger import init_logger
 from vllm.v1.utils import APIServerProcessManager, RustFrontendProcessManager, run_api_server_worker_proc
 
+from vllm_rollout.adapter.compat import RUST_LISTENERS, has, vllm_version
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api.flags import Flags
-from vllm_rollout.kernel.compat import RUST_LISTENERS, has, vllm_version
-from vllm_rollout.kernel.options import ServeOptions
 
 logger = init_logger("vllm.vllm_rollout")
 

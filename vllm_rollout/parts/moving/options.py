@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_rollout.kernel.options import Options
+from vllm_rollout.adapter.options import Options
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from vllm_rollout.kernel.faults import Faults
-from vllm_rollout.kernel.names import learned_name
-from vllm_rollout.kernel.options import each_worker_schedules
+from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.adapter.options import each_worker_schedules
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.ports import WorkerPart
 from vllm_rollout.parts.drafts.options import DraftsOptions

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.weights import Changes
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
 from vllm_rollout.parts.emulation.device import Device, DeviceSpan
 from vllm_rollout.parts.emulation.fate import Fates

@@ -20,9 +20,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import utils
 
+from vllm_rollout.adapter.compat import check_vllm_version
+from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
-from vllm_rollout.kernel.compat import check_vllm_version
-from vllm_rollout.kernel.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_rollout.models import resolve
 from vllm_rollout.on_cpu import BINDING, COMPILE_NOTHING, WAIT_POLICY, compiler, embedded_settings, this_cpu
 from vllm_rollout.parts.moving.api.deaths import RankProcesses

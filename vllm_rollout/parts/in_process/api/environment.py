@@ -24,7 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.v1.engine import async_llm
 
-from vllm_rollout.kernel.names import SCHEDULER_CLS
+from vllm_rollout.adapter.names import SCHEDULER_CLS
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.engine_args import with_groups

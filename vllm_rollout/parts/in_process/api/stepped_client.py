@@ -18,13 +18,13 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_rollout.adapter.output_text import keep_to_output_text
 from vllm_rollout.background import begin
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.output_text import keep_to_output_text
 from vllm_rollout.parts.moving.rules.placement import Placement
 
 TURNS_PER_STEP = 32

@@ -18,8 +18,8 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.utils import CoreEngineProcManager
 
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import server_folder
-from vllm_rollout.kernel.options import ServeOptions
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.config import DEFAULT_AUDIT_RATIO
 from vllm_rollout.kernel.api.flags import Flags, number_in, positive
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.parts.pruning.options import PruningOptions
 
 DEFAULTS = PruningOptions()

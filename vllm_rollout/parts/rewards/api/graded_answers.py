@@ -15,12 +15,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_rollout.adapter.joining import answer_name
+from vllm_rollout.adapter.output_text import MARK_KEY
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.reward_door import RewardDoor
-from vllm_rollout.kernel.joining import answer_name
-from vllm_rollout.kernel.output_text import MARK_KEY
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.xargs import NAMES
 from vllm_rollout.parts.rewards.grading.slots import Urgency

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
 
-from vllm_rollout.kernel import PLUGIN
+from vllm_rollout.adapter import PLUGIN
 from vllm_rollout.kernel.api.flags import number_in
 from vllm_rollout.models import resolve
 from vllm_rollout.parts.rewards.api.judge_process import JudgeProcess

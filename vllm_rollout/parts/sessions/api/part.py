@@ -6,11 +6,11 @@ from functools import partial
 
 from fastapi import FastAPI
 
+from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api.continued import whole_text
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.first import Listener
 from vllm_rollout.kernel.http.ports import ApiPart
-from vllm_rollout.kernel.options import ServeOptions
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.sessions.http.service import SessionService
 

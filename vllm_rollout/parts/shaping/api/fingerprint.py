@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 import vllm_rollout
-from vllm_rollout.kernel.compat import vllm_version
+from vllm_rollout.adapter.compat import vllm_version
 from vllm_rollout.on_cpu import this_cpu
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-from vllm_rollout.kernel import PLUGIN
+from vllm_rollout.adapter import PLUGIN
 from vllm_rollout.kernel.parts import faces
 
 
@@ -21,8 +21,8 @@ def register() -> None:
     if serves := PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(","):
         from vllm.v1.engine import async_llm
 
+        from vllm_rollout.adapter.compat import check_vllm_version
         from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-        from vllm_rollout.kernel.compat import check_vllm_version
         from vllm_rollout.kernel.core.calls import add_rollout_calls
 
         check_vllm_version()

@@ -12,9 +12,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from vllm_rollout.adapter.output_text import detokenizer_of, keep_to_output_text
 from vllm_rollout.kernel.api.continued import text_of
 from vllm_rollout.kernel.core.stop_strings import StopStrings
-from vllm_rollout.kernel.output_text import detokenizer_of, keep_to_output_text
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.rewards.api.graded_answers import REWARD, without_reward
