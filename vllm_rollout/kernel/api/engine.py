@@ -132,10 +132,10 @@ class VLLMEngine:
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
                 raise _bad_prompt(prompt, " is empty after tokenization.")
-            limited = self._limited(params, prompt, token_ids)
+            limited = self._limited(params, prompt, token_ids)  # type: ignore[arg-type]
             refusal = resume_refusal(limited, rendered)
             prepared.append(
-                PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens, refusal)
+                PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens, refusal)  # type: ignore[arg-type]
             )
         await self._try_out(prepared)
         return model or self._models.model_name(lora), prepared

@@ -83,7 +83,7 @@ def extension_fault() -> str | None:
         return f"vllm_rollout._C is not built: run `{build_command()}`"
     except ImportError as error:
         remedy = f"run `{build_command()}` to rebuild it"
-        if torch.__version__ < MIN_TORCH:
+        if torch.__version__ < MIN_TORCH:  # type: ignore[operator]
             remedy = f"it needs torch {'.'.join(map(str, MIN_TORCH))} or later, found {torch.__version__}"
         return f"vllm_rollout._C does not load ({error}): {remedy}"
     return None

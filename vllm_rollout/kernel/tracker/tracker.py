@@ -304,7 +304,7 @@ class CandidateTracker:
         self.last_states.see(slots, positions, device_slots, device_positions, states)
         logits, versions = self._logits(self._by_head(slots, np.full_like(slots, WHOLE)), device_rows)
         if any(versions):
-            self.step = replace(self.step, last=LastLogits(seen.rows, seen.tokens, logits, np.array(versions)))
+            self.step = replace(self.step, last=LastLogits(seen.rows, seen.tokens, logits, np.array(versions)))  # type: ignore[type-var]
 
     def _none_can_be_due(self, slots: np.ndarray, positions: np.ndarray) -> bool:
         """True if an earlier step showed that no candidate can be due in this step.
@@ -387,7 +387,7 @@ class CandidateTracker:
             if head is None:
                 parts.append(torch.full((num_rows,), float("nan"), device=self._device))
             else:
-                parts.append(quality_head(self._hidden, self._hidden_positions(rows[its]), *head.weights))
+                parts.append(quality_head(self._hidden, self._hidden_positions(rows[its]), *head.weights))  # type: ignore[arg-type]
             versions += [0 if head is None else head.version] * num_rows
         return _together(parts), versions
 

@@ -98,4 +98,4 @@ def _begin(tracker: CandidateTracker, request: NewRequestData) -> None:
 def _num_prompt_tokens(request: NewRequestData) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
-    return len(request.prompt_embeds)
+    return len(request.prompt_embeds)  # type: ignore[arg-type]

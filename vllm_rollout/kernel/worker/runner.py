@@ -187,7 +187,7 @@ class RunnerMixin:
             if self.feature_ring is not None:
                 attach(self.feature_ring, request_id, state.features)
             self._know(candidate)
-            self.parts.arrived(candidate.request, candidate.output_token_ids)
+            self.parts.arrived(candidate.request, candidate.output_token_ids)  # type: ignore[arg-type]
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
@@ -230,7 +230,7 @@ class RunnerMixin:
         step = self.candidate_tracker.step
         if step is None and not (self.observing.has_failed or self._weights):
             return output
-        report = StepReport(step, self.feature_ring, self.observing, self._weights)
+        report = StepReport(step, self.feature_ring, self.observing, self._weights)  # type: ignore[arg-type]
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
             report.begin_copy()
             report.attach(output)

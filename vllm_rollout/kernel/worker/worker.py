@@ -22,7 +22,7 @@ from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -42,11 +42,11 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
         hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
         self.is_read = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
         if self.is_read:
-            ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)
+            ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)  # type: ignore[arg-type]
         refusal = observing_refusal(self.vllm_config)
         seen_by = ring if refusal is None else None
         num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
-        num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1
+        num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1  # type: ignore[operator]
         num_in_flight += self.vllm_config.num_speculative_tokens  # a step may make more than a candidate had left
         observe_runner(
             self.model_runner,
@@ -68,8 +68,8 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
             self.model_runner.candidate_tracker,
             ring,
             hidden_size=hidden_size,
-            model=self.model_config.served_model_name or self.model_config.model,
-            device=self.device,
+            model=self.model_config.served_model_name or self.model_config.model,  # type: ignore[arg-type]
+            device=self.device,  # type: ignore[arg-type]
         )
         logger.info_once(
             "vllm_rollout worker: features of up to %d scored candidates (hidden size %d) wait for their rewards in "

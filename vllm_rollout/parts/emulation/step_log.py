@@ -125,7 +125,9 @@ class StepLog:
         self._rank = rank
         self._say = say
         self._file: int | None = None
-        self._summary, self._before, self._since = Summary(), None, None
+        self._summary = Summary()
+        self._before: LoggedStep | None = None
+        self._since: float | None = None
         if folder is not None:
             private_folder(folder)
             if num_ranks is not None and not goes_on:
@@ -161,7 +163,7 @@ class StepLog:
                 return
             reason = "the disk is full"
         except OSError as error:
-            reason = error.strerror
+            reason = str(error.strerror)
         self._say(f"emulated device {self._rank}: its log ends here, {reason}")
         self.close()
 

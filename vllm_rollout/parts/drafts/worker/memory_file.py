@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def load_prompts(data: bytes) -> list[KeptPrompt]:
     if checksum != zlib.crc32(data[reader.position :]):
         raise ValueError("drafts are torn: their checksum is that of other data")
     (num_prompts,) = reader.unpack(COUNT)
-    prompts = []
+    prompts: list[Any] = []
     while len(prompts) < num_prompts:
         prompts.append(_prompt(reader))
     if reader.position != len(data):

@@ -10,6 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -208,7 +209,7 @@ class DraftMemoryReference:
         prompts = sorted((p for p in self.prompts.values() if p.ended), key=lambda prompt: prompt.used)
         for prompt in prompts:
             excess = self.num_bytes - target
-            dead = []
+            dead: list[Any] = []
             while excess > 0 and len(dead) < len(prompt.ended):
                 dead.append(prompt.ended[len(dead)])
                 excess -= self._record_bytes + dead[-1].block_bytes

@@ -13,7 +13,7 @@ from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 def features_of(states: torch.Tensor) -> Features:
     """Features of states on the host, [num_states, hidden_size]."""
     dtype = str(states.dtype).removeprefix("torch.")
-    return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)
+    return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)  # type: ignore[arg-type]
 
 
 def states_of(features: Features, num_states: int) -> torch.Tensor:
