@@ -17,7 +17,7 @@ NAME = "vllm-rollout"
 SOURCES = "CHECKOUT"
 """Stands for a folder with the sources of this version, which the reader has to have."""
 MIN_TORCH = (2, 10)
-"""First torch that can build and load the operators; setup.py asks for the same one."""
+"""First torch that can build and load the operators. setup.py asks for the same one."""
 
 
 def build_command() -> str:
