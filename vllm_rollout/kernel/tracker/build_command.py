@@ -21,7 +21,7 @@ MIN_TORCH = (2, 10)
 
 
 def build_command() -> str:
-    """For a checkout as for what pip has installed, `make install`'s own environment among them."""
+    """Command that builds the operators for this installation, a checkout or a package that pip has installed."""
     pip = f"{shlex.quote(sys.executable)} -m pip install --no-build-isolation --no-deps"
     checkout = Path(vllm_rollout.__file__).parents[1]
     if (checkout / "setup.py").is_file():

@@ -68,9 +68,9 @@ def update_confidence(
     positions: int64 [num_rows]: number of the candidate's values before this one, such as its number of output tokens.
     values: float32 [num_rows], such as the confidence of the token that the row sampled.
     means, m2s: float32 [capacity, num_kept], updated in place. Column c is about the first n values, for the
-    newest n with n % num_kept == c: their mean, and the sum of squared differences from it (Welford). So a second value
-    of a position replaces the first and all later values, if the first is among the newest num_kept - 1. At position 0
-    nothing is read, so that a slot needs no clearing. A NaN stays.
+    newest n with n % num_kept == c. It has their mean, and the sum of squared differences from it (Welford). So a
+    second value of a position replaces the first and all later values, if the first is among the newest num_kept - 1.
+    At position 0 nothing is read, so that a slot needs no clearing. A NaN stays.
     trace: float32 [capacity, trace_length], updated in place: the values by position. Values beyond it are left out.
 
     The standard deviation is that of the values themselves (divided by their number). After 1e6 values the mean is

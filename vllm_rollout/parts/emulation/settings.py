@@ -24,7 +24,7 @@ DEFAULT_KV_TOKENS = 1_000_000
 MAX_KV_TOKENS = 2**40
 MAX_STEP_MS = 1e7
 MAX_PROBLEMS = 3
-"""Named in the error for a broken file."""
+"""Number of problems named in the error for a broken file."""
 
 
 class _Model(BaseModel):
@@ -37,7 +37,7 @@ class StepSettings(_Model):
     ms: float = Field(8.0, gt=0, le=MAX_STEP_MS)
     ms_per_request: float = Field(0.02, ge=0, le=MAX_STEP_MS)
     ms_per_context_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
-    """Tokens of context of all requests in the step together."""
+    """Milliseconds per token of context, of all requests in the step together."""
     ms_per_prefilled_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
     """Milliseconds per token that the step computes beyond one token per request."""
 
@@ -59,7 +59,7 @@ class LogNormal(_Model):
     prompt_sigma: float = Field(0.0, ge=0, le=5)
     """The standard deviation of the logarithm, among prompts."""
     cap: int | None = Field(None, ge=1, le=MAX_TRACED_TOKENS)
-    """Longer ones end here, by themselves. Without it `max_tokens` cuts them."""
+    """Longer answers end here, by themselves. Without a cap, `max_tokens` cuts them."""
 
 
 class LengthSettings(_Model):

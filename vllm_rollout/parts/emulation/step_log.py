@@ -31,8 +31,8 @@ class LoggedStep(NamedTuple):
     thread_cpu: float
     """CPU seconds of the engine core's thread so far, as of `read`."""
     goes_on: bool
-    """Some of its requests were in an earlier step, so that the device had nothing to do before only because the host
-    was late."""
+    """True if some of its requests were in an earlier step. Then the device was idle before only because the host was
+    late."""
     num_sampled: int
     num_requests: int
     context_tokens: int

@@ -162,7 +162,7 @@ class DraftMemory:
     def load(self, data: bytes) -> None:
         """Add the sequences of another memory's `dump`. They count as ended, as many versions ago as in that memory.
 
-        If `max_bytes` has no room, sequences are evicted as ever. If a prompt is known here by another context,
+        If `max_bytes` has no room, sequences are evicted as usual. If a prompt is known here by another context,
         sequences that branch off behind the common part of both contexts are left out.
 
         Raises ValueError for data that is torn, of another format or impossible. Nothing is changed then.

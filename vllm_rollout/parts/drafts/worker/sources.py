@@ -58,7 +58,7 @@ class Prompt:
     ended: list[Source] = field(default_factory=list)
     running: list[Source] = field(default_factory=list)
     places: dict[Ngram, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    """By the tokens that they follow, the most recent last."""
+    """Places by the tokens that they follow, the most recent last."""
 
 
 def common_tokens(prompt: Prompt, tokens: list[int]) -> int:

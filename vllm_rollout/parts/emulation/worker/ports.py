@@ -1,4 +1,4 @@
-"""Parts on an emulated device: their place of the real worker's parts."""
+"""Parts on an emulated device, in place of the real worker's parts."""
 
 from __future__ import annotations
 
