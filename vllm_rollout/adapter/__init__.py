@@ -1,7 +1,6 @@
-"""What several processes know of vLLM: its versions, our names and options there, weights, texts.
+"""Facts about vLLM that several processes need: its versions, our names and options there, weights, texts.
 
-What one process knows of vLLM stands in `kernel/api/`, `kernel/core/` and `kernel/worker/`, and in such folders of
-parts.
+Facts that one process needs stand in `kernel/api/`, `kernel/core/` and `kernel/worker/`, and in such folders of parts.
 """
 
 PLUGIN = "vllm_rollout"

@@ -44,7 +44,7 @@ def dump_prompts(prompts: list[KeptPrompt]) -> bytes:
 def load_prompts(data: bytes) -> list[KeptPrompt]:
     """The prompts that `dump_prompts` was given.
 
-    Raises ValueError when the data are torn, of another format, or say what cannot be.
+    Raises ValueError for data that is torn, of another format or impossible.
     """
     if not data.startswith(MAGIC):
         raise ValueError(f"drafts must begin with {MAGIC!r}, got {data[: len(MAGIC)]!r}: they are of another format")

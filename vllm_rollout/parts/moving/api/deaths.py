@@ -43,7 +43,7 @@ class Deaths:
 
     @classmethod
     def of_this_server(cls) -> Deaths | None:
-        """None if no file is written."""
+        """The file of this server. None if no file is written."""
         folder = server_folder.of_this_server()
         return None if folder is None else cls(folder / "deaths")
 

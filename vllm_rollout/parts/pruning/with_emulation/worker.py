@@ -72,7 +72,7 @@ class EmulatedHeads(EmulatedPart):
             attach(self._ring, request.id, msgspec.msgpack.decode(data, type=dict[int, Features]))
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """As of a tracker. Here the states are made on demand."""
+        """The states as a tracker gives them. Here they are made on demand."""
         for request_id in request_ids:
             if request_id in self._scored:
                 self._keep_last(self._scored[request_id])
