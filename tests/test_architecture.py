@@ -23,7 +23,7 @@ NOT_FOR_DECISIONS = {"random", "time", "logging"}
 KNOWS_VLLM = {"api", "core", "worker"}
 """Rooms that import vllm: one per process."""
 MAY_KNOW_VLLM = {"adapter", "options", "plugin", "wire"}
-"""What several of these processes share: the folder `adapter/`, and three files of a part."""
+"""Modules that several of these processes share: the folder `adapter/`, and three files of a part."""
 
 
 def room(path: Path) -> str:
