@@ -1,6 +1,6 @@
 """The list of parts: capabilities beside the race, each in a folder of its own (`vllm_rollout/parts/`).
 
-Every process reads the list. A folder that is not there, and a part that is left out, is in no list: nothing of it is
+Every process reads the list. A part without a folder, and a part that is left out, is in no list. Nothing of it is
 imported, and it costs nothing. A package of somebody else adds a part by an entry point of the group
 `vllm_rollout.parts`.
 

@@ -32,7 +32,7 @@ class Flags:
     switch_on: Callable[[argparse.Namespace], None] = _nothing
     """Sets vLLM's arguments, and the part's options in `additional_config`. With `args.separate_processes` the engine
     core and its worker each begin as a new process."""
-    around: Callable[[argparse.Namespace], AbstractContextManager[None]] = nullcontext
+    around: Callable[[argparse.Namespace], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]
     """Context in which the server runs."""
 
 

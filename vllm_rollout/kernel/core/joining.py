@@ -91,13 +91,13 @@ class Joining:
         adapter = None if request.lora_request is None else request.lora_request.lora_name
         content, name = _content_of(request), join.name
         if name is None:
-            name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
-            self._numbers[request.request_id] = name
+            number = self._prompt_groups.join((join, content, adapter), join.num_candidates)
+            self._numbers[request.request_id] = number
         id, parent = _clients_id(request.request_id), None
         answer = AnswerName(request_name(EVERYBODY, id, join.namespace))
         if child := CHILD_ID.fullmatch(id):
             parent = AnswerName(request_name(EVERYBODY, child[2], join.namespace), int(child[1]))
-        group_id = joined_id(join.namespace, name, content, adapter or "")
+        group_id = joined_id(join.namespace, number if name is None else name, content, adapter or "")
         tag = tag_of(join, group_id, content, params, answer, parent, output_interval=1)
         rest = {key: value for key, value in params.extra_args.items() if key not in fields}
         request.sampling_params = copy(params)  # the caller's own where the engine runs in its process

@@ -91,4 +91,4 @@ def _begin(tracker: CandidateTracker, request_id: str, request: NewRequestData |
 def _num_prompt_tokens(request: NewRequestData | EngineCoreRequest) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
-    return len(request.prompt_embeds)
+    return len(request.prompt_embeds)  # type: ignore[arg-type]

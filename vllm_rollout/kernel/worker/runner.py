@@ -177,7 +177,7 @@ class RunnerMixin:
                 self.candidate_tracker.restore(request_id, state.statistics)
             self.parts.put(request_id, state.of_parts)
             self._know(candidate)
-            self.parts.arrived(candidate.request, candidate.output_token_ids)
+            self.parts.arrived(candidate.request, candidate.output_token_ids)  # type: ignore[arg-type]
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:

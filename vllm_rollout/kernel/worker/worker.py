@@ -19,7 +19,7 @@ from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -97,7 +97,7 @@ class Parcel:
 
     def encode(self) -> bytes:
         # Several buffers, since vLLM's encoder does not copy large arrays.
-        return msgspec.msgpack.encode([bytes(buffer) for buffer in MsgpackEncoder().encode(self)])
+        return msgspec.msgpack.encode([bytes(buffer) for buffer in MsgpackEncoder().encode(self)])  # type: ignore[arg-type]
 
     @classmethod
     def decode(cls, data: bytes) -> Parcel:

@@ -166,7 +166,7 @@ class Drafts(WorkerPart):
             own = prompt[: len(prompt) - tag.num_resumed]
             key = draft_key(tag.namespace, own, learned_name(request.lora_request))
             sequence = self.memory.begin(key, [*prompt, *generated])
-            self._running[request_id] = Running(sequence, min(self._max_model_len, len(prompt) + params.max_tokens))
+            self._running[request_id] = Running(sequence, min(self._max_model_len, len(prompt) + params.max_tokens))  # type: ignore[operator]
 
     def _learn_accepted(self, sequences: np.ndarray, num_sampled: np.ndarray) -> None:
         verifying, self._verifying = self._verifying, {}

@@ -70,7 +70,7 @@ class EmulatedHeads(EmulatedPart):
             attach(self._ring, request.id, data)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """As of a scorer. Here the states are made on demand."""
+        """The states as a scorer gives them. Here they are made on demand."""
         for request_id in request_ids:
             if request_id in self._scored:
                 self._keep_last(self._scored[request_id])

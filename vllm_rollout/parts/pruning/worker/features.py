@@ -16,7 +16,7 @@ _DECODER = msgspec.msgpack.Decoder(dict[int, Features])
 def features_of(states: torch.Tensor) -> Features:
     """Features of states on the host, [num_states, hidden_size]."""
     dtype = str(states.dtype).removeprefix("torch.")
-    return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)
+    return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)  # type: ignore[arg-type]
 
 
 def states_of(features: Features, num_states: int) -> torch.Tensor:

@@ -258,7 +258,7 @@ class Scorer(RowsPart):
             if head is None:
                 parts.append(torch.full((num_rows,), float("nan"), device=self._tracker.device))
             else:
-                parts.append(quality_head(seen.hidden, seen.states_at(rows[its]), *head.weights))
+                parts.append(quality_head(seen.hidden, seen.states_at(rows[its]), *head.weights))  # type: ignore[arg-type]
             versions += [0 if head is None else head.version] * num_rows
         return _together(parts), versions
 
