@@ -24,6 +24,7 @@ from vllm_rollout.kernel.worker import runner as runner_module
 from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, observe_sampler
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
+from vllm_rollout.parts.moving.worker.candidates import attach, detach
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.worker import scorer as scorer_module
@@ -497,7 +498,7 @@ class Bare(runner_module.RunnerV1Mixin):
 
 def moved_to(target: Bare, state: WorkerState) -> Any:
     params = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=None, lora_request=None, request_id="a")
-    target.attach([MovedCandidate(0, params, [5], 1, True, None, [], state)])
+    attach(target, [MovedCandidate(0, params, [5], 1, True, None, [], state)])
     return target.requests["a"]
 
 
@@ -505,7 +506,7 @@ def test_what_is_not_observed_moves_with_its_generator_alone():
     """The request goes on elsewhere with its draws."""
     source, generator = Bare(), torch.Generator().manual_seed(7)
     source.requests["a"] = SimpleNamespace(generator=generator)
-    its = moved_to(Bare(), source.detach(["a"])["a"]).generator
+    its = moved_to(Bare(), detach(source, ["a"])["a"]).generator
     assert torch.equal(torch.rand(4, generator=its), torch.rand(4, generator=generator))
 
 

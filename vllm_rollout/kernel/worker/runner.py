@@ -5,11 +5,13 @@ Invariant: observed values are not changed, and no step waits for them: they are
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -23,7 +25,6 @@ from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.kernel.worker.observing import Observing
 from vllm_rollout.kernel.worker.ports import WorkerParts
-from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -155,29 +156,26 @@ class RunnerMixin:
         self.parts = parts
         self.candidate_tracker.parts = parts.rows
 
-    @torch.inference_mode()
-    def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
-        """Data of candidates that leave, by request id."""
-        statistics = self.candidate_tracker.copy(request_ids)
-        return {
-            request_id: WorkerState(
-                self._generator_state(request_id), statistics.get(request_id), self.parts.take(request_id)
-            )
-            for request_id in request_ids
-        }
+    def take_up(
+        self,
+        request: EngineCoreRequest,
+        output_token_ids: Sequence[int],
+        *,
+        generator: bytes | None,
+        statistics: bytes | None,
+        of_parts: Mapping[str, bytes],
+    ) -> None:
+        """Add a candidate that has run elsewhere.
 
-    @torch.inference_mode()
-    def attach(self, candidates: list[MovedCandidate]) -> None:
-        """Add candidates that have run elsewhere."""
-        for candidate in candidates:
-            request_id, state = candidate.request.request_id, candidate.state
-            if self.observes and state.statistics is not None:
-                self.candidate_tracker.discard(request_id)
-                self.observing.begin(request_id, candidate.request)
-                self.candidate_tracker.restore(request_id, state.statistics)
-            self.parts.put(request_id, state.of_parts)
-            self._know(candidate)
-            self.parts.arrived(candidate.request, candidate.output_token_ids)  # type: ignore[arg-type]
+        generator: as of `generator_state`. statistics: as of `CandidateTracker.copy`. of_parts: as of `WorkerParts`.
+        """
+        if self.observes and statistics is not None:
+            self.candidate_tracker.discard(request.request_id)
+            self.observing.begin(request.request_id, request)
+            self.candidate_tracker.restore(request.request_id, statistics)
+        self.parts.put(request.request_id, of_parts)
+        self._know(request, output_token_ids, generator)
+        self.parts.arrived(request, output_token_ids)  # type: ignore[arg-type]
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
@@ -186,11 +184,11 @@ class RunnerMixin:
         caches = {cache.data_ptr(): cache for cache in self.kv_caches}.values()  # layers may share one
         return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
 
-    def _generator_state(self, request_id: str) -> bytes | None:
+    def generator_state(self, request_id: str) -> bytes | None:
         """State of the request's own generator. None if it has none."""
         return None
 
-    def _know(self, candidate: MovedCandidate) -> None:
+    def _know(self, request: EngineCoreRequest, output_token_ids: Sequence[int], generator: bytes | None) -> None:
         """Register a request with the runner, before the scheduler resumes it."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -242,26 +240,26 @@ class RunnerMixin:
 class RunnerV1Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
 
-    def _generator_state(self, request_id: str) -> bytes | None:
+    def generator_state(self, request_id: str) -> bytes | None:
         request = self.requests.get(request_id)
         if request is None or request.generator is None:
             return None
         return request.generator.get_state().numpy().tobytes()
 
-    def _know(self, candidate: MovedCandidate) -> None:
-        request, generator = candidate.request, None
-        if candidate.state.generator is not None:
-            generator = torch.Generator(device=self.device)
-            generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
+    def _know(self, request: EngineCoreRequest, output_token_ids: Sequence[int], generator: bytes | None) -> None:
+        its_own = None
+        if generator is not None:
+            its_own = torch.Generator(device=self.device)
+            its_own.set_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
         known = self.requests[request.request_id] = CachedRequestState(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             mm_features=[],
             sampling_params=request.sampling_params,
-            generator=generator,
+            generator=its_own,
             block_ids=(),
             num_computed_tokens=0,
-            output_token_ids=list(candidate.output_token_ids),
+            output_token_ids=list(output_token_ids),
             lora_request=request.lora_request,
         )
         if self.uses_mrope:

@@ -10,7 +10,7 @@ from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 
 
 class EmulatedMoves:
-    """Takes the place of a model runner in the calls `rollout_detach` and `rollout_attach`."""
+    """Takes the place of `candidates.py` in the calls `rollout_detach` and `rollout_attach`."""
 
     def __init__(self, runner: EmulatedRunner) -> None:
         self._runner = runner
