@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreRequest
 
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.parts import faces
@@ -30,7 +30,7 @@ class WorkerPart:
     def see_step(self, step: SchedulerOutput) -> None:
         """Prepare for a step: its new and finished requests, and the tokens that it computes."""
 
-    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+    def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """Register a candidate that has run elsewhere."""
 
     def take(self, request_id: str) -> bytes:
@@ -76,7 +76,7 @@ class WorkerParts:
     def see_step(self, step: SchedulerOutput) -> None:
         self._call("see_step", step)
 
-    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+    def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         self._call("arrived", request, output_token_ids)
 
     def take(self, request_id: str) -> dict[str, bytes]:

@@ -175,7 +175,7 @@ class RunnerMixin:
             self.candidate_tracker.restore(request.request_id, statistics)
         self.parts.put(request.request_id, of_parts)
         self._know(request, output_token_ids, generator)
-        self.parts.arrived(request, output_token_ids)  # type: ignore[arg-type]
+        self.parts.arrived(request, output_token_ids)
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
