@@ -114,6 +114,15 @@ def test_what_the_environment_leaves_out_is_refused_with_a_remedy(refusal, in_en
     assert f"belongs to the part pears, which {WITHOUT} leaves out" in refusal("--rollout-pear", "f")
 
 
+def test_a_part_that_every_server_has_is_refused(refusal, in_environment, monkeypatch):
+    listed = {part.name: part for part in (*LISTED, Part("salt", "", always_served=True))}
+    monkeypatch.setattr(parts, "installed_parts", lambda: listed)
+    said = "a server cannot leave out the part 'salt' yet. Leave out some of: apples, jam, pears."
+    assert f"--without: {said}" in refusal("--without", "salt")
+    in_environment("salt")
+    assert f"{WITHOUT}: {said}" in refusal()
+
+
 @pytest.mark.parametrize(
     ("flags", "groups"),
     [
