@@ -160,7 +160,10 @@ def test_the_command_parts_lists_the_parts(monkeypatch):
     rows = {row[0]: row[1:] for row in cells if row}
     assert rows.keys() >= installed.keys()
     assert rows[last.name][1:] == [", ".join(last.needs), "left out"]
-    assert {rows[name][-1] for name in installed.keys() - {last.name}} == {"yes"}
+    others = {name: part for name, part in installed.items() if name != last.name}
+    assert {name: rows[name][-1] for name in others} == {
+        name: "always" if part.always_served else "yes" for name, part in others.items()
+    }
 
 
 def test_a_command_with_an_unknown_name_in_the_environment_says_so():

@@ -89,6 +89,7 @@ def leave_parts_out(arguments: Sequence[str], program: str) -> str:
     try:
         if named:
             parts.leave_out(",".join(named), FLAG)
+        parts.parts()
         said_by = FLAG if named else parts.WITHOUT
         parts.check_served(said_by)
     except ValueError as error:
