@@ -89,15 +89,16 @@ class Joining:
                 self._config.parallel_config.data_parallel_size,
             )
         adapter = None if request.lora_request is None else request.lora_request.lora_name
-        content, name = _content_of(request), join.name
+        content = _content_of(request)
+        name: str | int | None = join.name
         if name is None:
-            number = self._prompt_groups.join((join, content, adapter), join.num_candidates)
-            self._numbers[request.request_id] = number
+            name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
+            self._numbers[request.request_id] = name
         id, parent = _clients_id(request.request_id), None
         answer = AnswerName(request_name(EVERYBODY, id, join.namespace))
         if child := CHILD_ID.fullmatch(id):
             parent = AnswerName(request_name(EVERYBODY, child[2], join.namespace), int(child[1]))
-        group_id = joined_id(join.namespace, number if name is None else name, content, adapter or "")
+        group_id = joined_id(join.namespace, name, content, adapter or "")
         tag = tag_of(join, group_id, content, params, answer, parent, output_interval=1)
         rest = {key: value for key, value in params.extra_args.items() if key not in fields}
         request.sampling_params = copy(params)  # the caller's own where the engine runs in its process

@@ -148,5 +148,5 @@ FAKES: dict[Operator, Compute] = {
     "token_confidence": _token_confidence_fake,
     "update_confidence": _update_confidence_fake,
 }
-"""Operators of csrc. In torch their calls would cost more than their work. (The head is a matrix product, in which
-torch is as fast as the CPU.) Each gives the shape and dtype of the operator's result, for torch.compile."""
+"""Operators of csrc. In torch their calls would cost more than their work. The head is a matrix product, in which
+torch is as fast as the CPU. Each operator gives the shape and dtype of the operator's result, for torch.compile."""

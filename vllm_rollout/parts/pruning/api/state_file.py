@@ -136,7 +136,7 @@ class StateFile(Unkept):
 
     async def stop(self) -> None:
         """Save when the server ends."""
-        if await self._is_saved():
+        if await self._try_to_save():
             logger.info("vllm_rollout: kept what was learned in %s", self._path)
 
     async def _save(self) -> None:
@@ -233,10 +233,10 @@ class StateFile(Unkept):
         while not self._saved_all:
             self._saved_all = True
             with survived("learned state on disk"):
-                await self._is_saved()
+                await self._try_to_save()
             await asyncio.sleep(SAVE_INTERVAL_S)
 
-    async def _is_saved(self) -> bool:
+    async def _try_to_save(self) -> bool:
         """Save, and return False if the disk refuses."""
         try:
             await self.save()
