@@ -253,7 +253,14 @@ def run(name: str, folder: Path, command: list[str]) -> Check:
 
 def begin(folder: Path, command: list[str]) -> tuple[subprocess.Popen[str], float]:
     fonts = str(ROOT / ".pytest_cache" / "matplotlib")
-    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "MPLCONFIGDIR": fonts}
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as ruff, mypy, cmake, ninja
+    environment = {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "MPLCONFIGDIR": fonts,
+    }
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
