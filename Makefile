@@ -126,7 +126,7 @@ test-nightly: install models
 LANES = $(MAKE) --no-print-directory --jobs 2 --output-sync=target lane-kernel-side lane-others
 
 # About half of the seconds.
-KERNEL_SIDE := tests/kernel tests/kernels $(filter-out %/rounds %/sessions %/shaping,$(wildcard tests/parts/[a-z]*))
+KERNEL_SIDE := tests/adapter tests/kernel tests/kernels $(filter-out %/rounds %/sessions %/shaping,$(wildcard tests/parts/[a-z]*))
 
 .PHONY: lane-kernel-side lane-others
 lane-kernel-side:

@@ -28,12 +28,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from benchmarks.common import arguments_of, median, publish, record_of_run
 from benchmarks.tables import columns, number
 from tests.support.dry_run import DryRun
+from tests.support.scoring import ScoringTracker
 from tests.support.steps import group_terms, said
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
 from vllm_rollout.kernel.tracker import tracker as tracking
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.kernel.worker.observing import Observing
 from vllm_rollout.kernel.worker.runner import StepReport
@@ -41,6 +41,7 @@ from vllm_rollout.model_files import tiny
 from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker import scorer as scoring
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
 ROWS = (16, 256, 1024)
@@ -78,22 +79,22 @@ def observe_us(num_rows: int, num_steps: int) -> dict[str, float]:
     found = {}
     with ExitStack() as stack:
         for name, empty in without_operators(num_rows).items():
-            stack.enter_context(patch.object(tracking, name, empty))
+            stack.enter_context(patch.object(tracking if hasattr(tracking, name) else scoring, name, empty))
         for kind, length in (("tagged", None), ("scored", FAR), ("due", PROMPT)):
-            tracker = CandidateTracker(torch.device("cpu"))
             ring = FeatureRing(HIDDEN_SIZE, torch.float32, PruningOptions().feature_ring_bytes)
+            tracker = ScoringTracker(torch.device("cpu"), ring=ring)
             for id in ids:
-                tracker.add(id, PROMPT, None if length is None else min(length, 4096))
+                tracker.add_scored(id, PROMPT, None if length is None else min(length, 4096))
             if length == FAR:
-                tracker._detection_lengths[tracker._detection_lengths != 0] = FAR
+                lengths = tracker.scorer._detection_lengths
+                lengths[lengths != 0] = FAR
 
-            def step(number: int, tracker: CandidateTracker = tracker, ring: FeatureRing = ring,
-                     kind: str = kind) -> None:  # fmt: skip
+            def step(number: int, tracker: ScoringTracker = tracker, kind: str = kind) -> None:
                 tracker.start_step()
                 tracker.see_hidden_states(hidden)
                 num_computed = np.full(num_rows, 2 * PROMPT if kind == "due" else PROMPT + 1 + number)
                 tracker.observe(list(ids), logits, num_computed - (kind == "due"), unfinished)
-                report = StepReport(tracker.step, ring, Observing(tracker, Faults()))
+                report = StepReport(tracker.step, Observing(tracker, Faults()))
                 report.begin_copy()
                 report.attach(ModelRunnerOutput.__new__(ModelRunnerOutput))
 

@@ -23,7 +23,7 @@ from vllm_rollout.private_file import private_folder
 from vllm_rollout.whole_file import write_whole
 
 PACKAGE = Path(vllm_rollout.__file__).parent
-WRITERS = ("kernel", "parts")
+WRITERS = ("adapter", "kernel", "parts")
 """Folders of the code that a server runs, beside clients."""
 CLIENTS = {"client", "demo", "simulated", "watching"}
 """Folders of code of parts that runs outside of a server."""

@@ -41,19 +41,19 @@ def wiring(package: Path) -> dict[str, int]:
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)
         ring, owner = where.parts[0], where.parts[1] if len(where.parts) > 2 else ""
-        if ring not in ("kernel", "parts"):
+        if ring not in ("adapter", "kernel", "parts"):
             continue
         rooms = where.with_suffix("").parts if ring == "parts" else ()
         for module in imports(path.read_text()):
             _, *rest = module.split(".")
-            if rest[:1] == ["parts"] and len(rest) > 1 and ring == "kernel":
+            if rest[:1] == ["parts"] and len(rest) > 1 and ring != "parts":
                 found[f"{where} {rest[1]}"] += 1
             elif rest[:1] == ["parts"] and len(rest) > 1:
                 allowed = {owner, *others(where.parts)}
                 allowed.update(need for part in list(allowed) for need in needs.get(part, ()))
                 found.update(f"{owner} -> {other}" for other in {rest[1], *others(rest)} - allowed)
             elif rest and rest[0] in TOOLS and TOOLS[rest[0]] not in rooms:
-                found[f"{where if ring == 'kernel' else owner} -> {rest[0]}"] += 1
+                found[f"{owner if ring == 'parts' else where} -> {rest[0]}"] += 1
     return dict(sorted(found.items()))
 
 
@@ -78,5 +78,5 @@ if __name__ == "__main__":
     counts = wiring(ROOT / "vllm_rollout")
     if "--write" in sys.argv:
         COUNTS.write_text("".join(f"{what} {count}\n" for what, count in counts.items()))
-    kernel = sum(count for what, count in counts.items() if what.startswith("kernel"))
+    kernel = sum(count for what, count in counts.items() if what.startswith(("adapter/", "kernel/")))
     print(f"{kernel} names of parts and tools in the kernel, {sum(counts.values()) - kernel} between parts and tools")

@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="a part that is left out, together with the others")
     parser.add_argument("--of-the-day", type=int, metavar="N", help="N parts of those that are whole, each by itself")
+    parser.add_argument("--no-tests", action="store_true", help="only imports, ruff and mypy: a minute, not ten")
     parser.add_argument("--keep", action="store_true", help="do not delete the copy")
     options = parser.parse_args()
     if unknown := set(options.parts) - {part.name for part in parts.parts()}:
@@ -73,7 +74,7 @@ def main() -> None:
     runs = [*([options.parts] if options.parts else []), *([name] for name in alone)]
     if not runs:
         parser.error("name a part, or --of-the-day")
-    failed = [names for names in runs if not succeeds(names, options.keep)]
+    failed = [names for names in runs if not succeeds(names, options.keep, tested=not options.no_tests)]
     sys.exit(f"failed without {', '.join(map(' '.join, failed))}" if failed else 0)
 
 
@@ -82,14 +83,14 @@ def of_the_day(num: int, day: datetime.date) -> list[str]:
     return [WHOLE[(day.toordinal() * num + place) % len(WHOLE)] for place in range(min(num, len(WHOLE)))]
 
 
-def succeeds(names: list[str], keep: bool) -> bool:
+def succeeds(names: list[str], keep: bool, *, tested: bool) -> bool:
     """Say what is left out, run the checks, and sum up."""
     gone, tests, start = with_dependents(names), left_out(*names), time.monotonic()
     print(f"without {', '.join(gone)}:", *(f"  {path.relative_to(ROOT)}" for path in tests), sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix=f"without-{'-'.join(names)}-"))
     try:
         copy(folder, gone, tests)
-        checks = [*checks_of(folder, gone)]
+        checks = [*checks_of(folder, gone, tested=tested)]
     finally:
         if keep:
             print(f"the copy: {folder}")
@@ -137,7 +138,7 @@ def folders_of(names: Iterable[str]) -> Iterator[Path]:
         yield from folder.glob(f"*/with_{name}")
 
 
-def checks_of(folder: Path, gone: list[str]) -> Iterator[Check]:
+def checks_of(folder: Path, gone: list[str], *, tested: bool) -> Iterator[Check]:
     if any((ROOT / PACKAGE / "parts" / name / "csrc").exists() for name in gone):
         yield run("C++", folder, build_command(folder))
     start = time.monotonic()
@@ -148,7 +149,8 @@ def checks_of(folder: Path, gone: list[str]) -> Iterator[Check]:
     yield run("names", folder, [sys.executable, "-m", "docs_tools.stub", "--write"])
     yield run("ruff", folder, ["ruff", "check", "--quiet", "."])
     yield run("mypy", folder, ["mypy", *typed_files(folder)])
-    yield from run_tests(folder)
+    if tested:
+        yield from run_tests(folder)
 
 
 def build_command(folder: Path) -> list[str]:
@@ -251,7 +253,14 @@ def run(name: str, folder: Path, command: list[str]) -> Check:
 
 def begin(folder: Path, command: list[str]) -> tuple[subprocess.Popen[str], float]:
     fonts = str(ROOT / ".pytest_cache" / "matplotlib")
-    environment = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "MPLCONFIGDIR": fonts}
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as ruff, mypy, cmake, ninja
+    environment = {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "MPLCONFIGDIR": fonts,
+    }
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -175,7 +175,8 @@ def list_parts() -> None:
         table.add_column(column)
     there = {part.name for part in parts()}
     for name, part in sorted(installed_parts().items()):
-        table.add_row(name, part.purpose, ", ".join(part.needs), "yes" if name in there else "left out")
+        presence = "yes" if name in there else "left out"
+        table.add_row(name, part.purpose, ", ".join(part.needs), "always" if part.always_served else presence)
     Console().print(table)
 
 

@@ -21,13 +21,13 @@ from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_C
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS, OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS, PruningTerms
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Child(MovingJobs, ProfilingJobs):
 def _publish(worker: Any, detection_length: int) -> None:
     weights = head_weights(worker.model_config.get_hidden_size())
     head = PublishedHead(1, HeadWeights(*(tensor.to(worker.device) for tensor in weights)))
-    worker.model_runner.candidate_tracker.heads[HeadKey(detection_length)] = head
+    worker.quality_heads.scorer.heads[HeadKey(detection_length)] = head
 
 
 TRAINED = HeadKey(64)

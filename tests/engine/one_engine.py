@@ -23,11 +23,11 @@ from tests.support.steps import group_terms, judge_of, races_of, said
 from vllm_rollout.kernel.rules.plan import PruningPlan
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.step import LOST
 
@@ -240,7 +240,7 @@ def _head(hidden_size: int) -> HeadWeights:
 
 def _publish_head(worker) -> None:
     hidden_size = worker.model_config.get_hidden_size()
-    heads = worker.model_runner.candidate_tracker.heads
+    heads = worker.quality_heads.scorer.heads
     for length in (DETECTION_LENGTH, TRIAL_LENGTH, WHOLE):
         heads[HeadKey(length)] = PublishedHead(HEAD_VERSION, _head(hidden_size))
 

@@ -26,7 +26,7 @@ MOST_SPILLED_BYTES = {"token_confidence.token_confidence_kernel[fp32] on sm_90a"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
-    run_script("triton_compiler.py", folder / "results.json", cache=folder / "cache")
+    run_script("triton_compiler", folder / "results.json", cache=folder / "cache")
     return json.loads((folder / "results.json").read_text())
 
 

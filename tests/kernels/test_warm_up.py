@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.thorough
 def test_a_step_compiles_nothing_after_the_warm_up_whatever_its_size(tmp_path):
-    run_script("triton_variants.py", tmp_path / "results.json", cache=tmp_path / "cache")
+    run_script("triton_variants", tmp_path / "results.json", cache=tmp_path / "cache")
     results = json.loads((tmp_path / "results.json").read_text())
     compiled = [name for result in results.values() for name in result["warm_up"]]
     assert set(compiled) == {"token_confidence_kernel", "update_confidence_kernel", "quality_head_kernel"}

@@ -13,11 +13,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tests.support.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import dispatch, ops
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE = 96
 
@@ -56,12 +57,12 @@ def logits_of(num_rows: int, vocab_size: int, padded: int, dtype: torch.dtype) -
 
 def steps(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
     """Batches of many sizes, with strangers and unfinished prefills among them and few or many due."""
-    tracker = CandidateTracker(torch.device("cpu"))
-    tracker.heads[HeadKey(3)] = PublishedHead(1, weights())
+    tracker = ScoringTracker(torch.device("cpu"))
+    tracker.scorer.heads[HeadKey(3)] = PublishedHead(1, weights())
     computed = {}
     for number in range(45):
         computed[f"r{number}"] = 5 + number % 3
-        tracker.add(f"r{number}", 5, (3, 8, None)[number % 3 if number < 20 else 0])
+        tracker.add_scored(f"r{number}", 5, (3, 8, None)[number % 3 if number < 20 else 0])
     for size in (1, 2, 3, 4, 5, 7, 16, 17, 33, 45):
         ids = [f"r{number}" for number in range(size)]
         for position in range(3):
@@ -105,7 +106,9 @@ def main(results_path: str) -> None:
     }.items():
         logits, hidden = logits_of(2, vocab_size, padded, dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype)
         results[name] = {
-            "warm_up": compiled_by(lambda made=logits, of=hidden: warm_up(made, of)),
+            "warm_up": compiled_by(
+                lambda made=logits, of=hidden: warm_up(made, of, ScoringTracker(torch.device("cpu")).parts)
+            ),
             "steps": compiled_by(lambda v=vocab_size, p=padded, d=dtype: steps(v, p, d)),
         }
     Path(results_path).write_text(json.dumps(results))

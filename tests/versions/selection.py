@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.needs import TESTS, closure, file_of, imported, imported_tests
 
-FOLDERS = ("kernel", "parts", "versions")
+FOLDERS = ("adapter", "kernel", "parts", "versions")
 
 
 def tests_of_vllm() -> list[str]:

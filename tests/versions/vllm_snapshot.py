@@ -46,7 +46,7 @@ def may_use_vllm(path: Path) -> bool:
     """True for files of the rooms that know vLLM, for those that its processes share, and for all that import it."""
     ring, *where = path.relative_to(PACKAGE).with_suffix("").parts
     rooms = {"kernel": where[:1], "parts": where[1:2]}.get(ring, [])
-    is_shared = rooms == ["wire"] or (ring == "kernel" and len(where) == 1)
+    is_shared = rooms == ["wire"] or ring == "adapter"
     is_known = any(name.partition(".")[0] == "vllm" for name in imported_modules(path.read_text()))
     return is_shared or is_known or not {"api", "core", "worker"}.isdisjoint(rooms)
 

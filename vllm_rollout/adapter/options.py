@@ -19,7 +19,7 @@ KEY = "vllm_rollout"
 class Configured(Protocol):
     """vLLM's configuration, its engine arguments, or the arguments of a command line."""
 
-    additional_config: dict[str, Any]
+    additional_config: Any
 
 
 @dataclass(frozen=True, slots=True)

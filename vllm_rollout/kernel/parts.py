@@ -1,6 +1,6 @@
 """The list of parts: capabilities beside the race, each in a folder of its own (`vllm_rollout/parts/`).
 
-Every process reads the list. A folder that is not there, and a part that is left out, is in no list: nothing of it is
+Every process reads the list. A part without a folder, and a part that is left out, is in no list. Nothing of it is
 imported, and it costs nothing. A package of somebody else adds a part by an entry point of the group
 `vllm_rollout.parts`.
 
@@ -45,6 +45,8 @@ class Part:
     """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
 
     Their files stand in the folder `with_NAME` of the part."""
+    always_served: bool = False
+    """True if the kernel still asks for the part in a server (docs/contributing/architecture.md)."""
 
 
 @cache
@@ -89,6 +91,14 @@ def chosen(installed: Mapping[str, Part], without: frozenset[str], said_by: str 
         order += sorted(ready := sorter.get_ready())
         sorter.done(*ready)
     return tuple(there[name] for name in order)
+
+
+def check_served(said_by: str = WITHOUT) -> None:
+    """Raises: ValueError if a part that every server has is left out. `said_by`: as in `leave_out`."""
+    installed = installed_parts()
+    if gone := sorted(name for name, part in installed.items() if part.always_served and not has(name)):
+        others = ", ".join(sorted(name for name, part in installed.items() if not part.always_served))
+        raise ValueError(f"{said_by}: a server cannot leave out the part {gone[0]!r} yet. Leave out some of: {others}.")
 
 
 def _with_dependents(names: frozenset[str], installed: Mapping[str, Part]) -> frozenset[str]:

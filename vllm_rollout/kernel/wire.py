@@ -171,8 +171,9 @@ class RunnerReport(NamedTuple):
     def last_observation(self, row: int, token: int) -> Observation:
         """Observation of a candidate whose last token is this token and row of the step's batch."""
         confidence = Confidence(float(self.confidence[0, token, row]), math.nan, math.nan)
-        version = 0 if self.last is None else int(self.last.head_versions[token, row])
-        logit = float(self.last.logits[token, row]) if version else None
+        version, logit = 0, None
+        if self.last is not None and (version := int(self.last.head_versions[token, row])):
+            logit = float(self.last.logits[token, row])
         return Observation(confidence, logit, version, WHOLE)
 
 

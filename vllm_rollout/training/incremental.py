@@ -1,11 +1,10 @@
 """Log probabilities of trajectories that still grow: forward passes over their new tokens only (DARTS appendix E).
 
-`IncrementalLogprobs` keeps a KV cache for each trajectory. A pass takes what has come of many of them since the pass
-before, padded and masked, so that old log probabilities, a reference model's, or entropies are nearly ready when a
-rollout ends.
+`IncrementalLogprobs` keeps a KV cache for each trajectory. A pass takes the new tokens of many trajectories, padded
+and masked. So old log probabilities, a reference model's, or entropies are nearly ready when a rollout ends.
 
-Invariant: whatever the chunks and whoever shared a pass, the numbers are those of one forward pass over the whole
-trajectory within float error. The newest token of each trajectory waits: nothing that is wanted follows from it yet.
+Invariant: the numbers are those of one forward pass over the whole trajectory, within float error. Chunks and shared
+passes change nothing. The newest token of each trajectory waits: nothing that is wanted follows from it yet.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Growing:
     """A trajectory that is still being generated."""
 
     token_ids: list[int]
-    """The prompt, then what has come of the answer."""
+    """The prompt, then the answer so far."""
     num_prompt_tokens: int
     num_forwarded: int = 0
     cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -58,12 +57,14 @@ class IncrementalLogprobs:
         passes.drop(key)                                # a candidate that was stopped
         logprobs, entropies = passes.finish(key)        # a trajectory
 
-    model: a causal language model of Hugging Face in which every layer attends to all earlier tokens; as it stands, so
-    `eval()` if it has dropout. max_pass_tokens: a pass is cut where its candidates times its longest chunk exceed this,
-    which bounds the logits in memory; a longer chunk goes alone. temperature: of the log probabilities, as sampled.
+    model: a causal language model of Hugging Face in which every layer attends to all earlier tokens. It runs as it
+    stands: call `eval()` if it has dropout.
+    max_pass_tokens: bounds the logits in memory. A pass is cut where its candidates times its longest chunk exceed it.
+    A longer chunk goes alone.
+    temperature: that of the log probabilities, as sampled.
     keep_activations: keeps the graph for one backward pass per prompt, instead of nothing. It costs more memory than
-    running the whole trajectories again: every pass keeps a copy of the keys and values before it. Only candidates of
-    one prompt share a pass then, and what is dropped is free when all of its prompt are.
+    running the whole trajectories again, as every pass keeps a copy of the keys and values before it. Only candidates
+    of one prompt share a pass then. Memory of a dropped candidate is free when that of its whole prompt is.
 
     Raises: ValueError for a model that keeps no cache, or one whose layers forget.
     """
@@ -113,7 +114,7 @@ class IncrementalLogprobs:
         self._growing[key] = Growing(list(prompt_token_ids), len(prompt_token_ids))
 
     def add(self, key: Key, offset: int, token_ids: Sequence[int]) -> None:
-        """Append an answer's next tokens; runs no model. Raises: ValueError for an unknown key or a gap."""
+        """Append an answer's next tokens, without a pass. Raises: ValueError for an unknown key or a gap."""
         growing = self._known(key)
         num_tokens = len(growing.token_ids) - growing.num_prompt_tokens
         if offset != num_tokens:
@@ -147,8 +148,8 @@ class IncrementalLogprobs:
         return num_tokens
 
     def finish(self, key: Key) -> Logprobs:
-        """The whole answer's; what is left of it is passed over, alone. `forward` with the keys of a group before that
-        takes them together. Frees the cache."""
+        """Values of the whole answer. Its last tokens get a pass of their own, and its cache is freed. To pass over a
+        group together, call `forward` with its keys before."""
         self.forward([key])
         growing = self._growing.pop(key)
         empty = torch.empty(0, device=self._device)
@@ -156,8 +157,8 @@ class IncrementalLogprobs:
         return Logprobs(torch.cat([empty, *growing.logprobs]), entropies)
 
     def drop(self, key: Key) -> int:
-        """Forget a candidate that was stopped; frees its cache. Returns: how many of its tokens were passed over, for
-        nothing. Raises: ValueError for an unknown key."""
+        """Forget a candidate that was stopped, and free its cache. Returns: number of its tokens that were passed over,
+        for nothing. Raises: ValueError for an unknown key."""
         self._known(key)
         return self._growing.pop(key).num_forwarded
 
@@ -173,7 +174,7 @@ class IncrementalLogprobs:
         return sum(parameter._version for parameter in self.model.parameters())
 
     def _pass(self, batch: list[Growing]) -> None:
-        """Keys are [caches, padded on their right | new tokens, padded on their right]; padding is masked."""
+        """Keys are [caches, padded on their right | new tokens, padded on their right]. Padding is masked."""
         past, width = max(each.num_forwarded for each in batch), max(each.num_new for each in batch)
         token_ids = torch.zeros(len(batch), width, dtype=torch.long)
         targets = torch.zeros_like(token_ids)

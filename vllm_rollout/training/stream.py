@@ -1,12 +1,12 @@
 """Gradients group by group while the rest of a rollout still runs (RollPacker 4.4).
 
 `StreamTrainer` runs the backward pass of each group when it comes, without talking to other processes, and updates
-nothing before the last. Source: RollPacker 4.4 and Algorithm 1; the interface is that of NeMo-RL#2700.
+nothing before the last. Source: RollPacker 4.4 and Algorithm 1. The interface is that of NeMo-RL#2700.
 
-Invariant: after `finish` the gradient is that of one backward pass over the whole batch. How many samples or tokens a
-step will have is not known before its end, so each group adds the gradient of its *sum*, and `finish` divides by the
-number N of the step. That is exact because a gradient is linear in the loss and N does not depend on the weights:
-grad(sum of l_i / N) = (sum of grad l_i) / N. What is left are the roundings of a sum taken in another order.
+Invariant: after `finish` the gradient is that of one backward pass over the whole batch. A step's
+number N of samples or tokens is not known before its end. So each group adds the gradient of its *sum*, and `finish`
+divides by N. This is exact because a gradient is linear in the loss and N does not depend on the weights. In a formula,
+grad(sum of l_i / N) = (sum of grad l_i) / N. Only the roundings of a sum taken in another order are left.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StepResult:
     parts: int
     """Number of calls of `add` and `add_sum`."""
     weight: float
-    """N: what the sum was divided by: tokens, samples, groups, or what `add_sum` and `count` were told."""
+    """N, by which the sum was divided: tokens, samples, groups, or what `add_sum` and `count` were told."""
     loss: float
-    """The loss of the whole batch; nan where N is 0."""
+    """The loss of the whole batch. It is nan if N is 0."""
     gradient_norm: float
-    """Before clipping; nan where there is no gradient."""
+    """The norm before clipping. It is nan if there is no gradient."""
     updated: bool
     """The optimizer made its step. False without an optimizer, and where no process had a gradient."""
 
@@ -55,7 +55,7 @@ class OpenStep:
     failed: bool = False
     """A backward pass ended by an error, and may have added a part of its gradients."""
     sums: dict[Parameter, Tensor] = field(default_factory=dict)
-    """Float32 sums for parameters of lower precision; the others' sums are their `.grad`."""
+    """Float32 sums for parameters of lower precision. The others' sums are their `.grad`."""
 
 
 class StreamTrainer:
@@ -67,12 +67,13 @@ class StreamTrainer:
             trainer.add(token_losses(model, group), group.mask)
         result = trainer.finish()
 
-    parameters: those that learn; gradients are in their `.grad`, unscaled until `finish`. optimizer: None leaves the
-    update to the caller, who finds the finished gradients in `.grad`. max_norm: the gradient is clipped to it; None
-    clips nothing. float32_sums: gradients of parameters in bfloat16 or float16 are summed in float32 and rounded once
-    at the end; costs four bytes per such parameter, less its own gradient, which is freed after each group.
-    process_group: the data-parallel processes, by default all of `torch.distributed` where it is initialized. Each
-    holds whole parameters and has any number of groups, also none.
+    parameters: those that learn. Gradients are in their `.grad`, unscaled until `finish`.
+    optimizer: None leaves the update to the caller, who finds the finished gradients in `.grad`.
+    max_norm: the gradient is clipped to it. None clips nothing.
+    float32_sums: gradients of parameters in bfloat16 or float16 are summed in float32 and rounded once at the end. That
+    costs four bytes per such parameter, less its own gradient, which is freed after each group.
+    process_group: the data-parallel processes, by default all of `torch.distributed` if it is initialized. Each holds
+    whole parameters and has any number of groups, also none.
 
     Raises: ValueError for no parameters, sharded ones, or a normalization that there is not.
     """
@@ -108,7 +109,7 @@ class StreamTrainer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, step: int) -> None:
-        """Open a step; gradients of earlier ones are dropped. Raises: RuntimeError when a step is open."""
+        """Open a step, and drop the gradients of earlier ones. Raises: RuntimeError when a step is open."""
         if self._open is not None:
             raise RuntimeError(
                 f"step {step} cannot begin: step {self._open.step} is open with {self._open.parts} parts."
@@ -124,12 +125,14 @@ class StreamTrainer:
             ]
 
     def add(self, token_losses: Tensor, mask: Tensor, group_tokens: int | None = None) -> None:
-        """The backward pass of one group, at once.
+        """Run the backward pass of one group, at once.
 
-        token_losses: [num_samples, num_tokens], with their graph, which is freed. mask: the same shape, 1 or True where
-        a token counts; a sample without any counts as a sample of loss 0. group_tokens: where a group comes in several
-        parts (micro-batches), how many tokens of the whole group count; asked for by `normalize="group"` only.
-        Raises: ValueError for other shapes, or a group of no tokens; RuntimeError without an open step, or after a
+        token_losses: [num_samples, num_tokens], with their graph, which is freed.
+        mask: the same shape, 1 or True where a token counts. A sample without any counts as a sample of loss 0.
+        group_tokens: if a group comes in several parts (micro-batches), the number of tokens of the whole group that
+        count. Only `normalize="group"` reads it.
+
+        Raises: ValueError for other shapes, or a group of no tokens. RuntimeError without an open step, or after a
         backward pass that failed.
         """
         if token_losses.ndim != 2 or token_losses.shape != mask.shape:
@@ -159,7 +162,7 @@ class StreamTrainer:
         """Add a loss that is a sum. `weight`: its share of the N by which the whole step is divided at its end.
 
         A constant divisor per sample, as in Dr. GRPO, is `add_sum(losses.sum(), num_samples * max_tokens)`.
-        Raises: ValueError for a loss that is no scalar with a graph; RuntimeError as `add`.
+        Raises: ValueError for a loss that is no scalar with a graph. RuntimeError as `add`.
         """
         step = self._opened("add a part")
         if loss_sum.numel() != 1 or not loss_sum.requires_grad:
@@ -177,25 +180,25 @@ class StreamTrainer:
         step.parts += 1
 
     def count(self, weight: float) -> None:
-        """Samples without a gradient, as those of advantage 0: they count in N and need no pass.
+        """Count samples without a gradient, as those of advantage 0, in N. They need no pass.
 
-        weight: in units of `normalize`: how many tokens, samples or groups. Raises: RuntimeError without an open step.
+        weight: number of tokens, samples or groups, as `normalize` says. Raises: RuntimeError without an open step.
         """
         self._opened("count").totals[1] += weight
 
     def abandon(self) -> None:
         """Drop the gradients of the open step, if one is open: of an attempt that failed and will be run again.
 
-        Talks to nobody: each process abandons for itself, and all of them must.
+        No process waits for another: each abandons for itself, and all of them must.
         """
         self._open = None
         self._drop_gradients()
 
     def finish(self) -> StepResult:
-        """Divide by N, clip, update. The only place where processes wait for each other: each must call it.
+        """Divide by N, clip, update. Only here do processes wait for each other: each must call it.
 
-        Raises: RuntimeError in every process when in one of them a backward pass failed or another step is open, and
-        FloatingPointError when the gradient is not finite. Nothing is updated then, and the step stays open for
+        Raises: RuntimeError in every process if in one of them a backward pass failed or another step is open.
+        FloatingPointError if the gradient is not finite. Nothing is updated then, and the step stays open for
         `abandon`.
         """
         step = self._opened("finish")
@@ -247,7 +250,7 @@ class StreamTrainer:
         if heads[:, 1].any():
             raise RuntimeError(failure_of(step.step))
         parts, loss_sum, weight = heads[:, 2:5].sum(0).tolist()
-        # Who has no gradient of a parameter that another process has one of adds zeros; what nobody has stays None.
+        # A process without a gradient that another process has adds zeros. A gradient that no process has stays None.
         wanted = [
             self._own_or_zeros(step, parameter)
             for parameter, somebody in zip(self.parameters, heads[:, 5:].any(0).tolist(), strict=True)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
-from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring
+from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring, observe
 from tests.support.steps import judge_of, races_of
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.kernel.worker.observing import NOT_FINITE
-from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PruningStep
+from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
 
 LENGTHS = [30, 40, 50, 60]
 PRUNING = PruningPlan(detection_length=8, keep_ratio=0.5)
@@ -167,7 +167,7 @@ RUNNERS = [(RunnerV1, False), (RunnerV1, True), (RunnerV2, False), (RunnerV2, Tr
 def runner(request):
     cls, asynchronous = request.param
     runner = cls(asynchronous)
-    observe_runner(runner, new_ring(), v2=cls is RunnerV2, cpu=False)
+    observe(runner, new_ring(), v2=cls is RunnerV2, cpu=False)
     if cls is RunnerV2:
         runner.load_model()
     return runner
@@ -200,7 +200,7 @@ def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch,
 
 
 def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(runner, monkeypatch):
-    monkeypatch.setattr(runner.feature_ring, "put", fail)
+    monkeypatch.setattr(FeatureRing, "put", fail)
     new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
     report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
     assert list(report.failed) == ["a"]

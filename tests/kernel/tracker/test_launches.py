@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import arguments, dispatch, ops
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE, VOCAB_SIZE, PROMPT = 8, 32, 5
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -49,15 +50,15 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.tracker = CandidateTracker(device)
+        self.tracker = ScoringTracker(device)
         shapes = (4, HIDDEN_SIZE), (4,), (4,), (1,)
         head = HeadWeights(*(torch.zeros(shape, device=device) for shape in shapes))
-        self.tracker.heads = {HeadKey(length): PublishedHead(1, head) for length in (2, 6)}
+        self.tracker.scorer.heads = {HeadKey(length): PublishedHead(1, head) for length in (2, 6)}
         self.num_computed: dict[str, int] = {}
 
     def add(self, number: int, detection_length: int | None = 6) -> None:
         for i in range(len(self.num_computed), len(self.num_computed) + number):
-            self.tracker.add(f"r{i}", PROMPT, detection_length)
+            self.tracker.add_scored(f"r{i}", PROMPT, detection_length)
             self.num_computed[f"r{i}"] = PROMPT - 1
 
     def step(self, *, strangers: int = 0, unfinished: int = 0) -> Counter[str]:
@@ -86,7 +87,7 @@ def test_no_step_makes_the_host_wait(monkeypatch):
     for number in range(8):
         engine.step(strangers=number % 2, unfinished=number % 3)
         engine.add(1)
-    due = engine.tracker.step.due
+    due = engine.tracker.scored.due
     assert due is not None
     assert due.values.shape == (len(due.request_ids), 4)
 
@@ -125,13 +126,13 @@ def test_new_candidates_strangers_and_prefill_chunks_cost_no_launch_and_no_copy_
 
 def test_what_the_host_knows_of_a_step_goes_to_the_device_in_one_copy(engine, monkeypatch):
     copies = []
-    upload = CandidateTracker._upload
-    monkeypatch.setattr(CandidateTracker, "_upload", lambda *arguments: copies.append(1) or upload(*arguments))
+    upload = ScoringTracker.upload
+    monkeypatch.setattr(ScoringTracker, "upload", lambda *arguments: copies.append(1) or upload(*arguments))
     for number in range(1, 6):
         engine.add(1)
         engine.step(strangers=1)
         assert len(copies) == number
-    assert engine.tracker.step.due is not None
+    assert engine.tracker.scored.due is not None
 
 
 def test_due_candidates_cost_the_same_launches_however_many_they_are(engine):
@@ -140,6 +141,6 @@ def test_due_candidates_cost_the_same_launches_however_many_they_are(engine):
     crowd.add(40)
     launched = [few.step() for _ in range(6)]
     assert [crowd.step() for _ in range(6)] == launched
-    assert len(crowd.tracker.step.due.request_ids) == 40
+    assert len(crowd.tracker.scored.due.request_ids) == 40
     assert launched[:5] == [STEADY] * 5
     assert sum(launched[5].values()) < 60

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.scoring import ScoringTracker
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
-from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
+from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker.ops import token_confidence, windowed_confidence
-from vllm_rollout.kernel.tracker.step_values import DUE_COLUMNS
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.scored_rows import DUE_COLUMNS
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 VOCAB_SIZE = 11
 HIDDEN_SIZE = 6
@@ -45,7 +46,7 @@ class Steps:
     """Runs a tracker like a model runner, and keeps what it should have seen."""
 
     def __init__(self, seed: int = 0, *, capacity: int = 4) -> None:
-        self.tracker = CandidateTracker(CPU, capacity)
+        self.tracker = ScoringTracker(CPU, capacity)
         self._generator = torch.Generator().manual_seed(seed)
         self.num_computed: dict[str, int] = {}
         self.confidences: dict[str, list[float]] = {}
@@ -58,7 +59,7 @@ class Steps:
         self.confidences.setdefault(request.id, [])
         self.features.setdefault(request.id, [])
         if request.is_candidate:
-            self.tracker.add(request.id, request.num_prompt_tokens, request.detection_length)
+            self.tracker.add_scored(request.id, request.num_prompt_tokens, request.detection_length)
 
     def step(self, rows: list[tuple[Request, int]], *, padded: bool = False) -> None:
         """One step in which each request computes so many tokens; those behind their known tokens sample none.
@@ -113,10 +114,9 @@ class Steps:
             assert std == pytest.approx(statistics.pstdev(tokens), rel=1e-3, abs=1e-4)
 
     def _note_scores(self) -> None:
-        step = self.tracker.step
-        if step is None or step.due is None:
+        due = self.tracker.scored.due
+        if due is None:
             return
-        due = step.due
         assert due.values.shape == (len(due.request_ids), DUE_COLUMNS)
         features = dict(zip(due.request_ids, due.features.tolist(), strict=True))
         for request_id, row, version in zip(due.request_ids, due.values.tolist(), due.head_versions, strict=True):
@@ -154,13 +154,13 @@ def test_a_candidate_is_due_in_the_step_that_makes_its_token(detection_length):
     steps.add(request)
     steps.step([(request, 7)])
     for num_tokens in range(1, detection_length + 5):
-        assert (steps.tracker.step.due is not None) == (num_tokens == detection_length)
+        assert (steps.tracker.scored.due is not None) == (num_tokens == detection_length)
         steps.step([(request, 1)])
     steps.check(request)
 
 
 def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_of_its_own():
-    tracker = CandidateTracker(CPU, capacity=2)
+    tracker = ScoringTracker(CPU, capacity=2)
     heads = {
         HeadKey(2): weights(0),
         HeadKey(2, "a"): weights(1),
@@ -168,7 +168,7 @@ def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_o
         HeadKey(3, "a"): weights(3),
     }
     for version, (key, head) in enumerate(heads.items(), start=1):
-        tracker.heads[key] = PublishedHead(version, head)
+        tracker.scorer.heads[key] = PublishedHead(version, head)
     keys = [
         HeadKey(3, "a"),
         HeadKey(2, "b"),
@@ -180,9 +180,11 @@ def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_o
     ]
     ids = [f"r{number}" for number in range(len(keys))]
     for request_id, key in zip(ids, keys, strict=True):
-        tracker.add(request_id, 4, key.detection_length, adapter=key.adapter)
-    for request_id, tracked in tracker.copy(ids[:3]).items():  # as if they went on in another worker
-        tracker.restore(request_id, tracked)
+        tracker.add_scored(request_id, 4, key.detection_length, adapter=key.adapter)
+    for (request_id, kept), key in zip(tracker.copy(ids[:3]).items(), keys, strict=False):
+        tracker.discard(request_id)  # as if it went on in another worker
+        tracker.add_scored(request_id, 4, key.detection_length, adapter=key.adapter)
+        tracker.restore(request_id, kept)
     generator = torch.Generator().manual_seed(1)
     computed = np.array([4 + key.detection_length - 2 for key in keys])
     for seen in (computed, computed + 1):  # the token before, and the one that they are due with
@@ -191,12 +193,12 @@ def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_o
         tracker.see_hidden_states(hidden)
         logits = torch.randn(len(keys), VOCAB_SIZE, generator=generator)
         tracker.observe(ids, logits, seen, np.zeros(len(keys), dtype=bool))
-    due = tracker.step.due
+    due = tracker.scored.due
     assert sorted(due.request_ids) == ids
     for request_id, logit, version in zip(due.request_ids, due.values[:, 0], due.head_versions, strict=True):
         row = ids.index(request_id)
         head = heads.get(keys[row])
-        assert version == (0 if head is None else tracker.heads[keys[row]].version)
+        assert version == (0 if head is None else tracker.scorer.heads[keys[row]].version)
         if head is None:
             assert logit.isnan()
         else:
@@ -205,23 +207,21 @@ def test_candidates_of_several_adapters_are_due_in_one_step_each_with_the_head_o
 
 
 def test_names_of_adapters_do_not_pile_up():
-    tracker = CandidateTracker(CPU)
+    tracker = ScoringTracker(CPU)
     for number in range(50):
-        tracker.add("r", 4, 2, adapter=f"step {number}")
-        assert tracker.copy(["r"])["r"].adapter == f"step {number}"
+        tracker.add_scored("r", 4, 2, adapter=f"step {number}")
+        assert tracker.scorer._adapter_names[tracker.scorer._adapters.max()] == f"step {number}"
         tracker.discard("r")
-        tracker.add("plain", 4)
-        assert tracker.copy(["plain"])["plain"].adapter == BASE_MODEL
-        tracker.discard("plain")
-    assert len(tracker._adapter_names) == 2
+        assert not tracker.scorer._adapters.any()
+    assert len(tracker.scorer._adapter_names) == 2
 
 
 @pytest.mark.parametrize(("num_before", "num_steps"), [(0, 6), (4, 2), (5, 1), (6, None), (9, None)])
 def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(num_before, num_steps):
     """With a head the state is scored as at once; the trace of the tokens before is not known."""
-    tracker = CandidateTracker(CPU)
-    tracker.heads[HeadKey(6)] = PublishedHead(1, weights(0))
-    tracker.add("a", 3 + num_before, 6, num_before=num_before)
+    tracker = ScoringTracker(CPU)
+    tracker.scorer.heads[HeadKey(6)] = PublishedHead(1, weights(0))
+    tracker.add_scored("a", 3 + num_before, 6, num_before=num_before)
     generator = torch.Generator().manual_seed(2)
     due = {}
     for step in range(1, 12):
@@ -233,8 +233,8 @@ def test_a_detection_length_counts_from_the_first_token_also_in_a_later_round(nu
             np.array([3 + num_before + step - 1], dtype=np.int32), np.zeros(1, dtype=bool),
         )  # fmt: skip
         assert tracker.step.moments.isfinite().all()
-        if tracker.step.due is not None:
-            due[step] = tracker.step.due.values[0], hidden
+        if tracker.scored.due is not None:
+            due[step] = tracker.scored.due.values[0], hidden
     assert list(due) == ([] if num_steps is None else [num_steps])
     for values, hidden in due.values():
         w1, b1, w2, b2 = weights(0)
@@ -259,20 +259,20 @@ def test_tokens_that_are_dropped_and_sampled_again_count_once(num_dropped):
 
 
 def test_nothing_is_due_when_no_hidden_states_were_seen():
-    tracker = CandidateTracker(CPU)
-    tracker.add("a", 3, 1)
+    tracker = ScoringTracker(CPU)
+    tracker.add_scored("a", 3, 1)
     tracker.start_step()
     tracker.observe(["a"], torch.randn(1, VOCAB_SIZE), np.array([3]), np.array([False]))
-    assert tracker.step.due is None
+    assert tracker.scored.due is None
 
 
 def test_without_a_scored_candidate_hidden_states_are_let_go():
-    tracker = CandidateTracker(CPU)
+    tracker = ScoringTracker(CPU)
     tracker.add("a", 3)
     tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
     assert tracker._hidden is None
-    assert tracker._trace.shape[1] == 0
-    tracker.add("b", 3, 2)
+    assert tracker.trace.shape[1] == 0
+    tracker.add_scored("b", 3, 2)
     tracker.discard("b")
     tracker.see_hidden_states(torch.randn(1, HIDDEN_SIZE))
     assert tracker._hidden is None
@@ -300,10 +300,10 @@ def test_a_head_that_is_replaced_scores_those_that_are_due_from_then_on():
     a, b = Request("a", 2, 3), Request("b", 2, 4)
     for request in (a, b):
         steps.add(request)
-    steps.tracker.heads[HeadKey(3)] = PublishedHead(1, one)
+    steps.tracker.scorer.heads[HeadKey(3)] = PublishedHead(1, one)
     steps.step([(a, 2), (b, 2)])
     decode(steps, [a, b], 2)
-    steps.tracker.heads[HeadKey(4)] = PublishedHead(9, other)
+    steps.tracker.scorer.heads[HeadKey(4)] = PublishedHead(9, other)
     decode(steps, [a, b], 2)
     steps.check(a, head=one)
     steps.check(b, head=other)
@@ -315,7 +315,7 @@ def test_whatever_the_batches_look_like_every_candidate_is_scored_once_from_its_
     rng = random.Random(seed)
     steps = Steps(seed, capacity=2)
     heads = {3: weights(3)}
-    steps.tracker.heads[HeadKey(3)] = PublishedHead(1, heads[3])
+    steps.tracker.scorer.heads[HeadKey(3)] = PublishedHead(1, heads[3])
     waiting = [
         Request(f"r{i}", rng.randint(1, 9), rng.choice([1, 2, 3, 3, 18, None]), rng.random() < 0.85) for i in range(24)
     ]

@@ -6,11 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_TOKENS, NUM_PROMPT = 7, 5, 12, 3
 LENGTHS = {"a": (4, ()), "b": (6, (3, 5)), "c": (None, ()), "d": (5, (6,))}
@@ -36,12 +37,12 @@ def run(steps: list[dict[str, tuple[int, int]]]) -> tuple[Seen, dict[str, bytes]
     generator = torch.Generator().manual_seed(5)
     logits = {id: 3 * torch.randn(NUM_TOKENS, VOCAB_SIZE, generator=generator) for id in LENGTHS}
     hidden = {id: torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator) for id in LENGTHS}
-    tracker = CandidateTracker(torch.device("cpu"), 4, num_in_flight=4)
-    tracker.heads = {
+    tracker = ScoringTracker(torch.device("cpu"), 4, num_in_flight=4)
+    tracker.scorer.heads = {
         HeadKey(length, BASE_MODEL): PublishedHead(length + 2, head(length)) for length in (4, 5, 6, WHOLE)
     }
     for id, (length, trials) in LENGTHS.items():
-        tracker.add(id, NUM_PROMPT, length, trial_lengths=trials, final=id in "ab")
+        tracker.add_scored(id, NUM_PROMPT, length, trial_lengths=trials, final=id in "ab")
     done, seen = dict.fromkeys(LENGTHS, 0), Seen()
     for step in steps:
         ids, num_drafted, num_sampled = list(step), [], []
@@ -57,25 +58,27 @@ def run(steps: list[dict[str, tuple[int, int]]]) -> tuple[Seen, dict[str, bytes]
         num_computed = np.array([NUM_PROMPT + done[id] for id in ids])
         verified = VerifiedDrafts(np.array(num_drafted), np.array(num_sampled)) if any(num_drafted) else None
         tracker.observe(ids, torch.stack([row for row, _ in rows]), num_computed, np.zeros(len(ids), bool), verified)
-        shown = tracker.step
+        shown, scored = tracker.step, tracker.scored
         for row, token, moments in zip(shown.rows, shown.tokens, shown.moments.tolist(), strict=True):
             seen.moments[ids[row], done[ids[row]] + token + 1] = moments
-        if shown.due is not None:
+        if scored.due is not None:
             for id, length, version, values in zip(
-                shown.due.request_ids,
-                shown.due.lengths,
-                shown.due.head_versions,
-                shown.due.values.tolist(),
+                scored.due.request_ids,
+                scored.due.lengths,
+                scored.due.head_versions,
+                scored.due.values.tolist(),
                 strict=True,
             ):
                 seen.due[id, length] = [version, *values]
-        if shown.last is not None:
-            for row, token, logit in zip(shown.last.rows, shown.last.tokens, shown.last.logits.tolist(), strict=True):
+        if scored.last is not None:
+            for row, token, logit in zip(
+                scored.last.rows, scored.last.tokens, scored.last.logits.tolist(), strict=True
+            ):
                 seen.last[ids[row], done[ids[row]] + token + 1] = logit
         for id, (_, sampled) in step.items():
             done[id] += sampled
-    tracked = {id: each.statistics for id, each in tracker.copy(list(LENGTHS)).items()}
-    ended = tracker.take_last_states(["a", "b"])
+    tracked = tracker.copy(list(LENGTHS))
+    ended = tracker.scorer.take_last_states(["a", "b"])
     return seen, tracked, dict(zip(ended.keys, ended.states, strict=True))
 
 

@@ -1,18 +1,23 @@
 """Parts in a worker: hooks are called where a part has them, and an exception of a part stays with it."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
+from vllm.v1.engine import EngineCoreRequest
 
-from tests.kernel.worker.test_runner import Bare, Row, RunnerV1, moved_to, new_request, new_ring
+from tests.kernel.worker.test_runner import Bare, Row, RunnerV1, moved_to, new_request, new_ring, observe
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.weights import Changes
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE
+from vllm_rollout.kernel.tracker.rows import RowsPart, SeenRows
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.kernel.worker import ports
 from vllm_rollout.kernel.worker.ports import HOOKS, WorkerPart, WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
-from vllm_rollout.parts.moving.wire import WorkerState
+from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
+from vllm_rollout.parts.moving.worker.candidates import attach, detach
 
 
 class Listener(WorkerPart):
@@ -51,8 +56,8 @@ def part() -> Listener:
 @pytest.fixture
 def runner(part: Listener) -> RunnerV1:
     runner = RunnerV1()
-    observe_runner(runner, new_ring(), v2=False, cpu=False)
-    runner.parts = WorkerParts([("listener", part)], runner.observing.faults)
+    observe_runner(runner, True, v2=False, cpu=False)
+    runner.join(WorkerParts([("listener", part)], runner.observing.faults))
     return runner
 
 
@@ -106,3 +111,107 @@ def test_a_part_that_has_nothing_to_do_in_a_worker_is_not_among_its_parts(part, 
     observed = SimpleNamespace(observing=SimpleNamespace(faults=Faults()))
     WorkerParts.of(SimpleNamespace(part=part, model_runner=observed)).stop()
     assert part.heard == [("stop",)]
+
+
+class Sums(RowsPart):
+    """Wants every candidate, and reports the sum of its hidden state in place of its mean confidence."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def observes(self, tag: Any) -> bool:
+        return True
+
+    def begin(self, slot: int, tag: Any, adapter: str) -> None:
+        self.heard.append(("begin", tag.group_id, adapter))
+        self.num_wanting += 1
+
+    def end(self, slot: int, request_id: str) -> None:
+        self.heard.append(("end", request_id))
+        self.num_wanting -= 1
+
+    def choose(self, rows: SeenRows) -> list[np.ndarray] | None:
+        return [rows.seen.logit_rows] if rows.hidden is not None else None
+
+    def see_rows(self, rows: SeenRows, chosen: Any) -> "Shown":
+        return Shown(rows.hidden.index_select(0, rows.states_at(chosen[0])).sum(dim=1))
+
+
+class Shown(NamedTuple):
+    """Values of one step."""
+
+    sums: torch.Tensor
+
+    def to_host(self) -> "Shown":
+        return self
+
+    def add_to(self, report: RunnerReport) -> RunnerReport:
+        return report._replace(due=self.sums.tolist())
+
+
+def test_without_a_part_for_rows_confidences_are_reported_and_no_hidden_state_is_kept(runner):
+    _, report = step(runner, new_request("a", 3, 1))
+    assert np.isfinite(report.confidence).all()
+    assert (report.due, report.due_values) == ((), None)
+
+
+def test_parts_see_the_rows_of_candidates_that_they_want_each_its_own_arrays():
+    parts = [WorkerPart(), WorkerPart()]
+    for part in parts:
+        part.rows = Sums()
+    runner = RunnerV1()
+    observe_runner(runner, True, v2=False, cpu=False)
+    runner.join(WorkerParts([("one", parts[0]), ("other", parts[1])], runner.observing.faults))
+    _, report = step(runner, new_request("a", 3, None, observed=False))
+    assert report.due == [runner.hidden[0].sum().item()]
+    assert np.isfinite(report.confidence).all()
+    runner.candidate_tracker.discard("a")
+    for part in parts:
+        assert part.rows.heard == [("begin", "g", ""), ("end", "a")]
+
+
+class Luggage(WorkerPart):
+    """Has data about a candidate with the id `a`."""
+
+    def __init__(self) -> None:
+        self.came: list[Any] = []
+
+    def take(self, request_id: str) -> bytes:
+        return b"data" if request_id == "a" else b""
+
+    def put(self, request_id: str, data: bytes) -> None:
+        self.came.append((request_id, data))
+
+
+def test_data_of_parts_travel_with_a_candidate():
+    one, other = Luggage(), Luggage()
+    here, there = WorkerParts([("one", one), ("none", WorkerPart())]), WorkerParts([("other", other), ("one", one)])
+    assert here.take("b") == {}
+    there.put("a", here.take("a"))
+    assert (one.came, other.came) == ([("a", b"data")], [])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_scored_candidate_that_moves_is_scored_where_it_arrives(num_tokens):
+    """Its statistics and its features go along, by calls as of an engine core."""
+    runners = []
+    for _ in range(2):
+        runner = RunnerV1()
+        observe(runner, new_ring(), v2=False, cpu=False)
+        runner.requests, runner.uses_mrope = {}, False
+        runners.append(runner)
+    here, there = runners
+    request = new_request("a", 3, 2)
+    for number in range(num_tokens):
+        rows = [Row("a", 3 + number, 3 + number)]
+        scheduled = SimpleNamespace(rows=rows, scheduled_new_reqs=() if number else (request,), finished_req_ids=set())
+        here.execute_model(scheduled)
+        here.sample_tokens()
+    state = detach(here, ["a"])["a"]
+    assert (state.of_parts.keys() == {"pruning"}) == (num_tokens >= 2)
+    moved = EngineCoreRequest("a", [0] * 3, None, request.sampling_params, None, 0.0, None, None, None)
+    attach(there, [MovedCandidate(0, moved, [5] * num_tokens, 1, True, None, [], state)])
+    assert there.candidate_tracker.copy(["a"]) == here.candidate_tracker.copy(["a"])
+    scored_at = there.candidate_tracker.parts[0].scored_at("a")
+    assert scored_at == [2]
+    assert detach(there, ["a"])["a"] == state

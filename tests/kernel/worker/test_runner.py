@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from tests.support.scoring import ScoringTracker
 from tests.support.steps import group_terms, said
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.rules.types import HeadKey
@@ -17,16 +18,20 @@ from vllm_rollout.kernel.tracker import ops
 from vllm_rollout.kernel.tracker import warm_up as warm_up_module
 from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.step_values import StepValues
-from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.tracker.warm_up import warm_up
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, RunnerReport
 from vllm_rollout.kernel.worker import runner as runner_module
+from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import ObservedOutput, observe_runner, observe_sampler
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
+from vllm_rollout.parts.moving.worker.candidates import attach, detach
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.worker import scorer as scorer_module
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
+from vllm_rollout.parts.pruning.worker.part import PruningWorker
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE = 4
 VOCAB_SIZE = 5
@@ -136,12 +141,24 @@ def new_runner(request):
 
     def make(ring: FeatureRing | None = None, *, asynchronous: bool = False) -> RunnerV1:
         runner = base(asynchronous)
-        observe_runner(runner, ring, v2=v2, cpu=cpu)
+        observe(runner, ring, v2=v2, cpu=cpu)
         if v2:
             runner.load_model()
         return runner
 
     return make
+
+
+def observe(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool) -> None:
+    """Observe a runner for scores too, if there is a ring."""
+    observe_runner(runner, ring is not None, v2=v2, cpu=cpu)
+    if ring is not None:
+        part = PruningWorker(runner.candidate_tracker, ring)
+        runner.join(WorkerParts([("pruning", part)], runner.observing.faults))
+
+
+def heads_of(runner: Any) -> dict[HeadKey, PublishedHead]:
+    return runner.candidate_tracker.parts[0].heads
 
 
 def new_ring() -> FeatureRing:
@@ -199,7 +216,7 @@ def test_a_due_candidate_s_state_goes_to_the_ring_and_its_score_on_the_output(ne
     ring = new_ring()
     runner = new_runner(ring, asynchronous=asynchronous)
     head = HeadWeights(torch.ones(2, HIDDEN_SIZE), torch.zeros(2), torch.ones(2), torch.full((1,), 0.5))
-    runner.candidate_tracker.heads[HeadKey(2)] = PublishedHead(3, head)
+    heads_of(runner)[HeadKey(2)] = PublishedHead(3, head)
     new = (new_request("a", 3, 2), new_request("b", 2, 9), new_request("plain", 3, None, tagged=False))
     _, report = step(runner, [Row("plain", 3, 3), Row("a", 3, 3), Row("b", 2, 2)], new)
     assert np.isnan(report.confidence[:, 0]).tolist() == [[True, False, False]] * 2
@@ -222,7 +239,7 @@ def test_the_head_that_scores_is_that_of_the_adapter_which_the_request_has(new_r
     runner = new_runner(new_ring())
     for version, adapter in enumerate(("", "a", "b"), start=1):
         head = HeadWeights(torch.ones(2, HIDDEN_SIZE), torch.zeros(2), torch.ones(2), torch.full((1,), float(version)))
-        runner.candidate_tracker.heads[HeadKey(1, adapter)] = PublishedHead(version, head)
+        heads_of(runner)[HeadKey(1, adapter)] = PublishedHead(version, head)
     adapters = {"x": "b", "y": None, "z": "a", "w": "another"}
     new = tuple(new_request(request_id, 3, 1, adapter=adapter) for request_id, adapter in adapters.items())
     _, report = step(runner, [Row(request_id, 3, 3) for request_id in adapters], new)
@@ -321,7 +338,7 @@ def test_the_synchronous_loop_waits_for_values_that_are_on_a_device(monkeypatch)
     Event.log = log
     monkeypatch.setattr(torch.cuda, "Event", Event)
     runner = RunnerV1()
-    observe_runner(runner, new_ring(), v2=False, cpu=False)
+    observe(runner, new_ring(), v2=False, cpu=False)
     runner.answer = lambda: set_aside(runner, log)
     _, report = step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1),))
     assert log == ["copy", "record", "wait"]
@@ -344,7 +361,7 @@ def test_a_prompt_of_embeddings_has_its_length_too(new_runner):
 
 def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampler(new_runner, monkeypatch):
     warmed = []
-    monkeypatch.setattr(runner_module, "warm_up", lambda *tensors: warmed.append(tensors))
+    monkeypatch.setattr(runner_module, "warm_up", lambda logits, hidden, parts: warmed.append((logits, hidden)))
     for ring, num_warmed in ((new_ring(), 1), (None, 0)):
         runner, made = new_runner(ring), []
         runner.model = SimpleNamespace(compute_logits=lambda hidden, made=made: made.append(hidden) or hidden @ WEIGHT)
@@ -363,8 +380,10 @@ def test_warming_up_calls_every_operator_for_whatever_the_model_makes(monkeypatc
     calls = []
     operators = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"active_implementation"}
     for name in operators:
-        monkeypatch.setattr(warm_up_module, name, called(name, getattr(ops, name), calls))
-    warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype))
+        module = warm_up_module if hasattr(warm_up_module, name) else scorer_module
+        monkeypatch.setattr(module, name, called(name, getattr(ops, name), calls))
+    parts = ScoringTracker(torch.device("cpu")).parts
+    warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype), parts)
     assert {name for name, _ in calls} == operators
     assert {tensors[0].dtype for name, tensors in calls if name in ("token_confidence", "quality_head")} == {dtype}
     nums_due = [len(tensors[1]) for name, tensors in calls if name == "quality_head"]
@@ -403,7 +422,7 @@ class Verifying(RunnerV1):
 @pytest.mark.parametrize("cpu", [False, True])
 def test_of_a_step_s_drafts_those_are_observed_that_are_accepted(cpu):
     ring, runner = new_ring(), Verifying()
-    observe_runner(runner, ring, v2=False, cpu=cpu)
+    observe(runner, ring, v2=False, cpu=cpu)
     new = (new_request("a", 3, 2), new_request("b", 3, 3), new_request("c", 3, None))
     runner.num_drafted, runner.num_sampled = (2, 1, 0), (3, 1, 1)
     _, report = step(runner, [Row("a", 5, 5), Row("b", 4, 4), Row("c", 3, 3)], new)
@@ -424,7 +443,7 @@ def test_of_a_step_s_drafts_those_are_observed_that_are_accepted(cpu):
 @pytest.mark.parametrize("tagged", [True, False])
 def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
     runner = Verifying()
-    observe_runner(runner, new_ring(), v2=False, cpu=True)
+    observe(runner, new_ring(), v2=False, cpu=True)
     runner.num_drafted, runner.num_sampled = (0,), (1,)
     step(runner, [Row("a", 3, 3)], (new_request("a", 3, 1, tagged=tagged),))
     assert not runner.is_verifying
@@ -436,7 +455,7 @@ def test_a_step_of_no_drafts_is_sampled_as_one_without_them(tagged):
 def test_v2_does_not_observe_drafts():
     rows, new = [Row("a", 3, 3)], (new_request("a", 3, 1),)
     runner = RunnerV2()
-    observe_runner(runner, new_ring(), v2=True, cpu=False)
+    observe(runner, new_ring(), v2=True, cpu=False)
     runner.load_model()
     runner.execute_model(SimpleNamespace(rows=rows, scheduled_new_reqs=new, finished_req_ids=set()))
     runner.sampler(torch.randn(3, VOCAB_SIZE), SimpleNamespace(num_reqs=1))
@@ -445,7 +464,7 @@ def test_v2_does_not_observe_drafts():
 
 def test_observing_changes_the_class_of_runner_and_sampler_but_not_what_they_are():
     runner, sampler = RunnerV2(), Sampler()
-    observe_runner(runner, None, v2=True, cpu=False)
+    observe_runner(runner, False, v2=True, cpu=False)
     observe_sampler(sampler, runner.candidate_tracker, runner.observing)
     assert isinstance(runner, RunnerV2)
     assert isinstance(sampler, Sampler)
@@ -466,10 +485,11 @@ def test_a_report_comes_with_the_output_and_not_before(new_runner):
 
 
 class Bare(runner_module.RunnerV1Mixin):
-    """Runner V1 without a feature ring."""
+    """Runner V1 that observes nothing."""
 
     def __init__(self, uses_mrope: bool = False) -> None:
-        self.feature_ring, self.requests, self.device = None, {}, torch.device("cpu")
+        self.requests, self.device = {}, torch.device("cpu")
+        self.start_tracking(False)
         self.uses_mrope = uses_mrope
 
     def _init_mrope_positions(self, state: Any) -> None:
@@ -478,7 +498,7 @@ class Bare(runner_module.RunnerV1Mixin):
 
 def moved_to(target: Bare, state: WorkerState) -> Any:
     params = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=None, lora_request=None, request_id="a")
-    target.attach([MovedCandidate(0, params, [5], 1, True, None, [], state)])
+    attach(target, [MovedCandidate(0, params, [5], 1, True, None, [], state)])
     return target.requests["a"]
 
 
@@ -486,7 +506,7 @@ def test_what_is_not_observed_moves_with_its_generator_alone():
     """The request goes on elsewhere with its draws."""
     source, generator = Bare(), torch.Generator().manual_seed(7)
     source.requests["a"] = SimpleNamespace(generator=generator)
-    its = moved_to(Bare(), source.detach(["a"])["a"]).generator
+    its = moved_to(Bare(), detach(source, ["a"])["a"]).generator
     assert torch.equal(torch.rand(4, generator=its), torch.rand(4, generator=generator))
 
 

@@ -13,7 +13,6 @@ from tests.parts.emulation.emulated_run import EmulatedRun
 from tests.support.steps import group_terms, scores
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, EndingNote
 from vllm_rollout.parts.drafts.acceptance import DraftSettings
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, bin_of
@@ -26,6 +25,7 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.with_emulation.worker import HIDDEN_SIZE
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 GPU = {"step": {"ms": 5.2, "ms_per_request": 0.012, "ms_per_context_token": 2e-5, "ms_per_prefilled_token": 0.03}}
 COMPUTES = {"step": {"ms": 0.001, "ms_per_request": 0.05, "ms_per_prefilled_token": 0.05}}

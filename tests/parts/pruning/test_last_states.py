@@ -1,15 +1,16 @@
-"""The last hidden states of candidates, and what the tracker makes of several detection lengths and of ends."""
+"""The last hidden states of candidates, and what the scorer makes of several detection lengths and of ends."""
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.kernel.tracker.ops import quality_head
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE = 6
 CPU = torch.device("cpu")
@@ -20,12 +21,14 @@ class Steps:
     """Candidates that sample one token in each step; remembers the state behind each."""
 
     def __init__(self, num_in_flight: int = 1) -> None:
-        self.tracker = CandidateTracker(CPU, 2, num_in_flight)
+        self.tracker = ScoringTracker(CPU, 2, num_in_flight)
         self.states: dict[tuple[str, int], torch.Tensor] = {}
         self._generator = torch.Generator().manual_seed(1)
 
     def add(self, request_id: str, *lengths: int, final: bool = True, adapter: str = BASE_MODEL) -> None:
-        self.tracker.add(request_id, PROMPT_TOKENS, lengths[0], trial_lengths=lengths[1:], final=final, adapter=adapter)
+        self.tracker.add_scored(
+            request_id, PROMPT_TOKENS, lengths[0], trial_lengths=lengths[1:], final=final, adapter=adapter
+        )
 
     def step(self, **numbers: int) -> None:
         """Each request samples its output token of that number, from 1."""
@@ -39,7 +42,7 @@ class Steps:
         self.tracker.observe(list(numbers), logits, computed, np.zeros(len(numbers), dtype=bool))
 
     def ended(self) -> dict[StateKey, torch.Tensor]:
-        ended = self.tracker.step.ended
+        ended = self.tracker.scored.ended
         return {} if ended is None else dict(zip(ended.keys, ended.states, strict=True))
 
 
@@ -50,13 +53,13 @@ def head(seed: int) -> HeadWeights:
 
 def test_a_candidate_is_due_at_each_of_its_lengths_and_scored_by_their_heads():
     steps = Steps()
-    steps.tracker.heads[HeadKey(4)] = PublishedHead(7, head(1))
+    steps.tracker.scorer.heads[HeadKey(4)] = PublishedHead(7, head(1))
     steps.add("a", 2, 4, 5)
     steps.add("b", 3)
     due = {}
     for number in range(1, 8):
         steps.step(a=number, b=number)
-        if (seen := steps.tracker.step.due) is not None:
+        if (seen := steps.tracker.scored.due) is not None:
             for row, (id, length, version) in enumerate(
                 zip(seen.request_ids, seen.lengths, seen.head_versions, strict=True)
             ):
@@ -89,15 +92,15 @@ def test_a_slot_s_former_candidate_leaves_nothing_to_the_next():
     for number in range(1, 6):
         steps.step(a=number)
     steps.tracker.discard("a")
-    steps.tracker.take_last_states([])
+    steps.tracker.scorer.take_last_states([])
     steps.add("b", 9)
     steps.step(b=1)
     steps.tracker.discard("b")
-    (key,) = steps.tracker.take_last_states([]).keys
+    (key,) = steps.tracker.scorer.take_last_states([]).keys
     assert key == StateKey("b", 1, at_end=True)
     steps.add("c", 9)
     steps.tracker.discard("c")  # it never sampled a token
-    assert steps.tracker.take_last_states([]) is None
+    assert steps.tracker.scorer.take_last_states([]) is None
 
 
 def test_who_does_not_ask_has_no_last_state():
@@ -105,8 +108,8 @@ def test_who_does_not_ask_has_no_last_state():
     steps.add("a", 2, final=False)
     steps.step(a=1)
     steps.tracker.discard("a")
-    assert steps.tracker.take_last_states(["a"]) is None
-    assert steps.tracker.step.last is None
+    assert steps.tracker.scorer.take_last_states(["a"]) is None
+    assert steps.tracker.scored.last is None
 
 
 def test_every_token_has_the_logit_it_would_have_as_the_last_one():
@@ -114,10 +117,10 @@ def test_every_token_has_the_logit_it_would_have_as_the_last_one():
     steps.add("a", 9)
     steps.add("b", 9, final=False)
     steps.step(b=1, a=1)
-    assert steps.tracker.step.last is None  # no head yet
-    steps.tracker.heads[HeadKey(WHOLE)] = PublishedHead(5, head(2))
+    assert steps.tracker.scored.last is None  # no head yet
+    steps.tracker.scorer.heads[HeadKey(WHOLE)] = PublishedHead(5, head(2))
     steps.step(b=2, a=2)
-    last = steps.tracker.step.last
+    last = steps.tracker.scored.last
     assert (last.rows.tolist(), last.head_versions.tolist()) == ([1], [5])
     wanted = quality_head(steps.states["a", 2][None], torch.tensor([0]), *head(2))
     assert torch.allclose(last.logits, wanted)
@@ -129,9 +132,9 @@ def test_each_adapter_s_end_is_scored_by_its_own_head():
     for id, adapter in names.items():
         steps.add(id, 9, adapter=adapter)
     for version, adapter in ((3, "x"), (4, BASE_MODEL)):
-        steps.tracker.heads[HeadKey(WHOLE, adapter)] = PublishedHead(version, head(version))
+        steps.tracker.scorer.heads[HeadKey(WHOLE, adapter)] = PublishedHead(version, head(version))
     steps.step(a=1, b=1, c=1, d=1)
-    last = steps.tracker.step.last
+    last = steps.tracker.scored.last
     of_row = dict(zip(last.rows.tolist(), zip(last.head_versions.tolist(), last.logits, strict=True), strict=True))
     assert [of_row[row][0] for row in range(4)] == [3, 4, 0, 3]
     assert of_row[2][1].isnan()
@@ -144,7 +147,11 @@ def test_each_adapter_s_end_is_scored_by_its_own_head():
 def test_a_reward_that_comes_before_the_worker_knows_of_the_end_finds_its_state():
     steps = Steps()
     heads = QualityHeads(
-        steps.tracker, FeatureRing(HIDDEN_SIZE, torch.float32, 4096), hidden_size=HIDDEN_SIZE, model="m", device=CPU
+        steps.tracker.scorer,
+        FeatureRing(HIDDEN_SIZE, torch.float32, 4096),
+        hidden_size=HIDDEN_SIZE,
+        model="m",
+        device=CPU,
     )
     for id in "abc":
         steps.add(id, 2)
@@ -167,7 +174,7 @@ def test_a_ring_of_states_grows_with_the_tracker():
         steps.step(**{id: 1})
     for id in ids:
         steps.tracker.discard(id)
-    ended = steps.tracker.take_last_states([])
+    ended = steps.tracker.scorer.take_last_states([])
     for key, state in zip(ended.keys, ended.states, strict=True):
         assert torch.equal(state, steps.states[key.request_id, 1])
     assert len(ended.keys) == 7
@@ -178,10 +185,11 @@ def test_what_moves_is_scored_where_it_goes_on():
     here.add("a", 2, 5)
     for number in (1, 2, 3):
         here.step(a=number)
+    there.add("a", 2, 5)
     there.tracker.restore("a", here.tracker.copy(["a"])["a"])
     there.step(a=4)
-    assert there.tracker.step.due is None
+    assert there.tracker.scored.due is None
     there.step(a=5)
-    assert there.tracker.step.due.lengths == [5]
+    assert there.tracker.scored.due.lengths == [5]
     there.tracker.discard("a")
-    assert [key.num_tokens for key in there.tracker.take_last_states([]).keys] == [4, 5]
+    assert [key.num_tokens for key in there.tracker.scorer.take_last_states([]).keys] == [4, 5]

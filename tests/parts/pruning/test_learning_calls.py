@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.parts.pruning.reports import report_of
+from tests.support.scoring import new_scorer
 from tests.support.steps import group_steps, group_terms, judge_of, lengths_of
 from tests.support.waiting import eventually
 from vllm_rollout.config import MAX_ADAPTERS
@@ -32,7 +33,6 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
@@ -69,7 +69,7 @@ class Rank:
     def __init__(self, model: str = "model") -> None:
         self.ring = FeatureRing(HIDDEN_SIZE, torch.bfloat16, 1 << 20)
         self.heads = QualityHeads(
-            CandidateTracker(torch.device("cpu")), self.ring,
+            new_scorer(torch.device("cpu")), self.ring,
             hidden_size=HIDDEN_SIZE, model=model, device=torch.device("cpu"),
         )  # fmt: skip
         self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
@@ -187,7 +187,7 @@ def test_ranks_teach_each_other_and_learn_every_label_once():
     assert ranks[0].heads.infos() == alone.heads.infos()
     assert ranks[0].heads.infos()[0].num_labels == 240
     assert ranks[1].arguments["learn_features"] == [], "only the first rank trains"
-    published = [rank.heads._tracker.heads[HeadKey(LENGTH)] for rank in ranks]
+    published = [rank.heads.scorer.heads[HeadKey(LENGTH)] for rank in ranks]
     assert published[0].version == published[1].version > 0
     assert all(torch.equal(a, b) for a, b in zip(published[0].weights, published[1].weights, strict=True))
 
@@ -394,7 +394,7 @@ def goes_on(rank: Rank) -> None:
 
 def content(rank: Rank) -> tuple:
     state = Engine(rank).learning_state()
-    return state, [head.version for head in rank.heads._tracker.heads.values()], rank.heads.infos()
+    return state, [head.version for head in rank.heads.scorer.heads.values()], rank.heads.infos()
 
 
 def refused(rank: Rank, put: str, data: bytes) -> RequestError:
@@ -514,7 +514,7 @@ def test_a_head_that_is_put_scores_on_every_rank_that_has_room():
         ranks[0].run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
     with pytest.raises(RequestError, match="rewards are awaited for all there are"):
         Engine(*ranks).set_quality_head(learned(length=100).heads.export(HeadKey(100)))
-    assert [HeadKey(100) in rank.heads._tracker.heads for rank in ranks] == [False] * 3, (
+    assert [HeadKey(100) in rank.heads.scorer.heads for rank in ranks] == [False] * 3, (
         "what rank 0 refuses nobody takes"
     )
 
@@ -526,7 +526,7 @@ def test_heads_that_are_put_take_the_place_of_what_nobody_awaits_rewards_for():
         rank.run_rollout(f"awaited{length}", num=1, plan=replace(PLAN, detection_length=length))
     engine.set_quality_head(learned(length=100).heads.export(HeadKey(100)))
     assert LENGTH not in rank.judge.memory.learnings
-    assert HeadKey(LENGTH) not in rank.heads._tracker.heads
+    assert HeadKey(LENGTH) not in rank.heads.scorer.heads
     assert {head.detection_length for head in rank.heads.infos()} == {100}
     assert len(rank.judge.memory.learnings) == MAX_DETECTION_LENGTHS
     rank.run_rollout("awaited100", num=1, plan=replace(PLAN, detection_length=100))
@@ -541,7 +541,7 @@ def test_a_detection_length_that_gave_way_takes_its_head_with_it():
     for length in range(20, 20 + MAX_DETECTION_LENGTHS):
         plan = replace(PLAN, detection_length=length)
         Engine(rank).post_rewards(f"r{length}", rank.run_rollout(f"r{length}", seed=length, plan=plan))
-    assert HeadKey(LENGTH) not in rank.heads._tracker.heads
+    assert HeadKey(LENGTH) not in rank.heads.scorer.heads
     assert {head.detection_length for head in rank.heads.infos()} == set(range(20, 28))
     assert Engine(rank).quality_head(27)[0].version == 1
     rewards = rank.run_rollout("again", seed=3)
@@ -599,7 +599,7 @@ def test_what_is_told_of_one_adapter_leaves_the_others_and_the_base_model_alone(
     assert (nothing.dataset, nothing.prompts) == (None, [None])
     for rank in ranks:
         assert "unheard of" not in rank.judge.memories.all(), "to look is not to learn"
-        assert set(rank.heads._tracker.heads) == {HeadKey(LENGTH, adapter) for adapter in (BASE_MODEL, "a", "b")}
+        assert set(rank.heads.scorer.heads) == {HeadKey(LENGTH, adapter) for adapter in (BASE_MODEL, "a", "b")}
 
 
 @pytest.mark.thorough
@@ -611,7 +611,7 @@ def test_names_are_saved_and_go_on_elsewhere_as_here():
     other.run_rollout("s", num=1, plan=replace(PLAN, detection_length=99))
     Engine(other).set_learning_state(Engine(saved).learning_state())
     assert content(other) == content(saved)
-    for one, two in zip(saved.heads._tracker.heads.values(), other.heads._tracker.heads.values(), strict=True):
+    for one, two in zip(saved.heads.scorer.heads.values(), other.heads.scorer.heads.values(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.weights, two.weights, strict=True))
     for rank in (saved, other):
         rewarded(Engine(rank), rank, "a", seed=5)
@@ -627,7 +627,7 @@ def test_a_head_is_put_in_an_adapters_place():
     head = engine.set_quality_head(learned().heads.export(HeadKey(LENGTH)), "a")
     assert head.key == HeadKey(LENGTH, "a")
     for rank in ranks:
-        assert list(rank.heads._tracker.heads) == [HeadKey(LENGTH, "a")]
+        assert list(rank.heads.scorer.heads) == [HeadKey(LENGTH, "a")]
         assert list(rank.judge.known("a").learnings) == [LENGTH]
     assert engine.quality_head(None, "a")[1] == learned().heads.export(HeadKey(LENGTH))
 
@@ -639,7 +639,7 @@ def test_an_adapter_that_gave_way_takes_its_heads_with_it():
         rewarded(engine, rank, f"{number}", num=70)
     assert "0" not in rank.judge.memories.all()
     assert {head.adapter for head in rank.heads.infos()} == {f"{number}" for number in range(1, MAX_ADAPTERS + 1)}
-    assert HeadKey(LENGTH, "0") not in rank.heads._tracker.heads
+    assert HeadKey(LENGTH, "0") not in rank.heads.scorer.heads
     rewarded(engine, rank, "0", seed=1, num=70)
     assert engine.quality_head(None, "0")[0].num_labels == 70, "it begins anew"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tests.support.scoring import new_scorer
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.worker import quality_head, quality_heads
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
@@ -19,6 +19,7 @@ from vllm_rollout.parts.pruning.worker.quality_head import (
 )
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes, read_head_file
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE = 8
 LENGTH = 16
@@ -50,7 +51,7 @@ class Clock:
 def new_heads(*, hidden_size: int = HIDDEN_SIZE, model: str = "model") -> QualityHeads:
     ring = FeatureRing(hidden_size, torch.float32, 4096 * hidden_size)
     return QualityHeads(
-        CandidateTracker(CPU), ring, hidden_size=hidden_size, model=model, device=CPU, clock=Clock()
+        new_scorer(CPU), ring, hidden_size=hidden_size, model=model, device=CPU, clock=Clock()
     )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def trained(*lengths: int, num: int = 100, **kwargs) -> QualityHeads:
 
 def published(heads: QualityHeads) -> dict[int, PublishedHead]:
     """Published heads of the base model, by detection length."""
-    return {key.detection_length: head for key, head in heads._tracker.heads.items() if key.adapter == BASE_MODEL}
+    return {key.detection_length: head for key, head in heads.scorer.heads.items() if key.adapter == BASE_MODEL}
 
 
 def tensors(heads: QualityHeads) -> list[dict]:
@@ -329,7 +330,7 @@ def test_a_reader_never_sees_half_a_version():
     torn: list[int] = []
 
     def look(*_: object) -> None:
-        head = heads._tracker.heads.get(HeadKey(LENGTH))
+        head = heads.scorer.heads.get(HeadKey(LENGTH))
         if head is not None:
             total = sum(tensor.sum().item() for tensor in head.weights)
             if known.setdefault(head.version, total) != total:
@@ -353,15 +354,15 @@ def test_adapters_learn_publish_and_are_saved_apart():
     heads.learn(key, features, (features[:, 0] < 0).tolist(), [1.0] * 100)
     train(heads)
     assert published(heads) == {LENGTH: of_base}
-    assert not same(heads._tracker.heads[key], of_base)
+    assert not same(heads.scorer.heads[key], of_base)
     assert [info.key for info in heads.infos()] == [HeadKey(LENGTH), key]
     restored = new_heads()
     assert restored.restore(heads.state()) == [HeadKey(LENGTH), key]
-    assert same(restored._tracker.heads[key], heads._tracker.heads[key])
+    assert same(restored.scorer.heads[key], heads.scorer.heads[key])
     restored.put(heads.export(key), adapter="b")
-    assert same(restored._tracker.heads[HeadKey(LENGTH, "b")], heads._tracker.heads[key])
+    assert same(restored.scorer.heads[HeadKey(LENGTH, "b")], heads.scorer.heads[key])
     restored.forget(key)
-    assert set(restored._tracker.heads) == {HeadKey(LENGTH), HeadKey(LENGTH, "b")}
+    assert set(restored.scorer.heads) == {HeadKey(LENGTH), HeadKey(LENGTH, "b")}
     assert restored.losses(key) == []
     assert restored.export(key) is restored.open("reader", key) is restored.copy_state("reader", key) is None
 

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Awaitable, Callable
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ class Server:
         calls = EngineCalls(Client(self.rank))
         self.engine = EngineLearning(calls, PruningOptions(train_budget_s=10.0))
         self.store = RunStore(folder / RUNS)
-        self.file = StateFile(folder / LEARNED, self.engine, calls, SimpleNamespace())
+        self.file = StateFile(folder / LEARNED, self.engine, calls)
         self.file._save_soon = lambda: None  # nothing but what is put writes by itself
 
     async def put_state(self, state: bytes) -> None:

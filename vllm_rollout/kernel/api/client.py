@@ -180,7 +180,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
             try:
                 collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
             except RankDied as death:  # vLLM has noted the request already
-                self.lose([death.request_id], death)
+                self.lose([death.request_id], death)  # type: ignore[list-item]
                 raise
         if tag is not None:
             self._candidates[collector] = tag.group_id
@@ -230,7 +230,7 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
     def _group_of(self, internal_id: str) -> str | None:
         """Group id of a running candidate."""
         state = self.output_processor.request_states.get(internal_id)
-        return None if state is None else self._candidates.get(state.queue)
+        return None if state is None else self._candidates.get(state.queue)  # type: ignore[arg-type]
 
     def send_to(self, rank: int, request_ids: Iterable[str]) -> None:
         """Send later messages about these requests to another rank."""

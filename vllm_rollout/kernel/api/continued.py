@@ -61,7 +61,7 @@ def resumed_params(params: SamplingParams, num_before: int) -> SamplingParams:
     """
     left = copy(params)
     if num_before:
-        left.max_tokens = params.max_tokens - num_before
+        left.max_tokens = params.max_tokens - num_before  # type: ignore[operator]
         left.min_tokens = max(0, params.min_tokens - num_before)
     return left
 

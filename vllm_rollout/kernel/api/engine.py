@@ -23,6 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.names import learned_name
+from vllm_rollout.background import survived
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
@@ -99,6 +100,13 @@ class VLLMEngine:
         """True while several calls belong together: an engine must get all of them or none."""
         return self.calls.is_busy or any(part.is_busy for part in self.parts)
 
+    async def stop(self) -> None:
+        """Let parts keep what must outlive the server: in this process, then in the workers."""
+        for part in self.parts:
+            with survived("what a part keeps at the end"):
+                await part.stop()
+        await self.client.engine_core.collective_rpc_async("rollout_stop_parts")
+
     async def prepare(
         self,
         prompts: Sequence[PromptInput],
@@ -124,10 +132,10 @@ class VLLMEngine:
             token_ids = rendered.get("prompt_token_ids") or []
             if not token_ids:
                 raise _bad_prompt(prompt, " is empty after tokenization.")
-            limited = self._limited(params, prompt, token_ids)
+            limited = self._limited(params, prompt, token_ids)  # type: ignore[arg-type]
             refusal = resume_refusal(limited, rendered)
             prepared.append(
-                PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens, refusal)
+                PreparedPrompt(prompt.id, token_ids, (rendered, limited, lora), limited.max_tokens, refusal)  # type: ignore[arg-type]
             )
         await self._try_out(prepared)
         return model or self._models.model_name(lora), prepared

@@ -173,7 +173,7 @@ class GroupClient:
         xargs = rollout_xargs(extra_args)
         refuse_on_open_path(xargs or ("rollout_session",))
         lora: LoRARequest | None = kwargs.get("lora_request")
-        turn = session_turns.turn_of(self.sessions, xargs, prompt, params, lora and lora.lora_name)
+        turn = session_turns.turn_of(self.sessions, xargs, prompt, params, lora and lora.lora_name)  # type: ignore[arg-type]
         if turn is None:
             return session_turns.ended_at_once(request_id, prompt, params)
         params = session_turns.params_of(params.clone(), turn)
@@ -356,7 +356,7 @@ class GroupClient:
         endings: dict[int, Ending] = {}
         group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
         said = plan.pruning and SCORING.value(scoring_of(group_id, digest_of_prompt(prompt), params))
-        stream = self.run_candidates(group_id, plan, prompt, params, said=said, observed=False, **kwargs)
+        stream = self.run_candidates(group_id, plan, prompt, params, said=said, observed=False, **kwargs)  # type: ignore[arg-type]
         ids = {index: f"{group_id}-c{index}" for index in range(plan.num_candidates)}
         self.unread.update(dict.fromkeys(ids.values()))
         try:
@@ -426,7 +426,7 @@ class GroupClient:
         """Name the choices in the engine, so that rewards can refer to them. Does nothing if the engine has stopped."""
         choices = dict(enumerate(indices, start=answer.choice))
         with suppress(EngineStopped):
-            await EngineCalls(self).call_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))
+            await EngineCalls(self).call_all(NAME_CHOICES, NamedChoices(answer.name, group_id, choices))  # type: ignore[arg-type]
 
     async def _generate_joined(
         self, join: GroupJoin, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any

@@ -63,9 +63,9 @@ def keys_of(settings: Namespace) -> list[str]:
 def has_key(app: Starlette, headers: Headers) -> bool:
     """True if the request has --api-key, or the server has none."""
     return all(
-        AuthenticationMiddleware(app, **middleware.kwargs).verify_token(headers)
+        AuthenticationMiddleware(app, **middleware.kwargs).verify_token(headers)  # type: ignore[arg-type]
         for middleware in app.user_middleware
-        if middleware.cls is AuthenticationMiddleware
+        if middleware.cls is AuthenticationMiddleware  # type: ignore[comparison-overlap]
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -75,7 +76,7 @@ def choices_of(plan: GroupPlan, indices: Sequence[int], finals: dict[int, Reques
         (choice,) = finals[index].outputs
         choice.index = position
         choices.append(choice)
-    logprobs = None if choices[0].logprobs is None else []
+    logprobs: list[Any] | None = None if choices[0].logprobs is None else []
     for position in range(len(choices), plan.group_size):
         choices.append(CompletionOutput(position, "", [], None, logprobs, finish_reason="abort"))
     return choices

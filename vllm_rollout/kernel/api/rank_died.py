@@ -35,10 +35,9 @@ class RankDied(GracefulHTTPError):
 async def answers_of_the_living(calls: Mapping[Key, Awaitable[Answer]]) -> dict[Key, Answer]:
     """Answers of the calls whose rank is alive to the end. Raises: EngineDeadError if no rank is left."""
     answers = await asyncio.gather(*calls.values(), return_exceptions=True)
-    answered = {key: answer for key, answer in zip(calls, answers, strict=True) if not isinstance(answer, RankDied)}
-    if not answered:
+    if all(isinstance(answer, RankDied) for answer in answers):
         raise EngineDeadError()
-    for answer in answered.values():
-        if isinstance(answer, BaseException):
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, RankDied):
             raise answer
-    return answered
+    return {key: answer for key, answer in zip(calls, answers, strict=True) if not isinstance(answer, BaseException)}

@@ -5,11 +5,13 @@ Invariant: a server and a trainer's own process have the same services.
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from vllm.logger import init_logger
 
 from vllm_rollout import background
 from vllm_rollout.adapter.options import ServeOptions
@@ -20,14 +22,21 @@ from vllm_rollout.kernel.api.open_paths import lacks_key
 from vllm_rollout.kernel.api.state_folder import FolderLock
 from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.parts import check_served
+
+logger = init_logger("vllm.vllm_rollout")
+
+STOP_S = 10.0
+"""Longest time for parts to keep what must outlive the server."""
 
 
 async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namespace) -> VLLMEngine:
     """Build the services and put them into the app's state. Returns the engine that they share.
 
     The state already has models and renderer. `settings`: our flags. Raises: RuntimeError, which ends the start, for
-    flags that do not work here.
+    flags that do not work here. ValueError if a part is left out that every server has.
     """
+    check_served()
     state, is_first = app.state, client.client_index == 0
     engine = VLLMEngine(client, state)
     folder = None if settings.rollout_state is None or not is_first else Path(settings.rollout_state)
@@ -39,6 +48,8 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
         staged = "".join(part.staged for part in engine.parts)
         for part in engine.parts:
             await part.take_up(folder, staged)
+    if settings.rollout_state is not None:
+        client.before_shutdown = partial(_stop, engine, asyncio.get_running_loop(), settings.rollout_state)
     client.life.watch()
     metrics = client.rollout_metrics
     background.count_with(metrics.task_failed)
@@ -57,3 +68,13 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
             own = app.middleware_stack or app.build_middleware_stack()
             app.middleware_stack = HandOn(own, listener.from_another(), partial(lacks_key, app))
     return engine
+
+
+def _stop(engine: VLLMEngine, loop: asyncio.AbstractEventLoop, folder: str) -> None:
+    """Let parts keep what they know. Called on a thread of its own, before the engine is stopped."""
+    try:
+        if not loop.is_running():  # the engine died, and the server ended because of it
+            raise RuntimeError("the engine is dead")
+        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(STOP_S)
+    except Exception as error:  # the server ends in any case
+        logger.warning("vllm_rollout: --rollout-state %s is the one of the last save: %r", folder, error)

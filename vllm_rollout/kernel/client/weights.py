@@ -27,7 +27,7 @@ class GivenWeights:
     """The server's new weight version, and the seconds that the update took."""
 
     version: str | None
-    """As in `weight_versions` of trajectories. None if the server's vLLM has no names for versions."""
+    """The version, as in `weight_versions` of trajectories. None if the server's vLLM has no names for versions."""
     pause_s: float
     send_s: float
     finish_s: float
@@ -70,7 +70,7 @@ async def give_weights(
     if adapter is not None and callable(weights):
         raise ValueError(f"weights of the adapter {adapter!r} must be a folder, got a function")
     if not callable(weights) and not any(next(Path(weights).glob(pattern), None) for pattern in WEIGHTS):
-        # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none
+        # vLLM prepares the model before it looks for new weights: without a file the model would be left with none
         raise ValueError(f"{weights} has no weights ({', '.join(WEIGHTS)}). Write them there before they are given.")
     began = time.perf_counter()
     async with _paused(self):

@@ -51,7 +51,8 @@ def answered() -> dict[str, tuple[Operation[Any, Any], Callable[[EngineCore, Any
 
 def call_worker(core: EngineCore, method: str, *args: Any) -> Any:
     """Call a method of every worker. Returns the answer that is not None: that of the worker whose outputs are read."""
-    return next((result for result in core.collective_rpc(method, args=args) if result is not None), None)
+    results: list[Any] = core.collective_rpc(method, args=args)
+    return next((result for result in results if result is not None), None)
 
 
 def _rank_counts(core: EngineCore) -> RankCounts:

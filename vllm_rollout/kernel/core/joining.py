@@ -89,7 +89,8 @@ class Joining:
                 self._config.parallel_config.data_parallel_size,
             )
         adapter = None if request.lora_request is None else request.lora_request.lora_name
-        content, name = _content_of(request), join.name
+        content = _content_of(request)
+        name: str | int | None = join.name
         if name is None:
             name = self._prompt_groups.join((join, content, adapter), join.num_candidates)
             self._numbers[request.request_id] = name

@@ -81,7 +81,7 @@ class GroupSchedulerMixin:
         end_with_parent()
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
-        self.weights = Weights(self, scheduler=self)
+        self.weights = Weights(self, scheduler=self)  # type: ignore[arg-type]
         self.readings = Readings()
         self.step_times = StepTimes()
         memories = Memories(dict(faces("memory")))
@@ -96,7 +96,7 @@ class GroupSchedulerMixin:
         """Candidates that ended since the last step was closed."""
         self._joining = Joining(self.vllm_config)
         self._num_with_stop_strings = 0
-        self.moves = GroupMoves(self, scheduler=self)
+        self.moves = GroupMoves(self, scheduler=self)  # type: ignore[arg-type]
         self._num_worker_errors = 0
         """Exceptions of ours that the worker has caught."""
         self.num_preemptions = 0
@@ -277,9 +277,10 @@ class GroupSchedulerMixin:
             self._refuse(candidate, str(refusal) if candidate.reads_notes else as_written(str(refusal))[1])
             return
         except Exception as error:
-            self._fail(candidate, self.faults.caught("launch", error))
+            reason = self.faults.caught("launch", error)
+            self._fail(candidate, reason)
             self.group_steps.drop(tag.group_id)
-            self._break(tag.group_id, candidate.error)
+            self._break(tag.group_id, reason)
             return
         self._know(candidate, id, group)
         if request.sampling_params.stop:
@@ -343,7 +344,7 @@ class GroupSchedulerMixin:
             most = None
         if most is None:
             return super().schedule(*args, **kwargs)
-        with admitting(self, most):
+        with admitting(self, most):  # type: ignore[arg-type]
             return super().schedule(*args, **kwargs)
 
     def _most_running(self) -> int | None:
@@ -479,7 +480,7 @@ class GroupSchedulerMixin:
                     seen[PRUNING] = last
             except Exception as error:
                 candidate.error, candidate.end_reason = self.faults.caught("last_observation", error), "failed"
-            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, seen)
+            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, seen)  # type: ignore[arg-type]
         verdicts = self.group_steps.close_step(
             {PRUNING: due} if due else {}, lambda id: self._by_id[id].num_tokens, now_s=self.clock()
         )
@@ -524,7 +525,7 @@ class GroupSchedulerMixin:
         for step_outputs in outputs.values():
             if (stats := step_outputs.scheduler_stats) is not None:
                 stats.num_running_reqs, num_waiting = self.get_request_counts()
-                stats.num_waiting_reqs = num_waiting - num_deferred(self)
+                stats.num_waiting_reqs = num_waiting - num_deferred(self)  # type: ignore[arg-type]
                 stats.kv_cache_usage = self.get_kv_cache_usage()
 
     def _pass_outputs(

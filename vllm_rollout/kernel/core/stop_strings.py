@@ -22,7 +22,10 @@ class StopStrings:
     def __init__(self, model_config: ModelConfig, request: Request) -> None:
         tokenizer = cached_tokenizer_from_config(model_config)
         self._detokenizer = detokenizer_of(
-            tokenizer, request.request_id, request.prompt_token_ids, request.sampling_params
+            tokenizer,
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling_params,  # type: ignore[arg-type]
         )
 
     def found_at(self, new_token_ids: list[int]) -> int | None:

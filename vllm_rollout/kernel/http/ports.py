@@ -6,6 +6,7 @@ The engine makes one object of each part, in the order of the list, and passes i
     start     before the first request, with the flags
     take_up   in the first API process: take up what an earlier server has kept
     serve     once there is a service of rollouts
+    stop      when the server ends, with --rollout-state
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class ApiPart:
 
     def serve(self, app: FastAPI) -> None:
         """Put the part's services where routes look for them. `app.state.rollout_service` is there."""
+
+    async def stop(self) -> None:
+        """Keep what must outlive the server. The engine still answers."""
 
     async def settled(self) -> None:
         """Wait until no background work of the part runs."""

@@ -34,7 +34,7 @@ Row = Sequence[Any]
 
 
 class Section(Protocol):
-    """What one part has learned of one served name. Empty when it is made."""
+    """One part's knowledge of one served name. Empty when it is made."""
 
     KINDS: ClassVar[Collection[str]]
     """Kinds of its rows."""

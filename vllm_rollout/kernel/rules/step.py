@@ -214,7 +214,13 @@ class GroupSteps:
         parts = [part.fresh() for part in self.parts.values()]
         return GroupSteps(parts, self._max_idle, contains=self._contains, memories=self.memories)
 
-    def part(self, kind: type[Part]) -> Part | None:
+    def part(self, kind: type[Part]) -> Part:
+        """The part of this class. Raises: LookupError if it is left out."""
+        if (part := self.find(kind)) is None:
+            raise LookupError(f"no part has {kind.__name__} in this engine core")
+        return part
+
+    def find(self, kind: type[Part]) -> Part | None:
         """The part of this class. None if it is left out."""
         part = self.parts.get(kind.name)
         return part if isinstance(part, kind) else None

@@ -125,4 +125,4 @@ def check_range(name: str, values: Tensor, lowest: int, end: int) -> None:
     if not wrong.any():
         return
     row = wrong.nonzero()[0].item()
-    raise ValueError(f"{name}[{row}] must be in [{lowest}, {end}), got {values[row].item()}")
+    raise ValueError(f"{name}[{row}] must be in [{lowest}, {end}), got {values[row].item()}")  # type: ignore[index]

@@ -17,11 +17,11 @@ NAME = "vllm-rollout"
 SOURCES = "CHECKOUT"
 """Stands for a folder with the sources of this version, which the reader has to have."""
 MIN_TORCH = (2, 10)
-"""First torch that can build and load the operators; setup.py asks for the same one."""
+"""First torch that can build and load the operators. setup.py asks for the same one."""
 
 
 def build_command() -> str:
-    """For a checkout as for what pip has installed, `make install`'s own environment among them."""
+    """Command that builds the operators for this installation, a checkout or a package that pip has installed."""
     pip = f"{shlex.quote(sys.executable)} -m pip install --no-build-isolation --no-deps"
     checkout = Path(vllm_rollout.__file__).parents[1]
     if (checkout / "setup.py").is_file():

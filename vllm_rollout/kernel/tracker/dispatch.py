@@ -45,7 +45,7 @@ class Implementation:
 
     name: Literal["c++", "triton", "torch"]
     reason: str | None
-    """Why a faster one is not active; None when this is the fastest there is."""
+    """Reason why a faster one is not active. None when this is the fastest there is."""
     compute: Compute = field(repr=False, compare=False)
 
 
@@ -68,7 +68,7 @@ def active_implementation(device_type: str, operator: Operator = "token_confiden
 
 
 def reference_is_forced() -> str | None:
-    """The setting that forces the reference; None when whatever is fastest may serve."""
+    """The setting that forces the reference. None when the fastest implementation may serve."""
     choice = os.environ.get(OPS_VARIABLE, "auto")
     if choice not in OPS_CHOICES:
         raise ValueError(f"{OPS_VARIABLE} must be one of {', '.join(OPS_CHOICES)}, got {choice!r}")
@@ -76,14 +76,14 @@ def reference_is_forced() -> str | None:
 
 
 def extension_fault() -> str | None:
-    """Why nothing of csrc can serve; None when its library is loaded."""
+    """Reason why nothing of csrc can serve. None when its library is loaded."""
     try:
         from vllm_rollout import _C  # noqa: F401  (importing it registers the operators)
     except ModuleNotFoundError:
         return f"vllm_rollout._C is not built: run `{build_command()}`"
     except ImportError as error:
         remedy = f"run `{build_command()}` to rebuild it"
-        if torch.__version__ < MIN_TORCH:
+        if torch.__version__ < MIN_TORCH:  # type: ignore[operator]
             remedy = f"it needs torch {'.'.join(map(str, MIN_TORCH))} or later, found {torch.__version__}"
         return f"vllm_rollout._C does not load ({error}): {remedy}"
     return None
@@ -107,8 +107,8 @@ def _cpp(operator: Operator) -> Implementation | str:
         try:
             return kernel(*tensors)
         except RuntimeError:
-            # The operator made the same checks; repeating them here, only now, raises the same ValueError as the
-            # other implementations at no cost to a call that succeeds.
+            # The operator made the same checks. Here they raise the same ValueError as the other implementations, at
+            # no cost to a call that succeeds.
             check(*tensors)
             raise
 
@@ -148,5 +148,5 @@ FAKES: dict[Operator, Compute] = {
     "token_confidence": _token_confidence_fake,
     "update_confidence": _update_confidence_fake,
 }
-"""Operators that csrc has: those that torch's own calls cost more than the work (the head is a matrix product, at which
-torch is as fast as the CPU). Each gives the shape and dtype of the operator's result, for torch.compile."""
+"""Operators of csrc. In torch their calls would cost more than their work. The head is a matrix product, in which
+torch is as fast as the CPU. Each operator gives the shape and dtype of the operator's result, for torch.compile."""

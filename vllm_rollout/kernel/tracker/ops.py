@@ -22,17 +22,17 @@ __all__ = [
 
 
 def token_confidence(logits: Tensor, rows: Tensor) -> Tensor:
-    """Token confidence of the named rows, float32 [num_seen], in one pass: the mean over the vocabulary of
-    -log(probability), in nats, which is larger for a more peaked distribution.
+    """Token confidence of the named rows, float32 [num_seen], in one pass. It is the mean over the vocabulary of
+    -log(probability), in nats, and is larger for a more peaked distribution.
 
-    logits: float32, bfloat16 or float16 [num_rows, vocab_size], stride(1) == 1; -inf marks a masked token.
-    rows: int64 [num_seen], contiguous, the rows to look at, in any order, on the same device; no other row is read.
+    logits: float32, bfloat16 or float16 [num_rows, vocab_size], stride(1) == 1. -inf marks a masked token.
+    rows: int64 [num_seen], contiguous, the rows to look at, in any order, on the same device. No other row is read.
 
-    With z the V' entries of a row that are not -inf it is log(sum(exp(z))) - mean(z), computed in float32 or better. A
-    row with no entry left, with a NaN or with +inf gives NaN.
+    If z are the V' entries of a row that are not -inf, it is log(sum(exp(z))) - mean(z), in float32 or better. A row
+    with no entry left, with a NaN or with +inf gives NaN.
 
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a row that does not exist; on
-    CUDA, where looking would make the host wait, such a row is NaN.
+    Raises ValueError for a wrong dtype, shape, stride or device, and on the CPU for a row that does not exist. On CUDA
+    that check would make the host wait, so such a row gives NaN.
 
     Source: H_t of ARRoL section 3 (self-uncertainty, Kang et al. 2025) divided by V', so that it does
     not depend on the size of the vocabulary.
@@ -44,14 +44,14 @@ def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tenso
     """The quality head's logit of the due rows: relu(hidden[rows] @ w1.T + b1) @ w2 + b2, float32 [num_due].
 
     hidden: float32, bfloat16 or float16 [num_rows, hidden_size], stride(1) == 1.
-    rows: int64 [num_due], the rows to score; none returns an empty tensor and launches nothing.
+    rows: int64 [num_due], the rows to score. Without rows an empty tensor is returned, and nothing is launched.
     w1, b1, w2, b2: float32 [num_hidden, hidden_size], [num_hidden], [num_hidden], [1], all on the device of hidden.
 
-    Sums are made in float32. Implementations agree within 1e-5 of what the sums would be without signs:
+    Sums are made in float32. Implementations agree within 1e-5 of the sums without signs:
     (abs(hidden[rows]) @ abs(w1).T + abs(b1)) @ abs(w2) + abs(b2).
 
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a row that does not exist; on
-    CUDA, where looking would make the host wait, such a row's score is NaN.
+    Raises ValueError for a wrong dtype, shape, stride or device, and on the CPU for a row that does not exist. On CUDA
+    that check would make the host wait, so such a row's score is NaN.
 
     Source: ARRoL section 4.1, a two-layer MLP on the last hidden state.
     """
@@ -61,24 +61,23 @@ def quality_head(hidden: Tensor, rows: Tensor, w1: Tensor, b1: Tensor, w2: Tenso
 def update_confidence(
     slots: Tensor, positions: Tensor, values: Tensor, means: Tensor, m2s: Tensor, trace: Tensor
 ) -> Tensor:
-    """Take one value per candidate into its running statistics; mean and standard deviation of its values up to this
-    position, float32 [num_rows, 2].
+    """Take one value per candidate into its running statistics. Returns mean and standard deviation of its values up
+    to this position, float32 [num_rows, 2].
 
-    slots: int64 [num_rows], distinct: where each candidate's statistics are.
-    positions: int64 [num_rows]: how many values of the candidate come before this one, such as the number of its
-    output tokens.
+    slots: int64 [num_rows], distinct: the place of each candidate's statistics.
+    positions: int64 [num_rows]: number of the candidate's values before this one, such as its number of output tokens.
     values: float32 [num_rows], such as the confidence of the token that the row sampled.
-    means, m2s: float32 [capacity, num_kept], updated in place. Column c holds the mean, and the sum of squared
-    differences from it (Welford), of the first n values for the newest n with n % num_kept == c. A value therefore
-    takes the place of one that came before for its position, and of all after it, as long as that one is among the
-    newest num_kept - 1; at position 0 nothing is read, so that a slot needs no clearing. A NaN stays.
-    trace: float32 [capacity, trace_length], updated in place: the values by position, those beyond it left out.
+    means, m2s: float32 [capacity, num_kept], updated in place. Column c is about the first n values, for the
+    newest n with n % num_kept == c. It has their mean, and the sum of squared differences from it (Welford). So a
+    second value of a position replaces the first and all later values, if the first is among the newest num_kept - 1.
+    At position 0 nothing is read, so that a slot needs no clearing. A NaN stays.
+    trace: float32 [capacity, trace_length], updated in place: the values by position. Values beyond it are left out.
 
     The standard deviation is that of the values themselves (divided by their number). After 1e6 values the mean is
     within 1e-4 of the true one, relative, and M2 within 1e-3.
 
-    Raises ValueError for a wrong dtype, shape, stride or device and, on the CPU, for a slot that does not exist or a
-    negative position, before anything is changed; on CUDA such a row changes nothing and gives NaN.
+    Raises ValueError for a wrong dtype, shape, stride or device, and on the CPU for a missing slot or a negative
+    position. Nothing is changed then. On CUDA a row with such a slot or position changes nothing and gives NaN.
     """
     compute = active_implementation(means.device.type, "update_confidence").compute
     return compute(slots, positions, values, means, m2s, trace)
@@ -87,16 +86,16 @@ def update_confidence(
 def windowed_confidence(trace: Tensor, lengths: Tensor, window: int) -> Tensor:
     """Trace confidence of candidates, float32 [num_due, 3]: mean, lowest window, bottom windows.
 
-    trace: float32 [num_due, max_len], the confidence of each token; entries at and after the length are not read.
+    trace: float32 [num_due, max_len], the confidence of each token. Entries at and after the length are not read.
     lengths: int64 [num_due], 0 to max_len.
-    window: consecutive tokens of one window; a shorter trace has one window, the whole of it.
+    window: consecutive tokens of one window. A shorter trace has one window, the whole of it.
 
-    The lowest window is the lowest mean of all windows at stride 1, the bottom windows are the mean of the lowest
+    The lowest window is the lowest mean of all windows at stride 1. The bottom windows are the mean of the lowest
     tenth of them, rounded down to whole windows but at least one. An empty trace, or one with a NaN or an infinity,
     gives NaN three times.
 
-    Raises ValueError for a wrong dtype, shape or device and, on the CPU, for a length out of range; on CUDA, where
-    looking would make the host wait, the caller vouches for them.
+    Raises ValueError for a wrong dtype, shape or device, and on the CPU for a length out of range. On CUDA that check
+    would make the host wait, so the caller vouches for the lengths.
 
     Source: DeepConf (Fu et al. 2025), group confidence, lowest group and bottom 10 % group confidence.
     """

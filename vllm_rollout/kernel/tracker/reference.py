@@ -20,8 +20,8 @@ def token_confidence_reference(logits: Tensor, rows: Tensor) -> Tensor:
     """Torch reference of the operator. It writes several temporary tensors of [num_seen, vocab_size]."""
     check_token_confidence(logits, rows)
     z = logits.index_select(0, rows).float()
-    # Not z - logsumexp(z), which loses the digits of a distribution around logits of 1e4. A row with nothing left,
-    # a NaN or +inf is NaN throughout from here on.
+    # z - logsumexp(z) would lose the digits of a distribution around logits of 1e4. A row with nothing left, a NaN
+    # or +inf is NaN throughout from here on.
     logprobs = z.log_softmax(dim=1)
     unmasked = z != -torch.inf
     return torch.where(unmasked, -logprobs, 0.0).sum(dim=1) / unmasked.sum(dim=1)
@@ -59,8 +59,8 @@ def update_confidence_reference(
 
 
 def windowed_confidence_reference(trace: Tensor, lengths: Tensor, window: int) -> Tensor:
-    """Window sums are differences of prefix sums, so that nothing of [num_due, max_len, window] is written; in float64,
-    so that differences keep their digits."""
+    """Window sums are differences of prefix sums, so that nothing of [num_due, max_len, window] is written.
+    The prefix sums are float64, so that differences keep their digits."""
     check_windowed_confidence(trace, lengths, window)
     num_due, max_len = trace.shape
     positions = torch.arange(max_len + 1, device=trace.device)

@@ -10,12 +10,12 @@ from types import TracebackType
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.engine import EngineCoreRequest
 
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.pruning.rules.step import TERMS
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -47,13 +47,13 @@ class Observing:
         self.failed(self._tracker.forget_all(), error)
         return True
 
-    def begin(self, request: NewRequestData) -> None:
+    def begin(self, request_id: str, request: NewRequestData | EngineCoreRequest) -> None:
         """Observe a new request, if it is a candidate."""
         try:
-            _begin(self._tracker, request)
+            _begin(self._tracker, request_id, request)
         except Exception as error:
-            self.failed([request.req_id], error)
-            self._tracker.discard(request.req_id)
+            self.failed([request_id], error)
+            self._tracker.discard(request_id)
 
     def failed(self, request_ids: Sequence[str], error: Exception) -> None:
         self._failed |= dict.fromkeys(request_ids, self.faults.caught("observing", error))
@@ -76,26 +76,19 @@ class Observing:
         return failed
 
 
-def _begin(tracker: CandidateTracker, request: NewRequestData) -> None:
+def _begin(tracker: CandidateTracker, request_id: str, request: NewRequestData | EngineCoreRequest) -> None:
     params = request.sampling_params
     if params is None or (tag := CandidateTag.of(params.extra_args)) is None:
         return
-    if (terms := TERMS.of(tag.terms.parts)) is not None:
-        first, *others = terms.plan.scored_lengths
-        tracker.add(
-            request.req_id,
-            _num_prompt_tokens(request),
-            first,
-            num_before=tag.num_resumed,
-            trial_lengths=others,
-            final=terms.plan.final_score,
-            adapter=learned_name(request.lora_request),
-        )
-    elif tag.observed:
-        tracker.add(request.req_id, _num_prompt_tokens(request))
+    if not (tag.observed or any(part.observes(tag) for part in tracker.parts)):
+        return
+    slot = tracker.add(request_id, _num_prompt_tokens(request))
+    if slot is not None:
+        for part in tracker.parts:
+            part.begin(slot, tag, learned_name(request.lora_request))
 
 
-def _num_prompt_tokens(request: NewRequestData) -> int:
+def _num_prompt_tokens(request: NewRequestData | EngineCoreRequest) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
-    return len(request.prompt_embeds)
+    return len(request.prompt_embeds)  # type: ignore[arg-type]

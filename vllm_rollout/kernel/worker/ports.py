@@ -1,18 +1,20 @@
 """Hooks by which a part takes part in a worker, and the parts of one worker.
 
-Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM.
+Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM. A group
+whose candidate cannot leave or come does not move: exceptions of `take` and `put` are raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreRequest
 
 from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.parts import faces
+from vllm_rollout.kernel.tracker.rows import RowsPart
 
 
 class WorkerPart:
@@ -22,11 +24,21 @@ class WorkerPart:
     has nothing to do there.
     """
 
+    rows: RowsPart | None = None
+    """Sees the logits and hidden states of candidates, if the worker observes any."""
+
     def see_step(self, step: SchedulerOutput) -> None:
         """Prepare for a step: its new and finished requests, and the tokens that it computes."""
 
-    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+    def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """Register a candidate that has run elsewhere."""
+
+    def take(self, request_id: str) -> bytes:
+        """Data about a candidate that leaves. Empty if there are none."""
+        return b""
+
+    def put(self, request_id: str, data: bytes) -> None:
+        """Add data of a candidate that has run elsewhere."""
 
     def new_weights(self) -> None:
         """Prepare for the first step with new weights."""
@@ -39,6 +51,7 @@ class WorkerPart:
 
 
 HOOKS = ("see_step", "arrived", "new_weights", "stop")
+TRAVEL_HOOKS = ("take", "put")
 
 
 class WorkerParts:
@@ -49,8 +62,10 @@ class WorkerParts:
         self._faults = faults or Faults()
         self._with: dict[str, list[tuple[str, WorkerPart]]] = {
             hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not getattr(WorkerPart, hook)]
-            for hook in HOOKS
+            for hook in (*HOOKS, *TRAVEL_HOOKS)
         }
+        self.rows: Sequence[RowsPart] = [part.rows for _, part in parts if part.rows is not None]
+        """Parts that see rows."""
 
     @classmethod
     def of(cls, worker: Any) -> WorkerParts:
@@ -61,8 +76,18 @@ class WorkerParts:
     def see_step(self, step: SchedulerOutput) -> None:
         self._call("see_step", step)
 
-    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+    def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         self._call("arrived", request, output_token_ids)
+
+    def take(self, request_id: str) -> dict[str, bytes]:
+        """Data about a candidate that leaves, by part. A part without data is left out."""
+        return {name: data for name, part in self._with["take"] if (data := part.take(request_id))}
+
+    def put(self, request_id: str, data: Mapping[str, bytes]) -> None:
+        """Pass each part its data of a candidate."""
+        for name, part in self._with["put"]:
+            if name in data:
+                part.put(request_id, data[name])
 
     def new_weights(self) -> None:
         self._call("new_weights")

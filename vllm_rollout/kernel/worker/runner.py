@@ -5,11 +5,13 @@ Invariant: observed values are not changed, and no step waits for them: they are
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -20,12 +22,9 @@ from vllm_rollout.kernel.tracker.step_values import StepValues
 from vllm_rollout.kernel.tracker.tracker import CandidateTracker
 from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
 from vllm_rollout.kernel.tracker.warm_up import warm_up
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, LastLogits, RunnerReport, nothing_seen
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.kernel.worker.observing import Observing
 from vllm_rollout.kernel.worker.ports import WorkerParts
-from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
-from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
-from vllm_rollout.parts.pruning.worker.features import attach, detach
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -78,12 +77,11 @@ class ObservedOutput(AsyncModelRunnerOutput):
 class StepReport:
     """Observations of a step and the version of its weights, for the scheduler."""
 
-    def __init__(self, step: StepValues | None, ring: FeatureRing, observing: Observing, weights: int = 0) -> None:
+    def __init__(self, step: StepValues | None, observing: Observing, weights: int = 0) -> None:
         """`step`: None if no request was observed. `weights`: as of a RunnerReport."""
         self._step = step
         self._weights = weights
         self._failed = observing.take_failed()
-        self._ring = ring
         self._observing = observing
         self._copy: HostCopy | None = None
         self._error: Exception | None = None
@@ -100,16 +98,14 @@ class StepReport:
             self._error = error
 
     def attach(self, output: ModelRunnerOutput) -> None:
-        """Attach the report to the output, where the scheduler reads it, and put features into the ring. Waits for the
-        copy.
-        """
+        """Attach the report to the output, where the scheduler reads it. Waits for the copy."""
         try:
             if self._error is not None:
                 raise self._error
             if self._copy is None:
                 report = nothing_seen(len(output.req_ids))
             else:
-                report = _report(output, self._copy.get(), self._ring, self._observing)
+                report = _report(output, self._copy.get(), self._observing)
         except Exception as error:
             reason = self._observing.faults.caught("reporting", error)
             seen = [output.req_ids[row] for row in self._step.rows]
@@ -122,25 +118,17 @@ class StepReport:
         setattr(output, REPORT_ATTRIBUTE, report)
 
 
-def _report(output: ModelRunnerOutput, step: StepValues, ring: FeatureRing, observing: Observing) -> RunnerReport:
+def _report(output: ModelRunnerOutput, step: StepValues, observing: Observing) -> RunnerReport:
     """Report of values that are on the host."""
     shape = (int(step.tokens[-1]) + 1, step.num_rows)
     moments = np.full((2, *shape), np.nan, dtype=np.float32)
     values = step.moments.numpy().T
     moments[:, step.tokens, step.rows] = values
-    report, due = RunnerReport(moments, first_positions=step.first_positions), step.due
+    report = RunnerReport(moments, first_positions=step.first_positions)
     if (not_finite := np.isnan(values[0])).any():
         report = report._replace(failed=observing.not_finite([output.req_ids[row] for row in step.rows[not_finite]]))
-    if due is not None:
-        report = report._replace(
-            due=due.request_ids, due_values=due.values.numpy(), head_versions=due.head_versions, due_at=due.lengths
-        )
-        ring.put([StateKey(*key) for key in zip(due.request_ids, due.lengths, strict=True)], due.features)
-    if (last := step.last) is not None:
-        logits = LastLogits.of(shape, last.rows, last.logits.numpy(), last.head_versions, last.tokens)
-        report = report._replace(last=logits)
-    if (ended := step.ended) is not None:
-        ring.put(ended.keys, ended.states)
+    for of_part in step.of_parts:
+        report = of_part.add_to(report)
     return report
 
 
@@ -154,40 +142,40 @@ class RunnerMixin:
     _weights = 0
     """Number of the weights change after which the last step was computed."""
 
-    def start_tracking(self, ring: FeatureRing | None, num_in_flight: int) -> None:
-        """Make the tracker. Without a ring nothing is observed: this rank's outputs are not read, or its rows are not
-        whole requests.
-        """
-        self.feature_ring = ring
-        self.candidate_tracker = CandidateTracker(self.device, num_in_flight=num_in_flight)
+    observes = False
+    """False if nothing is observed: this rank's outputs are not read, or its rows are not whole requests."""
+
+    def start_tracking(self, observes: bool) -> None:
+        """Make the tracker."""
+        self.observes = observes
+        self.candidate_tracker = CandidateTracker(self.device)
         self.observing = Observing(self.candidate_tracker, Faults())
 
-    @torch.inference_mode()
-    def detach(self, request_ids: list[str]) -> dict[str, WorkerState]:
-        """Data of candidates that leave, by request id."""
-        ring = self.feature_ring
-        if ring is None:
-            return {request_id: WorkerState(self._generator_state(request_id)) for request_id in request_ids}
-        tracked = self.candidate_tracker.copy(request_ids)
-        features = detach(ring, {request_id: its.scored_at for request_id, its in tracked.items()})
-        return {
-            request_id: WorkerState(
-                self._generator_state(request_id), tracked.get(request_id), features.get(request_id, {})
-            )
-            for request_id in request_ids
-        }
+    def join(self, parts: WorkerParts) -> None:
+        """Let the worker's parts hear of steps and see rows, before the first step."""
+        self.parts = parts
+        self.candidate_tracker.parts = parts.rows
 
-    @torch.inference_mode()
-    def attach(self, candidates: list[MovedCandidate]) -> None:
-        """Add candidates that have run elsewhere."""
-        for candidate in candidates:
-            request_id, state = candidate.request.request_id, candidate.state
-            if self.feature_ring is not None and state.tracked is not None:
-                self.candidate_tracker.restore(request_id, state.tracked)
-            if self.feature_ring is not None:
-                attach(self.feature_ring, request_id, state.features)
-            self._know(candidate)
-            self.parts.arrived(candidate.request, candidate.output_token_ids)
+    def take_up(
+        self,
+        request: EngineCoreRequest,
+        output_token_ids: Sequence[int],
+        *,
+        generator: bytes | None,
+        statistics: bytes | None,
+        of_parts: Mapping[str, bytes],
+    ) -> None:
+        """Add a candidate that has run elsewhere.
+
+        generator: as of `generator_state`. statistics: as of `CandidateTracker.copy`. of_parts: as of `WorkerParts`.
+        """
+        if self.observes and statistics is not None:
+            self.candidate_tracker.discard(request.request_id)
+            self.observing.begin(request.request_id, request)
+            self.candidate_tracker.restore(request.request_id, statistics)
+        self.parts.put(request.request_id, of_parts)
+        self._know(request, output_token_ids, generator)
+        self.parts.arrived(request, output_token_ids)
 
     @property
     def kv_blocks(self) -> list[torch.Tensor]:
@@ -196,21 +184,21 @@ class RunnerMixin:
         caches = {cache.data_ptr(): cache for cache in self.kv_caches}.values()  # layers may share one
         return [cache.unflatten(0, (num_blocks, -1)) for cache in caches]
 
-    def _generator_state(self, request_id: str) -> bytes | None:
+    def generator_state(self, request_id: str) -> bytes | None:
         """State of the request's own generator. None if it has none."""
         return None
 
-    def _know(self, candidate: MovedCandidate) -> None:
+    def _know(self, request: EngineCoreRequest, output_token_ids: Sequence[int], generator: bytes | None) -> None:
         """Register a request with the runner, before the scheduler resumes it."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         tracker = self.candidate_tracker
         with self.observing:
-            if self.feature_ring is not None:
+            if self.observes:
                 for request_id in scheduler_output.finished_req_ids:
                     tracker.discard(request_id)
                 for request in scheduler_output.scheduled_new_reqs:
-                    self.observing.begin(request)
+                    self.observing.begin(request.req_id, request)
             tracker.start_step()
         if Changes.num != self._weights:
             self._weights = Changes.num
@@ -230,7 +218,7 @@ class RunnerMixin:
         step = self.candidate_tracker.step
         if step is None and not (self.observing.has_failed or self._weights):
             return output
-        report = StepReport(step, self.feature_ring, self.observing, self._weights)
+        report = StepReport(step, self.observing, self._weights)
         if isinstance(output, ModelRunnerOutput):  # the synchronous loop, which has waited for its tokens too
             report.begin_copy()
             report.attach(output)
@@ -244,34 +232,34 @@ class RunnerMixin:
         # On every rank, since its parts are gathered, and of all rows: vLLM's LoRA kernels write into as many as the
         # dummy step had.
         logits = self.model.compute_logits(hidden_states)
-        if logits is not None and self.feature_ring is not None:
-            warm_up(logits, hidden_states)
+        if logits is not None and self.observes:
+            warm_up(logits, hidden_states, self.candidate_tracker.parts)
         return result
 
 
 class RunnerV1Mixin(RunnerMixin):
     """`vllm/v1/worker/gpu_model_runner.py` and its CPU subclass. Overrides: those of RunnerMixin, _sample."""
 
-    def _generator_state(self, request_id: str) -> bytes | None:
+    def generator_state(self, request_id: str) -> bytes | None:
         request = self.requests.get(request_id)
         if request is None or request.generator is None:
             return None
         return request.generator.get_state().numpy().tobytes()
 
-    def _know(self, candidate: MovedCandidate) -> None:
-        request, generator = candidate.request, None
-        if candidate.state.generator is not None:
-            generator = torch.Generator(device=self.device)
-            generator.set_state(torch.frombuffer(bytearray(candidate.state.generator), dtype=torch.uint8))
+    def _know(self, request: EngineCoreRequest, output_token_ids: Sequence[int], generator: bytes | None) -> None:
+        its_own = None
+        if generator is not None:
+            its_own = torch.Generator(device=self.device)
+            its_own.set_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
         known = self.requests[request.request_id] = CachedRequestState(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             mm_features=[],
             sampling_params=request.sampling_params,
-            generator=generator,
+            generator=its_own,
             block_ids=(),
             num_computed_tokens=0,
-            output_token_ids=list(candidate.output_token_ids),
+            output_token_ids=list(output_token_ids),
             lora_request=request.lora_request,
         )
         if self.uses_mrope:
@@ -279,7 +267,7 @@ class RunnerV1Mixin(RunnerMixin):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
-        if state is not None and self.feature_ring is not None:
+        if state is not None and self.observes:
             with self.observing:
                 self.candidate_tracker.see_hidden_states(state.sample_hidden_states)
         return super().sample_tokens(*args, **kwargs)
@@ -361,7 +349,7 @@ class RunnerV2Mixin(RunnerMixin):
         return result
 
     def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
-        if self.feature_ring is not None:
+        if self.observes:
             with self.observing:
                 self.candidate_tracker.see_hidden_states(hidden_states, input_batch.logits_indices)
         return super().sample(hidden_states, input_batch, *args, **kwargs)
@@ -392,8 +380,8 @@ def observe_sampler(sampler: Any, tracker: CandidateTracker, observing: Observin
     sampler.candidate_tracker, sampler.observing = tracker, observing
 
 
-def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool, num_in_flight: int = 1) -> None:
-    """Add our mixin to a model runner. `num_in_flight`: as of `CandidateTracker`.
+def observe_runner(runner: Any, observes: bool, *, v2: bool, cpu: bool) -> None:
+    """Add our mixin to a model runner. `observes`: as of the mixin.
 
     vLLM's workers construct the runner inline. (Only the GPU worker has a factory method, which names the class
     itself.) So changing the instance's class is the only way for both.
@@ -401,4 +389,4 @@ def observe_runner(runner: Any, ring: FeatureRing | None, *, v2: bool, cpu: bool
     mixin: type = RunnerV2Mixin if v2 else CPURunnerV1Mixin if cpu else RunnerV1Mixin
     cls = type(runner)
     runner.__class__ = type(f"Rollout{cls.__name__}", (mixin, cls), {})
-    runner.start_tracking(ring, num_in_flight)
+    runner.start_tracking(observes)

@@ -1,4 +1,4 @@
-"""The worker for `--worker-cls`: the platform's own, with an observed model runner and quality heads."""
+"""The worker for `--worker-cls`: the platform's own, with an observed model runner and the parts beside it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from vllm_rollout.kernel.worker.ports import WorkerParts
 from vllm_rollout.kernel.worker.runner import observe_runner
 from vllm_rollout.kernel.worker.verification import mend_expansion
 from vllm_rollout.kernel.worker.worker_calls import WorkerCalls
-from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing
-from vllm_rollout.parts.pruning.worker.quality_head import warm_up_training
-from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -38,46 +35,21 @@ class RolloutWorker(WorkerCalls, PlatformWorker):
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         super().init_device(*args, **kwargs)
-        self.quality_heads = ring = None
-        hidden_size, dtype = self.model_config.get_hidden_size(), self.model_config.dtype
         self.is_read = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
-        if self.is_read:
-            ring = FeatureRing.of(self.vllm_config, hidden_size, dtype)
         refusal = observing_refusal(self.vllm_config)
-        seen_by = ring if refusal is None else None
-        num_stages = self.vllm_config.parallel_config.pipeline_parallel_size
-        num_in_flight = self.vllm_config.scheduler_config.async_scheduling + num_stages - 1
-        num_in_flight += self.vllm_config.num_speculative_tokens  # a step may make more than a candidate had left
         observe_runner(
             self.model_runner,
-            seen_by,
+            self.is_read and refusal is None,
             v2=self.use_v2_model_runner,
             cpu=current_platform.is_cpu(),
-            num_in_flight=num_in_flight,
         )
         if current_platform.is_cpu() and self.vllm_config.speculative_config is not None:
             mend_expansion()
-        self.parts = self.model_runner.parts = WorkerParts.of(self)
+        self.parts = WorkerParts.of(self)
+        self.model_runner.join(self.parts)
         say_what_serves("V2" if self.use_v2_model_runner else "V1", self.device.type)
         if refusal is not None:
             logger.warning_once("vllm_rollout worker: candidates are not observed, because %s", refusal)
-        if ring is None:
-            return
-        warm_up_training()
-        self.quality_heads = QualityHeads(
-            self.model_runner.candidate_tracker,
-            ring,
-            hidden_size=hidden_size,
-            model=self.model_config.served_model_name or self.model_config.model,
-            device=self.device,
-        )
-        logger.info_once(
-            "vllm_rollout worker: features of up to %d scored candidates (hidden size %d) wait for their rewards in "
-            "at most %d MB of host memory, used as they come",
-            ring.capacity,
-            hidden_size,
-            round(ring.capacity * hidden_size * dtype.itemsize / 2**20),
-        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

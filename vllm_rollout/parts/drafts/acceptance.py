@@ -66,7 +66,7 @@ class DraftSettings(Fields):
 
 
 def share_factor(settings: DraftSettings, num_siblings: int, num_earlier: int) -> float:
-    """By how much all shares grow with the answers that are known; no row has more than one kind of drafts.
+    """Factor by which all shares grow with the known answers. No row has more than one kind of drafts.
 
     `num_siblings`: candidates of the same group, whether they run or have ended. `num_earlier`: of other groups.
     """

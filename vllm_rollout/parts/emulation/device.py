@@ -25,9 +25,9 @@ class StepWork(NamedTuple):
     context_tokens: int
     """The context of all requests together, this step's tokens among them."""
     prefilled_tokens: int
-    """Beyond one token per request, and its drafts."""
+    """Tokens beyond one per request and its drafts."""
     num_drafts: int = 0
-    """That are verified: each is computed like a request's token, and reads no context of its own."""
+    """Drafts to verify. Each is computed like a request's token, and reads no context of its own."""
 
     @property
     def num_decoded(self) -> int:

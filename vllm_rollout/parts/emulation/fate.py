@@ -20,10 +20,10 @@ from vllm_rollout.parts.emulation.settings import LogNormal, Settings, Success, 
 from vllm_rollout.parts.shaping.rules.trace import TracedPrompt
 
 LENGTHS_FIELD = "emulate_lengths"
-"""In `extra_args` (`vllm_xargs`): output tokens, one number, or one for each candidate by its index; a list that is too
-short begins again."""
+"""Field of `extra_args` (`vllm_xargs`) with the number of output tokens. A list has one number for each candidate, by
+its index. If the list is too short, it begins again."""
 PROMPT_FIELD = "emulate_prompt"
-"""In `extra_args`: the name of the prompt in the trace."""
+"""Field of `extra_args` with the name of the prompt in the trace."""
 ENDLESS = 2**62
 """Length of a candidate that does not end by itself."""
 STANDARD = NormalDist()
@@ -32,18 +32,18 @@ _FOUR = Struct("<4Q")
 
 class Fate(NamedTuple):
     length: int
-    """Output tokens, the last one ends the sequence."""
+    """Output tokens. The last one ends the sequence."""
     succeeds: bool
     score: float
     """About 0, with standard deviation 1 among those that succeed and among those that do not."""
     salt: int
-    """Whatever else is made up of this candidate follows from it."""
+    """Source of everything else that is made up of this candidate."""
     asks: bool = False
-    """It is a turn that asks for a tool: its conversation goes on."""
+    """True for a turn that asks for a tool, so that its conversation goes on."""
 
 
 def forced_length(extra_args: Mapping[str, Any], index: int | None = None) -> int | None:
-    """The length that a request asks for; None when it does not.
+    """The length that a request asks for, or None.
 
     Raises: ArgumentError with name, value and what is allowed.
     """
@@ -72,7 +72,7 @@ class Fates:
         self._success = settings.success
         self._turns = settings.turns
         self._distance = math.sqrt(2) * STANDARD.inv_cdf(settings.score.auc)
-        """Between the mean scores of those that succeed and of those that do not: it makes the AUC what it shall be."""
+        """Distance between the mean scores of candidates that succeed and of others. The wanted AUC follows from it."""
         if settings.lengths.trace is not None:
             prompts = traced_prompts(settings.lengths.trace)
             self._lengths: DrawnLengths | TracedLengths = TracedLengths(prompts, rank, num_ranks)
@@ -116,12 +116,12 @@ class DrawnLengths:
 
 
 class TracedLengths:
-    """A prompt is found by its digest or its name (`PROMPT_FIELD`); one that is not takes the next in turn, and keeps
-    it. Ranks take different ones at a time, and each takes all of them in time."""
+    """Recorded lengths by prompt. A prompt is found by its digest or its name (`PROMPT_FIELD`). An unknown prompt takes
+    the next one in turn, and keeps it. Ranks take different ones at a time, and each takes all of them in time."""
 
     def __init__(self, prompts: Sequence[TracedPrompt], rank: int, num_ranks: int) -> None:
         self._prompts = [lengths_of(prompt) for prompt in prompts]
-        # Of a prompt that was recorded several times the row with the most whole answers, the newest of equals.
+        # If a prompt was recorded several times, the row with the most whole answers counts, the newest of equals.
         rows = sorted(range(len(prompts)), key=lambda row: sum(not c.is_stopped for c in prompts[row].candidates))
         self._known = {prompts[row].history_key.removeprefix(KEY_OF_TOKENS): row for row in rows}
         self._known |= {prompts[row].id: row for row in rows}
@@ -146,8 +146,8 @@ class TracedLengths:
 
 
 def lengths_of(prompt: TracedPrompt) -> list[int]:
-    """The lengths of its candidates; how long one that was stopped would have become is not known, so those count only
-    when there are no others."""
+    """The lengths of a prompt's candidates. Stopped candidates count only if there are no others, since their full
+    length is not known."""
     candidates = [candidate for candidate in prompt.candidates if candidate.num_tokens]
     known = [candidate for candidate in candidates if not candidate.is_stopped]
     return [ENDLESS if c.end == "length" else c.num_tokens for c in known or candidates] or [1]

@@ -24,7 +24,7 @@ DEFAULT_KV_TOKENS = 1_000_000
 MAX_KV_TOKENS = 2**40
 MAX_STEP_MS = 1e7
 MAX_PROBLEMS = 3
-"""Named in the error for a broken file."""
+"""Number of problems named in the error for a broken file."""
 
 
 class _Model(BaseModel):
@@ -37,7 +37,7 @@ class StepSettings(_Model):
     ms: float = Field(8.0, gt=0, le=MAX_STEP_MS)
     ms_per_request: float = Field(0.02, ge=0, le=MAX_STEP_MS)
     ms_per_context_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
-    """Tokens of context of all requests in the step together."""
+    """Milliseconds per token of context, of all requests in the step together."""
     ms_per_prefilled_token: float = Field(0.0, ge=0, le=MAX_STEP_MS)
     """Milliseconds per token that the step computes beyond one token per request."""
 
@@ -59,7 +59,7 @@ class LogNormal(_Model):
     prompt_sigma: float = Field(0.0, ge=0, le=5)
     """The standard deviation of the logarithm, among prompts."""
     cap: int | None = Field(None, ge=1, le=MAX_TRACED_TOKENS)
-    """Longer ones end here, by themselves. Without it `max_tokens` cuts them."""
+    """Longer answers end here, by themselves. Without a cap, `max_tokens` cuts them."""
 
 
 class LengthSettings(_Model):
@@ -90,7 +90,7 @@ class Score(_Model):
     """Information of early states about success."""
 
     auc: float = Field(0.75, gt=0, lt=1)
-    """That a candidate that succeeds is scored above one that does not."""
+    """Probability that a candidate that succeeds is scored above one that does not."""
 
 
 class Turns(_Model):
@@ -100,7 +100,7 @@ class Turns(_Model):
     """Turns of a conversation. Their number is geometric: whether a turn is the last one does not depend on how many
     came before."""
     marker: str = Field("<tool_call>", min_length=1, max_length=1000)
-    """With it every turn ends but the last."""
+    """Text with which every turn ends but the last."""
 
 
 class Settings(_Model):
@@ -108,7 +108,7 @@ class Settings(_Model):
 
     step: StepSettings | None = None
     profile: str | None = None
-    """Step times from here instead; a path relative to the file that names it."""
+    """File with step times instead. Its path is relative to the file that names it."""
     sizes: dict[Annotated[int, Field(ge=1)], Size] | None = Field(None, min_length=1)
     """Step times and capacity by tensor-parallel size instead."""
     tensor_parallel_size: int | None = Field(None, ge=1)
@@ -131,7 +131,7 @@ class Settings(_Model):
 
     @classmethod
     def read(cls, path: Path | str) -> Settings:
-        """From a file; the paths in it become absolute, and what they name is read once.
+        """Read settings from a file. Its paths become absolute, and the files at these paths are read once.
 
         Raises: ValueError that names the file, the field, the value and what is allowed.
         """

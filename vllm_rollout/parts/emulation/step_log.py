@@ -19,20 +19,20 @@ PATTERN = "steps-*.jsonl"
 
 
 class LoggedStep(NamedTuple):
-    """One step; times in seconds of one clock."""
+    """One step. Times are seconds of one clock."""
 
     launched: float
     """Time at which the engine core launched the step."""
     start: float
     end: float
-    """On the device: from start to end."""
+    """The device computes from `start` to `end`."""
     read: float
     """Time at which the engine core read the step's output."""
     thread_cpu: float
     """CPU seconds of the engine core's thread so far, as of `read`."""
     goes_on: bool
-    """Some of its requests were in an earlier step, so that the device had nothing to do before only because the host
-    was late."""
+    """True if some of its requests were in an earlier step. Then the device was idle before only because the host was
+    late."""
     num_sampled: int
     num_requests: int
     context_tokens: int
@@ -48,7 +48,7 @@ class Summary:
     busy_s: float = 0.0
     """Seconds in which the device computes."""
     idle_s: float = 0.0
-    """It waits for the host although there is work."""
+    """Seconds in which the device waits for the host although there is work."""
     host_s: float = 0.0
     """CPU of the engine core's thread between steps that follow each other."""
     num_following: int = 0
@@ -120,12 +120,14 @@ class StepLog:
         num_ranks: int | None = None,
         goes_on: bool = False,
     ) -> None:
-        """`num_ranks`: of this server; a log of one beyond is an earlier server's, and goes. `goes_on`: after the steps
-        of an engine whose place this one takes. Raises: OSError."""
+        """`num_ranks`: ranks of this server. A log of a rank beyond them is an earlier server's, and is removed.
+        `goes_on`: write after the steps of an engine whose place this one takes. Raises: OSError."""
         self._rank = rank
         self._say = say
         self._file: int | None = None
-        self._summary, self._before, self._since = Summary(), None, None
+        self._summary = Summary()
+        self._before: LoggedStep | None = None
+        self._since: float | None = None
         if folder is not None:
             private_folder(folder)
             if num_ranks is not None and not goes_on:
@@ -161,7 +163,7 @@ class StepLog:
                 return
             reason = "the disk is full"
         except OSError as error:
-            reason = error.strerror
+            reason = str(error.strerror)
         self._say(f"emulated device {self._rank}: its log ends here, {reason}")
         self.close()
 

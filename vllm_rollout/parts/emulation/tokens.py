@@ -1,10 +1,10 @@
 """Made-up tokens.
 
-Invariant: a token follows from the candidate and its position, so that a candidate that was preempted says the same
-again; none of them ends a sequence but the one that shall.
+Invariant: a token follows from the candidate and its position, so that a preempted candidate says the same again. Only
+the token that shall end a sequence ends it.
 
-The token before the last one tells whether the candidate has succeeded: it is even when it has (`succeeded`). In a turn
-that asks for a tool the marker of the device's file stands there instead.
+The token before the last one is even if the candidate has succeeded (`succeeded`). In a turn that asks for a tool, the
+marker of the device's file stands there instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 PERIOD = 4096
 """Largest number of different tokens."""
 STRIDE = 7919
-"""From a token to the next, so that neighbours are not neighbours in the vocabulary."""
+"""Distance from a token to the next, so that neighbours are not neighbours in the vocabulary."""
 
 
 def succeeded(token_ids: Sequence[int]) -> bool:
@@ -23,7 +23,7 @@ def succeeded(token_ids: Sequence[int]) -> bool:
 
 
 class Vocabulary:
-    """Tokens that may be said; `stops` may not."""
+    """Tokens that candidates may say. `stops` are not among them."""
 
     def __init__(self, size: int, stops: Collection[int]) -> None:
         """Raises: ValueError when nothing is left of one parity."""

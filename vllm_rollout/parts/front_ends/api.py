@@ -63,7 +63,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         path = envs.VLLM_RUST_FRONTEND_PATH
     except FileNotFoundError as error:
         parser.error(f"{VARIABLE}=1: {error} vLLM's CUDA wheel has it; {PATH_VARIABLE} names another place.")
-    if not os.access(path, os.X_OK):
+    if not os.access(path, os.X_OK):  # type: ignore[arg-type]
         parser.error(f"{PATH_VARIABLE}={path} is no file that can be executed. Name vllm-rs, or unset {VARIABLE}.")
     port = args.port + 1 if args.rollout_port is None else args.rollout_port
     if not 1 <= port <= 65535:
@@ -119,7 +119,7 @@ def both(args: argparse.Namespace) -> Iterator[None]:
         args.port,
         args.rollout_port,
     )
-    theirs, serve.APIServerProcessManager = serve.APIServerProcessManager, partial(FrontEnds, our_sock=sock)
+    theirs, serve.APIServerProcessManager = serve.APIServerProcessManager, partial(FrontEnds, our_sock=sock)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -155,7 +155,7 @@ class FrontEnds(APIServerProcessManager):
             "output_listeners": outputs[OURS:],
         }
         super().__init__(**given, target_server_fn=serve_beside_rust)
-        self.processes = [*self.processes, *self._rust.processes]  # a new list: the base class stops those of its own
+        self.processes = [*self.processes, *self._rust.processes]  # type: ignore[list-item]  # a new list: the base class stops those of its own
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._rust.shutdown(timeout)

@@ -17,9 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_rollout.kernel.call_table import Features
 from vllm_rollout.kernel.rules.detached import DetachedGroup
-from vllm_rollout.kernel.tracker.tracker import TrackedCandidate
 from vllm_rollout.kernel.wire import typed
 
 
@@ -29,11 +27,10 @@ class WorkerState:
 
     generator: bytes | None = None
     """State of the request's random generator (model runner V1, seeded requests)."""
-    tracked: TrackedCandidate | None = None
-    features: dict[int, Features] = field(default_factory=dict)
-    """Hidden states that wait for the candidate's reward, by detection length."""
-    emulated: dict[str, bytes] = field(default_factory=dict)
-    """Data of an emulated device, by part."""
+    statistics: bytes | None = None
+    """As of `CandidateTracker.copy`. None if the candidate is not observed."""
+    of_parts: dict[str, bytes] = field(default_factory=dict)
+    """Data of the worker's parts, by part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ class Parcel:
 
     def encode(self) -> bytes:
         # Several buffers, since vLLM's encoder does not copy large arrays.
-        return msgspec.msgpack.encode([bytes(buffer) for buffer in MsgpackEncoder().encode(self)])
+        return msgspec.msgpack.encode([bytes(buffer) for buffer in MsgpackEncoder().encode(self)])  # type: ignore[arg-type]
 
     @classmethod
     def decode(cls, data: bytes) -> Parcel:

@@ -2,8 +2,8 @@
 
     {"format": 2, "model": ...}     one line of JSON, as are:
     ["learning", ...] ...           the rows of `parts/pruning/rules/memory.py`
-    ["head", num_bytes]             then so many bytes: a quality head's state; of an adapter:
-    ["head", num_bytes, adapter]
+    ["head", num_bytes]             then so many bytes: a quality head's state
+    ["head", num_bytes, adapter]    the same, of an adapter's head
     ["end", num_heads]
 
 Invariant: bytes that are read have this form. Otherwise a ValueError says what is wrong.

@@ -11,6 +11,7 @@ from vllm_rollout.kernel.rules.rows import rows
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import Confidence, GroupResult, Observation
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
+from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
 from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING, PruningStep
@@ -95,7 +96,5 @@ def reward(
             other.learn(told[2])
 
 
-def _judge(steps: GroupSteps) -> Any:
-    part = steps.part(PruningStep)
-    assert part is not None, "this part is there"
-    return part.judge
+def _judge(steps: GroupSteps) -> Judge:
+    return steps.part(PruningStep).judge

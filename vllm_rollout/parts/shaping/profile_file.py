@@ -100,7 +100,7 @@ class Mismatch(NamedTuple):
 class Profile(_Model):
     """Contents of a profile file."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = FORMAT  # type: ignore[assignment]
     created: str
     updated: str
     command: str

@@ -37,7 +37,7 @@ NO_DRAFTS = DrawnDrafts((), 0)
 
 
 def draw(settings: DraftSettings, factor: float, salt: int, number: int) -> DrawnDrafts:
-    """For output token `number` and those after it, of the candidate with this `salt`."""
+    """Drafts for output token `number` and those after it, of the candidate with this `salt`."""
     place, luck, *_ = chances("drafts", salt, number)
     for kind in settings.kinds:
         place -= factor * kind.share

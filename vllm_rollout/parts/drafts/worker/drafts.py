@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_rollout.adapter.faults import Faults
@@ -95,7 +95,7 @@ class Drafts(WorkerPart):
         for request in step.scheduled_new_reqs:
             self._know(request, request.req_id)
 
-    def arrived(self, request: Request, output_token_ids: Sequence[int]) -> None:
+    def arrived(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         self._know(request, request.request_id, output_token_ids)
 
     def new_weights(self) -> None:
@@ -158,7 +158,9 @@ class Drafts(WorkerPart):
         }
         return drafts
 
-    def _know(self, request: NewRequestData | Request, request_id: str, generated: Sequence[int] = ()) -> None:
+    def _know(
+        self, request: NewRequestData | EngineCoreRequest, request_id: str, generated: Sequence[int] = ()
+    ) -> None:
         params, prompt = request.sampling_params, request.prompt_token_ids
         if params is None or prompt is None or request_id in self._running:
             return
@@ -166,7 +168,7 @@ class Drafts(WorkerPart):
             own = prompt[: len(prompt) - tag.num_resumed]
             key = draft_key(tag.namespace, own, learned_name(request.lora_request))
             sequence = self.memory.begin(key, [*prompt, *generated])
-            self._running[request_id] = Running(sequence, min(self._max_model_len, len(prompt) + params.max_tokens))
+            self._running[request_id] = Running(sequence, min(self._max_model_len, len(prompt) + params.max_tokens))  # type: ignore[operator]
 
     def _learn_accepted(self, sequences: np.ndarray, num_sampled: np.ndarray) -> None:
         verifying, self._verifying = self._verifying, {}

@@ -29,7 +29,7 @@ class Drafts(NamedTuple):
     tokens: NDArray[np.int32]
     """[num_rows, num_columns], padded with -1."""
     probabilities: NDArray[np.float32]
-    """[num_rows, num_columns]: that this token and all before it in the row are accepted; 0 where padded."""
+    """[num_rows, num_columns]: probability that this token and all before it are accepted. 0 where padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class DraftMemoryImplementation:
 
     name: Literal["c++", "python"]
     reason: str | None
-    """Why the faster one is not active; None when it is."""
+    """Reason why the faster one is not active. None when it is."""
     store: type[Any] = field(repr=False, compare=False)
     """DraftMemoryReference, or csrc's of the same methods: arrays travel as their bytes, keys in UTF-8."""
 
@@ -58,21 +58,22 @@ def draft_memory_implementation() -> DraftMemoryImplementation:
 class DraftMemory:
     """Answers to the prompts of one worker, as a source of drafts.
 
-    max_bytes: what prompts and sequences may take together. Above it whole ended sequences go, until an eighth is
-    free: those of the least recently used prompt first, of one prompt the first that ended. When there is none,
-    nothing more is stored of a running sequence that needs room: it goes on, and drafts from what is stored. A running
-    sequence itself takes 320 + 16 x max_match bytes beyond that, and its prompt 768 and two for each byte of the key.
-    min_match: tokens that a place must follow as the row does to be considered.
-    max_match: how many tokens of a match count, at most.
-    max_places: how many places are looked at, of which the most recent ones are.
+    max_bytes: bytes of prompts and sequences together. Above it whole ended sequences are evicted until an eighth is
+    free. The least recently used prompt loses first, and of one prompt the sequence that ended first. If none has
+    ended, nothing more is stored of a running sequence that needs room. It goes on, and drafts from the stored tokens.
+    Beyond that a running sequence itself takes 320 + 16 x max_match bytes. Its prompt takes 768, and two for each byte
+    of the key.
+    min_match: tokens before a place that must equal the row's last tokens, or the place is not considered.
+    max_match: largest number of tokens of a match that count.
+    max_places: number of places to look at, the most recent ones.
 
-    With min_match 1 recorded answers accepted more tokens for as many drafted ones than with 2 or 3, and the table of
+    With min_match 1 recorded answers accepted more tokens, for as many drafted ones, than with 2 or 3. Its table of
     n-grams is the smallest.
 
-    A token is drafted by a vote of the places with the longest match. With v of t votes for it, after a match of L
-    tokens, its probability is (v / t)^1.5 x s / (s + 2.6), s = (L + 1/2) x sqrt(t); a row's probabilities are the
-    products of these. Of what was drafted for recorded answers of a 0.5B model with a probability in a tenth of
-    [0.1, 1], a share within 0.05 of the mean probability was accepted (docs/development/log.md).
+    A token is drafted by a vote of the places with the longest match. For v of t votes and a match of L tokens, its
+    probability is (v / t)^1.5 x s / (s + 2.6). Here s = (L + 1/2) x sqrt(t). A row's probabilities are the products of
+    these. Drafted tokens of recorded answers of a 0.5B model were grouped by tenths of probability in [0.1, 1]. In each
+    tenth the accepted share was within 0.05 of the mean probability (docs/development/log.md).
     """
 
     def __init__(self, max_bytes: int, *, min_match: int = 1, max_match: int = 16, max_places: int = 64) -> None:
@@ -89,7 +90,7 @@ class DraftMemory:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything; sequences that run are not known any more."""
+        """Forget everything. Running sequences are not known any more."""
         self._store: DraftMemoryReference = self.implementation.store(*self._settings)
 
     @property
@@ -101,11 +102,11 @@ class DraftMemory:
         return self._store.num_prompts
 
     def begin(self, prompt: str, context: Sequence[int] | NDArray[Any]) -> int:
-        """A candidate of this prompt begins; its sequence number.
+        """Begin a candidate of this prompt. Returns its sequence number.
 
-        prompt: an opaque key; sequences of different keys never see each other.
-        context: the prompt's tokens, and any answer tokens it resumes. What equals the beginning of the context that
-        the prompt was first begun with is not stored again.
+        prompt: an opaque key. Sequences of different keys never see each other.
+        context: the prompt's tokens, and any answer tokens it resumes. Leading tokens that the prompt's first context
+        has, too, are not stored again.
         """
         tokens = np.asarray(context, np.int64)
         if tokens.ndim != 1 or ((tokens < 0) | (tokens > MAX_TOKEN)).any():
@@ -113,14 +114,14 @@ class DraftMemory:
         return self._store.begin(_key(prompt), tokens.astype(np.int32).tobytes())
 
     def step(self, sequences: NDArray[Any], tokens: NDArray[Any], longest: NDArray[Any]) -> Drafts:
-        """Append what was sampled, of all rows; then draft for each.
+        """Append the sampled tokens of all rows, then draft for each row.
 
-        sequences: integers [num_rows], distinct, that run.
-        tokens: int32 [num_rows, width], padded with -1; a row may have none.
-        longest: integers [num_rows], how many tokens to draft at most; 0 drafts none.
+        sequences: integers [num_rows], distinct: running sequences.
+        tokens: int32 [num_rows, width], padded with -1. A row may have none.
+        longest: integers [num_rows]: largest number of tokens to draft. 0 drafts none.
 
-        Raises ValueError for a wrong shape or dtype, a sequence that does not run or comes twice, a token below -1 or
-        after padding, or a negative longest, before anything is changed.
+        Raises ValueError for a wrong shape or dtype, a sequence that does not run or comes twice, or a negative
+        longest. A token below -1 or after padding raises it, too. Nothing is changed then.
         """
         num_rows = len(sequences)
         for name, values in (("sequences", sequences), ("longest", longest)):
@@ -139,18 +140,18 @@ class DraftMemory:
         )
 
     def end(self, sequences: Sequence[int], keep: bool = True) -> None:
-        """They generate no more. Kept ones stay as a source until they are evicted; of others nothing stays.
+        """End these sequences. Kept ones stay as a source until they are evicted. Of others nothing stays.
 
         Raises ValueError for a sequence that does not run or comes twice, before anything is changed.
         """
         self._store.end(np.asarray(sequences, np.int64).tobytes(), keep)
 
     def age(self) -> None:
-        """The weights changed: what has ended counts as older by one version.
+        """The weights changed: ended sequences count as older by one version.
 
-        A place of a sequence that ended n versions ago has 0.5^n of a vote, among places of the same match: newer ones
-        are preferred, and what only old ones say is given a lower probability, 0.40 rather than 0.49 for one vote of
-        one version ago after a match of two. A sequence that runs counts as new until it ends.
+        A place of a sequence that ended n versions ago has 0.98^n of a vote, among places of the same match. So newer
+        places are preferred, and tokens that only old places follow get a lower probability. For one vote of one
+        version ago, after a match of two, it is 0.488 instead of 0.490. A running sequence counts as new until its end.
         """
         self._store.age()
 
@@ -159,11 +160,12 @@ class DraftMemory:
         return dump_prompts(self._store.kept())
 
     def load(self, data: bytes) -> None:
-        """Take in what another memory's `dump` gave, beside what is here, as sequences that have ended: as many
-        versions ago as they had there. What `max_bytes` has no room for is evicted as ever; where a prompt is known by
-        another context, sequences that branch off from the part of it that differs are left out.
+        """Add the sequences of another memory's `dump`. They count as ended, as many versions ago as in that memory.
 
-        Raises ValueError when it is torn, of another format or says what cannot be, before anything is changed.
+        If `max_bytes` has no room, sequences are evicted as usual. If a prompt is known here by another context,
+        sequences that branch off behind the common part of both contexts are left out.
+
+        Raises ValueError for data that is torn, of another format or impossible. Nothing is changed then.
         """
         for key, stem, sequences in load_prompts(data):
             self._store.restore(key, stem, sequences)

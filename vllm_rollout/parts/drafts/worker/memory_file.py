@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def dump_prompts(prompts: list[KeptPrompt]) -> bytes:
 def load_prompts(data: bytes) -> list[KeptPrompt]:
     """The prompts that `dump_prompts` was given.
 
-    Raises ValueError when the data are torn, of another format, or say what cannot be.
+    Raises ValueError for data that is torn, of another format or impossible.
     """
     if not data.startswith(MAGIC):
         raise ValueError(f"drafts must begin with {MAGIC!r}, got {data[: len(MAGIC)]!r}: they are of another format")
@@ -52,7 +53,7 @@ def load_prompts(data: bytes) -> list[KeptPrompt]:
     if checksum != zlib.crc32(data[reader.position :]):
         raise ValueError("drafts are torn: their checksum is that of other data")
     (num_prompts,) = reader.unpack(COUNT)
-    prompts = []
+    prompts: list[Any] = []
     while len(prompts) < num_prompts:
         prompts.append(_prompt(reader))
     if reader.position != len(data):

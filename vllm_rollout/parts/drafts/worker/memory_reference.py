@@ -10,6 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -122,8 +123,8 @@ class DraftMemoryReference:
         return result
 
     def restore(self, key: bytes, stem: bytes, sequences: list[KeptSequence]) -> None:
-        """Take in what `kept` gave of one prompt, as sequences that end now. Where another stem is here, those that
-        branch off beyond what both have in common are left out: each would bring its part of the stem along."""
+        """Add the sequences that `kept` gave of one prompt, as sequences that end now. If another stem is here, those
+        that branch off behind the common part are left out. Each would bring its part of the stem along."""
         prompt = self._prompt(key)
         context = _tokens(stem)
         self._make_stem(prompt, context)
@@ -167,7 +168,7 @@ class DraftMemoryReference:
             self._append(prompt, source, token)
 
     def _end(self, prompt: Prompt, source: Source, version: int | None) -> None:
-        """It runs no longer; it is kept as of `version`, or not at all when that is None."""
+        """End a source. It is kept as of `version`, or not at all if `version` is None."""
         prompt.running.remove(source)
         prompt.ended.append(source)
         source.version = version
@@ -175,7 +176,7 @@ class DraftMemoryReference:
             self._remove(prompt, [source])
 
     def _append(self, prompt: Prompt, source: Source, token: int) -> None:
-        """Store it where there is room, or can be made; otherwise nothing more of this source is stored."""
+        """Store a token if there is room, or room can be made. Otherwise nothing more of this source is stored."""
         while not source.is_cut and self.num_bytes + (needed := self._bytes_needed(prompt, source)) > self.max_bytes:
             source.is_cut = not self._evict(needed)
         if not source.is_cut:
@@ -202,13 +203,13 @@ class DraftMemoryReference:
         return SEQUENCE_BYTES + 16 * self.max_match
 
     def _evict(self, needed: int) -> bool:
-        """Whole ended sequences go until an eighth is free, and what is needed: those of the least recently used prompt
-        first, of one prompt the first that ended. False when there is none."""
+        """Drop whole ended sequences until an eighth is free, and the bytes needed. The least recently used prompt
+        loses first, and of one prompt the sequence that ended first. False if none has ended."""
         target = self.max_bytes - max(self.max_bytes // 8, needed)
         prompts = sorted((p for p in self.prompts.values() if p.ended), key=lambda prompt: prompt.used)
         for prompt in prompts:
             excess = self.num_bytes - target
-            dead = []
+            dead: list[Any] = []
             while excess > 0 and len(dead) < len(prompt.ended):
                 dead.append(prompt.ended[len(dead)])
                 excess -= self._record_bytes + dead[-1].block_bytes
@@ -232,8 +233,8 @@ class DraftMemoryReference:
         return tuple(tokens[len(tokens) - self.min_match :])
 
     def _draft(self, prompt: Prompt, source: Source, longest: int) -> list[tuple[int, float]]:
-        """The places with the longest match vote on each token; those that voted for it go on, and when none can,
-        others are looked up that follow what was drafted."""
+        """Drafted tokens and their probabilities. The places with the longest match vote on each token. Those that
+        voted for it go on. If none can, places that follow the drafted tokens are looked up."""
         context = source.recent[-self.max_match :]
         drafts: list[tuple[int, float]] = []
         places: list[Place] = []
@@ -273,10 +274,11 @@ class DraftMemoryReference:
         return match
 
     def _vote(self, places: list[Place], match: int) -> tuple[int, float]:
-        """The token with most votes, of equals the one voted for most recently, and how likely it is accepted:
-        share^1.5 x support / (support + DOUBT), where the support is (match + 1/2) x the root of all votes. A divided
-        vote is worse than its share says, because the winner was chosen by it; many votes are worse than their number
-        says, because places with many are places with common words."""
+        """The token with most votes, and its probability to be accepted. Of equals it is the most recently voted one.
+
+        The probability is share^1.5 x support / (support + DOUBT). Support is (match + 1/2) x the root of all votes.
+        A divided vote is worse than its share says, because the winner was chosen by it. Many votes are worse than
+        their number says, because places with many are places with common words."""
         votes: dict[int, float] = defaultdict(float)
         total = 0.0
         for place in places:

@@ -13,7 +13,7 @@ from vllm_rollout.parts.drafts.worker.drafts_file import DraftsFile
 
 
 def drafts_of(worker: Any) -> Drafts | None:
-    """The proposer of this worker, with what its file has. None if drafts come from elsewhere, or from nowhere."""
+    """The proposer of this worker, with the data of its file. None if drafts come from elsewhere, or from nowhere."""
     runner, config = worker.model_runner, worker.vllm_config
     if config.speculative_config is None or worker.use_v2_model_runner or not get_pp_group().is_last_rank:
         return None
@@ -28,7 +28,7 @@ def drafts_of(worker: Any) -> Drafts | None:
 
 
 def draft_in(runner: Any) -> None:
-    """Let an observed model runner draft with its drafter. Its class changes, as where it became observed."""
+    """Let an observed model runner draft with its drafter. Its class changes, as it did when it became observed."""
     cls = type(runner)
     runner.__class__ = type(cls.__name__, (DraftingRunnerMixin, cls), {})
     runner.drafter.attend(lambda: runner.input_batch, runner.observing.faults)

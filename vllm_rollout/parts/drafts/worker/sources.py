@@ -1,8 +1,8 @@
 """The texts that drafts come from, as the specification of the draft memory has them.
 
-A source is a text that tokens are drafted from: a sequence's own tokens, or the stem of a prompt, which is the context
-that it was first begun with; a sequence stores only what differs from it. Every stored token is a place, kept by the
-`min_match` tokens that it follows, also where these are the stem's.
+A source is a text that tokens are drafted from: a sequence's own tokens, or the stem of a prompt. The stem is the
+context that the prompt was first begun with. A sequence stores only the tokens that differ from the stem. Every stored
+token is a place, kept by the `min_match` tokens that it follows, also if these are the stem's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Source:
     tokens: list[int]
     branch: int
     recent: list[int]
-    """All that it consists of, also what there was no room for."""
+    """All of its tokens, also those that there was no room for."""
     version: int | None = None
-    """The version of the weights it ended under; None while it runs, and for a stem."""
+    """Version of the weights that it ended under. None while it runs, and for a stem."""
     is_cut: bool = False
 
     @property
@@ -58,7 +58,7 @@ class Prompt:
     ended: list[Source] = field(default_factory=list)
     running: list[Source] = field(default_factory=list)
     places: dict[Ngram, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    """By the tokens that they follow, the most recent last."""
+    """Places by the tokens that they follow, the most recent last."""
 
 
 def common_tokens(prompt: Prompt, tokens: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Parts on an emulated device: their place of the real worker's parts."""
+"""Parts on an emulated device, in place of the real worker's parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SaidRow(NamedTuple):
 class EmulatedPart:
     """A part on an emulated device. It overrides the hooks that it needs.
 
-    Its face `emulated` is a function that makes it of an `EmulatedWorker` whose runner exists, and returns None if the
+    Its face `emulated` is a function that makes it of an `EmulatedWorker` whose runner exists. It returns None if the
     part has nothing to do there. Its face `device_settings` is a pydantic model of its fields in the file of a device,
     under the part's name.
     """

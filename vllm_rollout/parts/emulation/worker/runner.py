@@ -150,14 +150,14 @@ class EmulatedRunner:
         assert params is not None, "an emulated device generates"
         assert prompt_token_ids is not None, "requests without prompt tokens are refused"
         stops = frozenset(params.all_stop_token_ids) | {params.eos_token_id}
-        if (vocabulary := self._vocabularies.get(stops)) is None:
-            vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)
+        if (vocabulary := self._vocabularies.get(stops)) is None:  # type: ignore[arg-type]
+            vocabulary = self._vocabularies[stops] = Vocabulary(self._vocab_size, stops)  # type: ignore[arg-type, index]
         tag = CandidateTag.of(params.extra_args)
         marker = self._marker
         request = EmulatedRequest(request_id, prompt_token_ids, params, self._fates, vocabulary, marker, tag, fate)
         self._requests[request_id] = request
         if params.logprobs is not None or params.logprob_token_ids:
-            self._logprobs[request_id] = params.logprob_token_ids or max(0, params.logprobs)
+            self._logprobs[request_id] = params.logprob_token_ids or max(0, params.logprobs)  # type: ignore[assignment, type-var]
         if params.prompt_logprobs is not None:
             self._prompt_logprobs[request_id] = prompt_token_ids, max(0, params.prompt_logprobs)
         if tag is not None:
@@ -205,4 +205,4 @@ def made_up_logprobs(
 def prompt_logprobs(prompt: Sequence[int], num_others: int, vocab_size: int) -> LogprobsTensors:
     """Log probabilities for each token of a prompt except the first."""
     lists = made_up_logprobs([[token] for token in prompt[1:]], [num_others] * len(prompt), vocab_size)
-    return LogprobsTensors(*map(torch.from_numpy, lists[:3]))
+    return LogprobsTensors(*map(torch.from_numpy, lists[:3]))  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ class EmulatedWorker(WorkerCalls, WorkerBase):
             block_size=self.cache_config.block_size,
             num_kv_heads=self.model_config.get_num_kv_heads(self.parallel_config),
             head_size=self.model_config.get_head_size(),
-            dtype=self.model_config.dtype,
+            dtype=self.model_config.dtype,  # type: ignore[arg-type]
         )
         return {"emulated": spec}
 

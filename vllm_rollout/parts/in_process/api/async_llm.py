@@ -70,7 +70,7 @@ class AsyncLLM(AsyncLLMMethods, RolloutAsyncLLM):
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, *args: Any, **kwargs: Any) -> AsyncLLM:
-        return super().from_engine_args(with_groups(engine_args), *args, **kwargs)
+        return super().from_engine_args(with_groups(engine_args), *args, **kwargs)  # type: ignore[return-value]
 
     async def rollouts(self) -> Rollouts:
         """The service of this engine, created by the first call."""

@@ -81,7 +81,7 @@ class WaitingLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:  # type: ignore[return]
         """Run `work` and return its result.
 
         Exceptions of signal handlers are raised here, once the work has been cancelled and has ended.

@@ -92,7 +92,7 @@ class LLM(LLMMethods, vllm.LLM):
     async def rollouts(self) -> Rollouts:
         """The service of this engine, created by the first call."""
         if self._rollouts is None:
-            self._rollouts = await Rollouts.around(self._client, chat_template=self.chat_template, **self._settings)
+            self._rollouts = await Rollouts.around(self._client, chat_template=self.chat_template, **self._settings)  # type: ignore[arg-type]
         return self._rollouts
 
     def run_to_its_end(self, work: Coroutine[Any, Any, T]) -> T:

@@ -62,8 +62,8 @@ class Rollouts:
         """Build the service of an engine. Raises: RuntimeError for a profile of another model."""
         app, config = FastAPI(), client.vllm_config.model_config
         app.include_router(router)
-        paths = [BaseModelPath(name=config.served_model_name, model_path=config.model)]
-        app.state.openai_serving_models = OpenAIServingModels(client, paths)
+        paths = [BaseModelPath(name=config.served_model_name, model_path=config.model)]  # type: ignore[arg-type]
+        app.state.openai_serving_models = OpenAIServingModels(client, paths)  # type: ignore[arg-type]
         app.state.online_renderer = OnlineRenderer(
             config,
             client.renderer,
@@ -77,7 +77,7 @@ class Rollouts:
             enable_rollout_page=False, rollout_emulate=None, rollout_parallelism="fixed",
             rollout_reward=rewards or {}, rollout_reward_processes=None, rollout_reward_limits=None,
         )  # fmt: skip
-        return cls(app, await build_services(client, app, settings))
+        return cls(app, await build_services(client, app, settings))  # type: ignore[arg-type]
 
     async def settled(self) -> None:
         """Wait until no background work of the service runs, such as the training of a head."""

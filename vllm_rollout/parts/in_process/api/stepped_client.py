@@ -115,9 +115,9 @@ class EngineRequests:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if (queue := self._waiting.get(output.request_id)) is not None:
-                        queue.put_nowait(output)
+                        queue.put_nowait(output)  # type: ignore[arg-type]
                     elif output.finished:
-                        self._unclaimed.append(output)
+                        self._unclaimed.append(output)  # type: ignore[arg-type]
                 for _ in range(TURNS_PER_STEP):
                     await asyncio.sleep(0)
         except BaseException as error:  # passed to the waiting requests

@@ -43,7 +43,7 @@ class Deaths:
 
     @classmethod
     def of_this_server(cls) -> Deaths | None:
-        """None if no file is written."""
+        """The file of this server. None if no file is written."""
         folder = server_folder.of_this_server()
         return None if folder is None else cls(folder / "deaths")
 
@@ -95,7 +95,7 @@ class RankProcesses(CoreEngineProcManager):
         living = {process.sentinel: rank for rank, process in enumerate(self.processes, self._first_rank)}
         while living and not self.manager_stopped.is_set():
             for sentinel in connection.wait(living, timeout=LOOK_S):
-                rank = living.pop(sentinel)
+                rank = living.pop(sentinel)  # type: ignore[arg-type]
                 process = self.processes[rank - self._first_rank]
                 process.join()
                 if self.manager_stopped.is_set():

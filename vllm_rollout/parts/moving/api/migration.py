@@ -59,6 +59,7 @@ class MigrationWatch:
     async def _next_moves(self, delay: float) -> tuple[Sequence[PlannedMove], float]:
         """The next moves, and how much this tail's consolidations delay its end so far (`Consolidation.delay`)."""
         cost, loads = self._shaping.cost_model, await self._moves.rank_loads()
+        assert cost is not None, "without costs nothing watches"
         if spread := plan_spread(cost, loads(lambda route: route.migration in ("spread", "auto"))):
             return spread, delay
         may_consolidate = loads(lambda route: route.migration in ("consolidate", "auto"))

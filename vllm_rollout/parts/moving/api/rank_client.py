@@ -50,7 +50,7 @@ class RankClient(DPLBAsyncMPClient):
 
     def _ensure_output_queue_task(self) -> None:
         if outlives_a_rank(self.vllm_config):
-            self.resources.validate_alive = self._overhear_last_words
+            self.resources.validate_alive = self._overhear_last_words  # type: ignore[assignment]
         super()._ensure_output_queue_task()
 
     @staticmethod

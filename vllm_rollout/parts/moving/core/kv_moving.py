@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -70,7 +71,7 @@ class KVMoves:
             slots.append([slot_of.setdefault(block.block_id, len(slot_of)) for block in found.blocks[0]])
         if not slot_of:
             return None
-        answers = core.collective_rpc("rollout_share_kv", args=(list(slot_of),))
+        answers: list[Any] = core.collective_rpc("rollout_share_kv", args=(list(slot_of),))
         self._shared[group_id] = [answer for answer in answers if isinstance(answer, KVSegment)]
         if reasons := [answer for answer in answers if isinstance(answer, str)]:
             self._fall_back(group_id, reasons[0])
@@ -146,7 +147,9 @@ class KVMoves:
     def _fill(self, core: EngineCore, group_id: str, segments: list[KVSegment], slot_of: dict[int, int]) -> bool:
         if not slot_of:
             return True
-        answers = core.collective_rpc("rollout_fetch_kv", args=(segments, list(slot_of.values()), list(slot_of)))
+        answers: list[Any] = core.collective_rpc(
+            "rollout_fetch_kv", args=(segments, list(slot_of.values()), list(slot_of))
+        )
         if reasons := [answer for answer in answers if answer is not None]:
             self._fall_back(group_id, reasons[0])
             return False

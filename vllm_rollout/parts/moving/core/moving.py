@@ -67,7 +67,7 @@ def _timed(method: Callable[Concatenate[GroupMoves, P], T]) -> Callable[Concaten
         finally:
             self.seconds += time.perf_counter() - started
 
-    return timed
+    return timed  # type: ignore[return-value]
 
 
 class MovableGroups(Protocol):
@@ -131,7 +131,7 @@ class GroupMoves:
     def keep(self, core: EngineCore, wanted: GroupToRelease) -> None:
         group_id = wanted.group_id
         epoch, parcel = self._released.get(group_id, (None, None))
-        if epoch == wanted.epoch:
+        if parcel is not None and epoch == wanted.epoch:
             self._unpack(core, parcel, None)
             del self._released[group_id]
         elif (candidates := self._stopped.pop(group_id, None)) is not None:

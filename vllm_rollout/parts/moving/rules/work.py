@@ -1,6 +1,6 @@
 """Remaining work of candidates, and the sum of it on a rank.
 
-One more token in a step makes the step longer for all candidates on the rank: by its computation, and by the context
+One more token in a step makes the step longer for all candidates on the rank. It adds computation, and the context
 that is read for it. So two sums describe the work that a group adds to a rank, and a profile gives their weights.
 
 Invariant: sums are integers, so that work that is added and removed again leaves exactly zero.

@@ -66,6 +66,7 @@ class KVCalls:
             transfer.fetch(segment, slots, block_ids)
         except KV_FAILURES as error:
             return f"{segment.way}: {error}"
+        return None
 
     def rollout_drop_kv(self, segments: list[KVSegment]) -> None:
         """Drop segments that are not needed any more."""

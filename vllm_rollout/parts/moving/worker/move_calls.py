@@ -1,18 +1,16 @@
-"""Calls of an engine core to its worker when a group leaves or comes.
-
-Invariant: a candidate that comes looks like a preempted one to the model runner.
-"""
+"""Calls of an engine core to its worker when a group leaves or comes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
+from vllm_rollout.parts.moving.worker.candidates import attach, detach
 from vllm_rollout.parts.moving.worker.kv_calls import KVCalls
 
 
 class MoveCalls(KVCalls):
-    """Methods of a worker. Its model runner has `detach` and `attach`."""
+    """Methods of a worker."""
 
     is_read: bool
     moving_runner: Any = None
@@ -20,8 +18,14 @@ class MoveCalls(KVCalls):
 
     def rollout_detach(self, request_ids: list[str]) -> dict[str, WorkerState] | None:
         """This worker's data about candidates that leave. None on a worker whose outputs are not read."""
-        return (self.moving_runner or self.model_runner).detach(request_ids) if self.is_read else None
+        if not self.is_read:
+            return None
+        moving = self.moving_runner
+        return detach(self.model_runner, request_ids) if moving is None else moving.detach(request_ids)
 
     def rollout_attach(self, candidates: list[MovedCandidate]) -> None:
         """Add candidates with output tokens. The scheduler gets them next."""
-        (self.moving_runner or self.model_runner).attach(candidates)
+        if self.moving_runner is None:
+            attach(self.model_runner, candidates)
+        else:
+            self.moving_runner.attach(candidates)

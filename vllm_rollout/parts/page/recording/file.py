@@ -28,7 +28,7 @@ FORMS = (
 )
 TraceRow = RolloutRow | RewardRow | PromptRow | SessionGroupRow | SessionRewardRow
 MEND_BYTES = 1 << 16
-"""That are read at once to find the last row."""
+"""Bytes that are read at once to find the last row."""
 
 
 class TraceError(ValueError):
@@ -38,7 +38,7 @@ class TraceError(ValueError):
 def read_trace(path: Path, *, skip_broken: bool = False, prompts_per_step: int | None = None) -> Trace:
     """Read and check a trace file.
 
-    Raises: TraceError with file, line, value and what is allowed; with `skip_broken` only when nothing is left.
+    Raises: TraceError with file, line, value and what is allowed. With `skip_broken` only if no row is left.
     """
     whole = pieces(path)
     builder = _TraceBuilder(is_cut=len(whole) > 1)
@@ -102,7 +102,7 @@ class TraceFile:
     that was being written."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
-        """`max_bytes`: of both pieces together; 0: no bound. Raises: OSError for a path that cannot be written."""
+        """`max_bytes`: of both pieces together, 0 for no bound. Raises: OSError for a path that cannot be written."""
         self._path = path
         self._max_bytes = max_bytes
         self._locked().close()
@@ -131,7 +131,7 @@ class TraceFile:
 
 
 def _write(file: FileIO, data: bytes, size: int) -> None:
-    """All of it or nothing; `size`: of the file before. Raises: OSError."""
+    """Write all of `data` or nothing. `size`: the file's size before. Raises: OSError."""
     try:
         while data:
             data = data[write_some(file, data) :]
@@ -146,7 +146,7 @@ def write_some(file: FileIO, data: bytes) -> int:
 
 
 def _mend(file: FileIO) -> None:
-    """Takes away what is left of a row whose writer was killed; a whole one without an end of line gets it."""
+    """Remove the rest of a row whose writer was killed. A whole row without an end of line gets one."""
     size = file.seek(0, os.SEEK_END)
     begin, part = size, b""
     while begin and b"\n" not in part:
@@ -231,7 +231,7 @@ class _OpenRollout:
 
 @dataclass(slots=True)
 class _TraceBuilder:
-    """Collects rows; rewards may come any time after their rollout. A row that raises changes nothing."""
+    """Collects rows. Rewards may come any time after their rollout. A row that raises changes nothing."""
 
     is_cut: bool = False
     """Older rows than the first one may have been thrown away."""

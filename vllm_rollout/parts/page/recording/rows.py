@@ -5,7 +5,7 @@ JSON lines of three forms. A rollout row is one rollout, which is one training s
      "prompt_tokens": 31, "lengths": [412, 77, 1024], "ends": ["stop", "stop", "length"], "scores": [0.7, null, 0.1]}]}
 A reward row brings rewards that came after it:
     {"rollout_id": "rollout-1", "rewards": [{"prompt_id": "q1", "index": 0, "reward": 1.0}]}
-A prompt row is shorthand; rows that follow each other are one rollout, unless they say otherwise in "step":
+A prompt row is shorthand. Rows that follow each other are one rollout, unless they say otherwise in "step":
     {"prompt_id": "q1", "lengths": [412, 77, 1024]}
 Rows of groups of sessions are in `parts/page/recording/session_rows.py`.
 """
@@ -62,11 +62,11 @@ class LengthsRow(Row):
 
 
 class RolloutPrompt(LengthsRow):
-    """One prompt of a rollout row. Times are for a page, in seconds after its rollout began; `simulate` reads none."""
+    """One prompt of a rollout row. Times are for a page, in seconds after its rollout began. `simulate` reads none."""
 
     id: Name
     position: Annotated[StrictInt, Field(ge=0)] | None = None
-    """Among the prompts that the client gave."""
+    """Place among the prompts that the client gave."""
     rank: StrictInt | None = None
     moves: list[tuple[FiniteFloat, StrictInt]] | None = None
     """(Unix seconds, rank) from which the group ran on that rank, if it ever moved."""
@@ -99,7 +99,7 @@ class RolloutRow(Row):
     round: StrictInt | None = None
     kind: Literal["short", "long"] | None = None
     setting: StrictStr | None = None
-    """By which it was simulated; None: it has run."""
+    """Setting of the simulation. None if the rollout has run."""
     state: RolloutState | None = None
     receipt: Receipt | None = None
     weight_versions: list[StrictStr] | None = None

@@ -1,7 +1,7 @@
 """Groups of sessions in a trace (docs/guides/agents.md), as their race left them.
 
-A session row is one group; times are seconds after it began, and a turn is [began, ended, tokens, tokens of its prompt,
-those of them that were cached, how it went on from the turn before]. Between two turns a tool ran:
+A session row is one group. Times are seconds after it began. A turn is [began, ended, tokens, tokens of its prompt,
+cached tokens of its prompt, relation to the turn before]. Between two turns a tool ran:
     {"name": "sessions-5c", "id": "mine", "group_size": 1, "num_candidates": 2, "status": "complete", "seconds": 4.2,
      "sessions": [{"id": "mine.0", "state": "finished", "num_turns": 2, "num_tokens": 64, "ended_s": 4.2,
      "turns": [[0.1, 1.9, 40, 31, 0, "first"], [3.0, 4.1, 24, 90, 71, "extended"]]}], "selected": [0]}
@@ -59,7 +59,7 @@ class SessionRow(Row):
 
 class SessionGroupRow(Row):
     name: Name
-    """The server's, of which there is one."""
+    """The server's name of the group, which is unique."""
     id: StrictStr
     """The session's id, as its client names it."""
     model: StrictStr | None = None
@@ -67,16 +67,16 @@ class SessionGroupRow(Row):
     """Rank on which its last turn ran."""
     group_size: Annotated[StrictInt, Field(ge=1)]
     num_candidates: StrictInt | None = None
-    """Sessions that it began with; None: a server says it that is older than rows of sessions."""
+    """Number of sessions that the group began with. None from a server that is older than rows of sessions."""
     max_sessions: StrictInt | None = None
     max_turns: StrictInt | None = None
     max_tokens: StrictInt | None = None
     early_stop: StrictBool = True
     selection: SelectionRule = "first"
     detection_length: StrictInt | None = None
-    """Number of tokens after which its sessions were scored,"""
+    """Number of tokens after which its sessions were scored, counted in `pruning_turn`."""
     pruning_turn: StrictInt | None = None
-    """counted in this turn."""
+    """Turn in which `detection_length` was counted."""
     audit: StrictBool = False
     began: FiniteFloat
     """Unix seconds at which the group began."""

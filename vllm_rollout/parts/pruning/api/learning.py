@@ -130,7 +130,7 @@ class EngineLearning(LearningPart):
             if num_training and not self.is_busy:
                 self._training = spawn(self._train(), "training of the quality head")
             heads = sorted(set().union(*(found.heads for found in posted)))
-            return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})
+            return RewardsReceipt(statuses, num_training, {head: versions.get(head, 0) for head in heads})  # type: ignore[arg-type]
 
     async def _post_to(self, rank: int, rewards: Sequence[NamedReward]) -> RewardsProgress:
         """Post rewards to one rank, in portions that it can process. For a dead rank all are unknown."""
@@ -180,7 +180,7 @@ class EngineLearning(LearningPart):
             head = await self._calls.call_first(PUT_HEAD, put)
             _check([head])
             await self._put_on_others(put)
-        return head
+        return head  # type: ignore[return-value]
 
     async def _put_on_others(self, put: HeadToPut) -> None:
         for rank in self._calls.living_ranks[1:]:

@@ -11,15 +11,21 @@ from vllm_rollout.parts.pruning.api.state_file import LEARNED, StateFile
 
 
 class PruningApi(EngineLearning):
-    """Overrides: start, take_up."""
+    """Overrides: start, take_up, stop."""
+
+    _file: StateFile | None = None
 
     def __init__(self, engine: VLLMEngine) -> None:
         super().__init__(engine.calls)
-        self._client = engine.client
 
     async def start(self, settings: Namespace) -> None:
         if settings.rollout_state is not None:
-            self._file = StateFile(Path(settings.rollout_state) / LEARNED, self, self._calls, self._client)
+            self._file = StateFile(Path(settings.rollout_state) / LEARNED, self, self._calls)
 
     async def take_up(self, folder: Path, staged: str) -> None:
-        await self._file.load(staged)
+        if self._file is not None:
+            await self._file.load(staged)
+
+    async def stop(self) -> None:
+        if self._file is not None:
+            await self._file.stop()

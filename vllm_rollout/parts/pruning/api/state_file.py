@@ -28,7 +28,6 @@ import msgspec
 from vllm.logger import init_logger
 
 from vllm_rollout.background import spawn, survived
-from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.parts.pruning.api.learning import EngineLearning, Unkept
@@ -41,7 +40,6 @@ logger = init_logger("vllm.vllm_rollout")
 LEARNED = "learned.state"
 """File in the folder of --rollout-state with calibration, quality heads and lengths, in the engine's format."""
 SAVE_INTERVAL_S = 30.0
-SAVE_TIMEOUT_S = 10.0
 
 MAX_HEADS = 32
 """Files of heads that were put since the last save. At this number, the state is saved before the next head is put."""
@@ -62,11 +60,9 @@ class StateFile(Unkept):
     Overrides: putting_state, take, putting_head.
     """
 
-    def __init__(self, path: Path, learning: EngineLearning, calls: EngineCalls, client: RolloutAsyncLLM) -> None:
+    def __init__(self, path: Path, learning: EngineLearning, calls: EngineCalls) -> None:
         self._path = path
-        self._client = client
         self._learning = learning
-        self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._saving: asyncio.Task[None] | None = None
         self._saved_all = True
@@ -75,7 +71,6 @@ class StateFile(Unkept):
         """File name of the last state that was put."""
         calls.after_change = self._save_soon
         learning.kept = self
-        client.before_shutdown = self._save_at_shutdown
 
     async def load(self, staged: str) -> None:
         """Load state and heads from disk. `staged`: file name of the state that was put with the runs in the database.
@@ -138,6 +133,11 @@ class StateFile(Unkept):
     async def save(self) -> None:
         async with self._alone():
             await self._save()
+
+    async def stop(self) -> None:
+        """Save when the server ends."""
+        if await self._try_to_save():
+            logger.info("vllm_rollout: kept what was learned in %s", self._path)
 
     async def _save(self) -> None:
         state = await self._learning.learning_state()
@@ -233,26 +233,17 @@ class StateFile(Unkept):
         while not self._saved_all:
             self._saved_all = True
             with survived("learned state on disk"):
-                try:
-                    await self.save()
-                except (RequestError, OSError) as error:
-                    logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
+                await self._try_to_save()
             await asyncio.sleep(SAVE_INTERVAL_S)
 
-    async def _save_all(self) -> None:
-        await self.save()
-        await self._client.engine_core.collective_rpc_async("rollout_stop_parts")
-
-    def _save_at_shutdown(self) -> None:
-        """Save at the server's end. Called on a thread of its own, before the engine is stopped."""
-        if not self._loop.is_running():  # the engine died, and the server ended because of it
-            logger.warning("vllm_rollout: %s is the one of the last training: the engine is dead", self._path)
-            return
+    async def _try_to_save(self) -> bool:
+        """Save, and return False if the disk refuses."""
         try:
-            asyncio.run_coroutine_threadsafe(self._save_all(), self._loop).result(SAVE_TIMEOUT_S)
-            logger.info("vllm_rollout: kept what was learned in %s", self._path)
-        except Exception as error:  # the server ends in any case
-            logger.warning("vllm_rollout: %s is the one of the last training: %r", self._path, error)
+            await self.save()
+        except (RequestError, OSError) as error:
+            logger.warning("vllm_rollout: --rollout-state %s was not written: %s", self._path, error)
+            return False
+        return True
 
 
 def _next_in(line: bytes) -> int | None:

@@ -74,7 +74,7 @@ class LearningCalls:
     def of(cls, core: EngineCore) -> LearningCalls:
         scheduler, model = core.scheduler, core.vllm_config.model_config.served_model_name
         judge = scheduler.group_steps.part(PruningStep).judge
-        return cls(judge, scheduler.readings, partial(call_worker, core), model=model)
+        return cls(judge, scheduler.readings, partial(call_worker, core), model=model)  # type: ignore[arg-type]
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class LearningPart(ApiPart):
     async def set_quality_head(self, weights: bytes, adapter: str = BASE_MODEL) -> HeadInfo:
         """Put a quality head in place of the adapter's one for its detection length.
 
-        Raises: RequestError (400 not a head; 409 other hidden size or model, with both values).
+        Raises: RequestError, 400 for no head, and 409 for another hidden size or model, with both values.
         """
         raise NotImplementedError
 
@@ -82,9 +82,9 @@ class LearningPart(ApiPart):
         raise NotImplementedError
 
     async def set_learning_state(self, state: bytes, keep: KeepState | None = None) -> None:
-        """Take a state's place, in the engine and on disk: whole, or not at all.
+        """Replace the learning state, in the engine and on disk: whole, or not at all.
 
-        Raises: RequestError (400 unreadable; 409 another model, with both values; 507 when the disk does not take it),
-        and whatever `keep` raises; then nothing has changed.
+        Raises: RequestError (400 unreadable, 409 another model, with both values, 507 when the disk does not take it),
+        and any error of `keep`. Nothing has changed then.
         """
         raise NotImplementedError

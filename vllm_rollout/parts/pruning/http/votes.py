@@ -164,7 +164,7 @@ class VoteCounter:
                 retry_after_s=RETRY_AFTER_S,
             )
         job = self._threads.submit(_count_votes, request)
-        # A client that goes does not end a search that has begun: its place is free when its thread is.
+        # A search that has begun goes on without its client: its place is free when its thread is.
         job.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(job)
 

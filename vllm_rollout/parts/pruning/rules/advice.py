@@ -8,10 +8,10 @@ the value of a token is
     E[sqrt(rho (1 - rho))]^2 / (E[1 / n; rewards differ] E[tokens]) .
 
 Survivors are counted directly, less the loss of contrast by a choice that follows scores
-(`parts/pruning/rules/gradient.py`): a factor of 1 - R^2 / 2 mean((p - kappa)^2) / kappa^2 on the mean. Groups without
-pruning are computed, since most rewards are those of survivors. Weights 1 / p give the mean of prompts' success rates,
-and pairs of siblings give its variance. With a beta distribution of both, the rewards of n candidates are
-beta-binomial.
+(`parts/pruning/rules/gradient.py`). The loss is a factor of 1 - R^2 / 2 mean((p - kappa)^2) / kappa^2 on the mean.
+Groups without pruning are computed, since most rewards are those of survivors. Weights 1 / p give the mean of prompts'
+success rates, and pairs of siblings give its variance. With a beta distribution of both, the rewards of n candidates
+are beta-binomial.
 
 Invariant: advice depends only on the rewarded candidates. Groups that race are left out, since they do not show how
 many candidates would succeed.

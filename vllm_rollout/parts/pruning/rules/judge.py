@@ -49,7 +49,7 @@ class Label:
     adapter: str = BASE_MODEL
     num_resumed: int = 0
     survival_before: float = 1.0
-    """As in `Scoring`, as are `adapter` and `num_resumed`."""
+    """`adapter`, `num_resumed` and `survival_before` are those of `Scoring`."""
 
     @property
     def key(self) -> HeadKey:

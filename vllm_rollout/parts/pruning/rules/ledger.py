@@ -92,7 +92,7 @@ class LedgerEntry:
     reward: float | None = None
     num_resumed: int = 0
     survival_before: float = 1.0
-    """As in `Scoring`, as is `num_resumed`."""
+    """`num_resumed` and `survival_before` are those of `Scoring`."""
     _counted: tuple[CandidateState, tuple[int, ...]] | None = None
 
     def __setattr__(self, name: str, value: object) -> None:

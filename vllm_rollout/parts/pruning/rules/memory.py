@@ -1,4 +1,4 @@
-"""What pruning has learned of one served name: calibrations by detection length, and success of prompts.
+"""Pruning's knowledge of one served name: calibrations by detection length, and success of prompts.
 
 Rows of its state (`kernel/rules/memories.py`):
 

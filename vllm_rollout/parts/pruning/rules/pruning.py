@@ -1,9 +1,9 @@
 """Survival probabilities from success probabilities (ARRoL 4.2, Eq. 2, and our own rules).
 
-Eq. 2 as printed, p = clip(kappa + delta + lambda (rho - q)) with lambda > 0, falls with q: unlikely candidates survive
-at any success rate. If success is rare (mean q < rho), this moves their mean *away* from rho. Lemma 4.1 asks for the
-opposite: below rho the removal of a candidate with q under the mean helps, above rho one with q over the mean. So the
-sign has to follow the side of rho on which the population is. `"paper"` is Eq. 2 as printed.
+Eq. 2 as printed is p = clip(kappa + delta + lambda (rho - q)) with lambda > 0. It falls with q: unlikely candidates
+survive at any success rate. If success is rare (mean q < rho), this moves their mean *away* from rho. Lemma 4.1 asks
+for the opposite. Below rho the removal of a candidate with q under the mean helps, above rho one with q over the mean.
+So the sign has to follow the side of rho on which the population is. `"paper"` is Eq. 2 as printed.
 
 `"balance"` solves for both aims. Among all rules with p in [min, max] it takes the one that disturbs least,
 

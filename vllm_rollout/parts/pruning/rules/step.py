@@ -41,9 +41,9 @@ class Scores(NamedTuple):
     """Assessments of a candidate that has ended."""
 
     assessment: Assessment | None
-    """At its detection length."""
+    """Assessment at the candidate's detection length."""
     final: Assessment | None
-    """At its last token."""
+    """Assessment at the candidate's last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
-from vllm_rollout.kernel.call_table import Features
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.kernel.tracker.ops import quality_head
-from vllm_rollout.kernel.tracker.step_values import DUE_COLUMNS
-from vllm_rollout.kernel.tracker.tracker import PublishedHead
 from vllm_rollout.kernel.wire import CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.parts.emulation.worker.ports import EmulatedPart, SaidRow
 from vllm_rollout.parts.emulation.worker.request import NO_NUMBER, EmulatedRequest
@@ -25,6 +21,8 @@ from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.features import attach, detach
 from vllm_rollout.parts.pruning.worker.last_states import EndedStates
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
+from vllm_rollout.parts.pruning.worker.scored_rows import DUE_COLUMNS
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 
 HIDDEN_SIZE = 16
 """Size of a made-up hidden state: the score, and noise."""
@@ -43,7 +41,7 @@ class Scored(NamedTuple):
 
 
 class EmulatedHeads(EmulatedPart):
-    """The tracker of a worker's quality heads."""
+    """Takes the place of the scorer of a worker's quality heads."""
 
     def __init__(self, ring: FeatureRing, num_last_states: int) -> None:
         """`num_last_states`: number of a candidate's newest tokens that may be its last one when it ends."""
@@ -65,14 +63,14 @@ class EmulatedHeads(EmulatedPart):
 
     def take(self, request: EmulatedRequest) -> bytes:
         lengths = self._scored[request.id].lengths if request.id in self._scored else ()
-        return msgspec.msgpack.encode(detach(self._ring, {request.id: lengths})[request.id])
+        return detach(self._ring, request.id, lengths)
 
     def put(self, request: EmulatedRequest, data: bytes) -> None:
         if data:
-            attach(self._ring, request.id, msgspec.msgpack.decode(data, type=dict[int, Features]))
+            attach(self._ring, request.id, data)
 
     def take_last_states(self, request_ids: Sequence[str]) -> EndedStates | None:
-        """As of a tracker. Here the states are made on demand."""
+        """The states as a scorer gives them. Here they are made on demand."""
         for request_id in request_ids:
             if request_id in self._scored:
                 self._keep_last(self._scored[request_id])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from vllm_rollout.kernel.call_table import Features
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 
+_DECODER = msgspec.msgpack.Decoder(dict[int, Features])
+
 
 def features_of(states: torch.Tensor) -> Features:
     """Features of states on the host, [num_states, hidden_size]."""
     dtype = str(states.dtype).removeprefix("torch.")
-    return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)
+    return Features(states.contiguous().view(torch.uint8).numpy().tobytes(), dtype)  # type: ignore[arg-type]
 
 
 def states_of(features: Features, num_states: int) -> torch.Tensor:
@@ -22,19 +25,16 @@ def states_of(features: Features, num_states: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(features.data), dtype=dtype).reshape(num_states, -1)
 
 
-def detach(ring: FeatureRing, scored_at: Mapping[str, Iterable[int]]) -> dict[str, dict[int, Features]]:
-    """Take the remaining states of candidates that leave out of the ring, by request id and length.
-
-    `scored_at`: lengths at which each candidate is scored.
+def detach(ring: FeatureRing, request_id: str, lengths: Sequence[int]) -> bytes:
+    """Take the states of a candidate that leaves out of the ring, as far as they are there, by length. Nothing for a
+    candidate without states.
     """
-    keys = [StateKey(request_id, length) for request_id, lengths in scored_at.items() for length in lengths]
-    features: dict[str, dict[int, Features]] = {request_id: {} for request_id in scored_at}
-    for (request_id, length, _), state in ring.hand_over(keys).items():
-        features[request_id][length] = features_of(state)
-    return features
+    states = ring.hand_over([StateKey(request_id, length) for length in lengths])
+    features = {key.num_tokens: features_of(state) for key, state in states.items()}
+    return msgspec.msgpack.encode(features) if features else b""
 
 
-def attach(ring: FeatureRing, request_id: str, features: Mapping[int, Features]) -> None:
-    """Put the states that came with a candidate into the ring, by length."""
-    for length, its in features.items():
-        ring.put([StateKey(request_id, length)], states_of(its, 1))
+def attach(ring: FeatureRing, request_id: str, data: bytes) -> None:
+    """Put the states that came with a candidate into the ring."""
+    for length, features in _DECODER.decode(data).items():
+        ring.put([StateKey(request_id, length)], states_of(features, 1))

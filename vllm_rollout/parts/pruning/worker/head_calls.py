@@ -21,7 +21,7 @@ from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 class HeadCalls:
     """Methods of a worker."""
 
-    quality_heads: QualityHeads | None
+    quality_heads: QualityHeads | None = None
 
     def rollout_learn(
         self, key: HeadKey, states: list[StateKey], positives: list[bool], weights: list[float]

@@ -76,6 +76,11 @@ class LastStates:
         for position in range(max(first, newest - self.num_kept + 1), newest + 1):
             self._ended.append((StateKey(request_id, position + 1, at_end=True), kept[position % self.num_kept]))
 
+    @property
+    def has_ended(self) -> bool:
+        """True if a candidate has ended since the last call of `take_ended`."""
+        return bool(self._ended)
+
     def take_ended(self) -> EndedStates | None:
         """States of candidates that ended since the last call, or None."""
         if not self._ended:

@@ -299,7 +299,7 @@ class QualityHead:
 
     def _read_training(self, file: HeadFile) -> None:
         self._set_parameters(read_weights(file, self.hidden_size, prefix="parameter."))
-        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):
+        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):  # type: ignore[arg-type]
             state, shape = self._optimizer.state[parameter], parameter.shape
             key = f"adam.{name}."
             state["step"] = file.tensor(f"{key}step", least=0.0, most=MAX_PARAMETER)
@@ -317,7 +317,7 @@ class QualityHead:
     def _training(self) -> dict[str, Tensor]:
         """Parameters and their optimizer, by the names of the state."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):
+        for name, parameter in zip(HeadWeights._fields, self._parameters, strict=True):  # type: ignore[arg-type]
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors |= {f"adam.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
         return tensors
@@ -375,7 +375,10 @@ class QualityHead:
         w1, b1, w2, b2 = self._parameters
         decayed, others = {"params": [w1, w2]}, {"params": [b1, b2], "weight_decay": 0.0}
         self._optimizer = torch.optim.AdamW(
-            [decayed, others], lr=QUALITY_HEAD_LEARNING_RATE, weight_decay=QUALITY_HEAD_WEIGHT_DECAY, fused=True
+            [decayed, others],  # type: ignore[arg-type]
+            lr=QUALITY_HEAD_LEARNING_RATE,
+            weight_decay=QUALITY_HEAD_WEIGHT_DECAY,
+            fused=True,  # type: ignore[arg-type]
         )
         for parameter in self._parameters:
             self._optimizer.state[parameter] = {

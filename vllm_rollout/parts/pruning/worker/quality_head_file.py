@@ -92,11 +92,11 @@ class HeadFile:
         """A number of the metadata. Raises: ValueError."""
         text = self.metadata.get(name)
         is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_COUNT))
-        if not is_number or not minimum <= int(text) <= maximum:
+        if not is_number or not minimum <= int(text) <= maximum:  # type: ignore[arg-type]
             raise ValueError(
                 f"metadata {name!r} must be a whole number from {minimum} to {maximum}, got {shown(text)}"
             )  # fmt: skip
-        return int(text)
+        return int(text)  # type: ignore[arg-type]
 
     def check_all_read(self) -> None:
         """Raises: ValueError for a tensor that nobody has read."""

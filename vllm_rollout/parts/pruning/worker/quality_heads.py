@@ -1,4 +1,4 @@
-"""The quality heads of one worker, by detection length and adapter: fed from the feature ring, shown to the tracker
+"""The quality heads of one worker, by detection length and adapter: fed from the feature ring, shown to the scorer
 when trained.
 
 Invariant: candidates are scored by published weights only; training, and a training that fails, leaves them alone.
@@ -13,24 +13,24 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from vllm_rollout.kernel.rules.types import BASE_MODEL, HeadKey
-from vllm_rollout.kernel.tracker.tracker import CandidateTracker, PublishedHead
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights, QualityHead
 from vllm_rollout.parts.pruning.worker.quality_head_file import HeadBytes
 from vllm_rollout.parts.pruning.worker.replay import is_usable
+from vllm_rollout.parts.pruning.worker.scorer import PublishedHead, Scorer
 
 MAX_OPEN = 8
 """Heads that are read at a time; the one opened first gives way."""
 
 
 class QualityHeads:
-    """Trains heads on rewarded candidates and publishes them to the tracker."""
+    """Trains heads on rewarded candidates and publishes them to the scorer."""
 
     def __init__(
         self,
-        tracker: CandidateTracker,
+        scorer: Scorer,
         ring: FeatureRing,
         *,
         hidden_size: int,
@@ -38,7 +38,7 @@ class QualityHeads:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tracker = tracker
+        self.scorer = scorer
         self._ring = ring
         self._hidden_size = hidden_size
         self._model = model
@@ -57,12 +57,12 @@ class QualityHeads:
         """
         last = [key for key in keys if key.at_end]
         if last:
-            ended = self._tracker.take_last_states([key.request_id for key in last])
+            ended = self.scorer.take_last_states([key.request_id for key in last])
             if ended is not None:
                 self._ring.put(ended.keys, ended.states)
         features, found = self._ring.take(keys)
         if last:  # of these the last one is known now
-            reach = range(1 - self._tracker.num_last_states, self._tracker.num_last_states)
+            reach = range(1 - self.scorer.num_last_states, self.scorer.num_last_states)
             self._ring.drop([key._replace(num_tokens=key.num_tokens + offset) for key in last for offset in reach])
         if not found:
             return features, found
@@ -161,7 +161,7 @@ class QualityHeads:
     def forget(self, key: HeadKey) -> None:
         """Remove the head of a detection length or adapter that is no longer used."""
         self._heads.pop(key, None)
-        self._tracker.heads.pop(key, None)
+        self.scorer.heads.pop(key, None)
 
     def state(self) -> list[tuple[str, bytes]]:
         """Saved heads with their optimizers, one (adapter, bytes) pair each."""
@@ -181,7 +181,7 @@ class QualityHeads:
         if only_check:
             return keys
         self._heads = dict(zip(keys, heads, strict=True))
-        self._tracker.heads.clear()
+        self.scorer.heads.clear()
         for key in keys:
             self._publish(key)
         return keys
@@ -210,7 +210,7 @@ class QualityHeads:
         head = self._heads[key]
         if head.weights is not None:
             weights = HeadWeights(*(tensor.to(self._device) for tensor in head.weights))
-            self._tracker.heads[key] = PublishedHead(head.version, weights)
+            self.scorer.heads[key] = PublishedHead(head.version, weights)
 
 
 def _check_keys(keys: Sequence[HeadKey]) -> None:

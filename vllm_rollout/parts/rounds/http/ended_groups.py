@@ -56,7 +56,7 @@ class EndedGroups:
     async def _write_all(self) -> None:
         while self._waiting:
             waiting, self._waiting = self._waiting, {}
-            with survived("groups of a round"):  # it goes on; after a kill these run anew
+            with survived("groups of a round"):  # the round goes on, and after a kill these run anew
                 rows = await asyncio.to_thread(self._rows, waiting)
                 try:
                     await self._write(rows)

@@ -384,7 +384,7 @@ class RunService:
         except BaseException as error:
             live.keeping = None
             if not (isinstance(error, RequestError) and error.status in PASSING):
-                # It would not go better next time: the round is let go, and runs anew under its key.
+                # A second attempt would fail, too: the round is released, and runs anew under its key.
                 del self._unkept[live.run_name]
                 self._release(live.run_name, live.owner)
             raise

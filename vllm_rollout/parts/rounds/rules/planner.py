@@ -5,10 +5,10 @@ rounds the size comes to rest. Under a longer period it changes again and again.
 
 Source: RollPacker section 4.2. Choices that the paper leaves open:
 
-- *The recent level* is the mean number of preemptions per candidate of the newest `LEVEL_ROUNDS` comparable rounds:
-  of the same run and the same kind, since the size changed. Short rounds preempt up to 1.79 times as often as long
+- *The recent level* is the mean number of preemptions per candidate of the newest `LEVEL_ROUNDS` comparable rounds.
+  These are of the same run and kind, since the size changed. Short rounds preempt up to 1.79 times as often as long
   ones (figure 7a). A level over both kinds would rise with every short round that follows a long one.
-- *A rate of `HIGH_RATE`* is a rise at any level: the level follows a slow ramp, and includes every rate since the size
+- *A rate of `HIGH_RATE`* is a rise at any level. The level follows a slow ramp, and includes every rate since the size
   was chosen.
 - *At the start*, and after a halving, the level is zero, because the size was chosen for rounds without preemptions. A
   rise from zero is `MIN_RISE` preemptions per candidate.
@@ -16,10 +16,10 @@ Source: RollPacker section 4.2. Choices that the paper leaves open:
   later rise means that it has become too small. From the second round on, `HIGH_RATE` is a rise as well.
 - *A size that preempted* is not chosen again for as many tokens. Each quiet round has to need `LEVEL_RISE` times fewer
   tokens than the smallest round in which the smaller size preempted.
-- *A size that would be slower* is not chosen, if its time is known (`seconds_at`): fewer devices then make rounds
+- *A size that would be slower* is not chosen, if its time is known (`seconds_at`). Fewer devices then make rounds
   longer, with or without preemptions.
 - *A halving that was undone* by a rise doubles the number of quiet rounds before the next one to that size, up to
-  `MAX_QUIET_ROUNDS`: the four rounds were too few for the period of the load.
+  `MAX_QUIET_ROUNDS`. The four rounds were too few for the period of the load.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Heard:
             self.logprobs = None
         else:
             chosen = zip(completion.token_ids, completion.logprobs, strict=False)
-            self.logprobs += [each[token].logprob for token, each in chosen]
+            self.logprobs += [each[token].logprob for token, each in chosen]  # type: ignore[index]
         self.finish_reason = completion.finish_reason
         self.prompt = output.prompt_token_ids or self.prompt
 
@@ -169,4 +169,4 @@ def _tokens_of(prompt: Any) -> Sequence[int] | None:
 def _raise(error: RequestError) -> NoReturn:
     if error.status == HTTPStatus.BAD_REQUEST:
         raise VLLMValidationError(str(error), parameter=error.param) from error
-    raise GracefulHTTPError(str(error), error.status) from error
+    raise GracefulHTTPError(str(error), HTTPStatus(error.status)) from error

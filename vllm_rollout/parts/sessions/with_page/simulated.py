@@ -41,11 +41,11 @@ class RecordedGroups(NamedTuple):
     """Fault of each broken row. The last row may still have been in writing."""
 
     def trace(self, prompts_per_step: int | None) -> Trace:
-        """As of `trace_of_sessions`."""
+        """Trace of the groups, by `trace_of_sessions`."""
         return trace_of_sessions(self.groups, prompts_per_step, self.num_rollouts, self.broken)
 
     def terms(self, *, in_steps: bool) -> SessionTerms:
-        """As of `learned_terms`."""
+        """Terms learned from the groups, by `learned_terms`."""
         return learned_terms(self.groups, in_steps=in_steps)
 
 

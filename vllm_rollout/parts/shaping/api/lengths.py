@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -39,6 +40,11 @@ KEYS_PER_CALL = 512
 """Prompts whose lengths are asked for in one message to an engine core."""
 
 
+def emulated_device(flags: Namespace) -> Any | None:
+    """The device of the flags that is not real, and so knows what its steps cost. None if there is none."""
+    return next((device for _, device_of in faces("device") if (device := device_of(flags)) is not None), None)
+
+
 class EngineShaping(ShapingPart):
     """Overrides: start."""
 
@@ -56,13 +62,13 @@ class EngineShaping(ShapingPart):
         if settings.rollout_profile is not None:
             await self.use_profile(settings.rollout_profile)
             return
-        for _, device_of in faces("device"):  # a device that is not real knows what its steps cost
-            if (device := device_of(settings)) is not None:
-                self._weigh(device.cost(self._client.vllm_config.parallel_config.tensor_parallel_size))
+        if (device := emulated_device(settings)) is not None:
+            self._weigh(device.cost(self._client.vllm_config.parallel_config.tensor_parallel_size))
 
-    def _weigh(self, cost: CostModel) -> None:
-        self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
-        self._client.routes.weigh(self.cost_model)
+    def _weigh(self, cost: CostModel) -> CostModel:
+        weighed = self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
+        self._client.routes.weigh(weighed)
+        return weighed
 
     async def use_profile(self, path: str) -> None:
         """Take a step's cost from a profile, and let engine cores compare real steps with it.
@@ -76,13 +82,13 @@ class EngineShaping(ShapingPart):
             mismatch = profile.mismatch(fingerprint_of(config), hardware_of(config), engine_flags(config))
             if mismatch.error is not None:
                 raise ValueError(mismatch.error)
-            self._weigh(profile.cost(tensor_parallel_size))
+            cost = self._weigh(profile.cost(tensor_parallel_size))
         except ValueError as error:
             raise RuntimeError(f"--rollout-profile {path}: {error}") from error
         if mismatch.warning is not None:
             logger.warning("vllm_rollout: --rollout-profile %s: %s", path, mismatch.warning)
         name, sizes = profile.model_name, profile.batch_sizes(tensor_parallel_size)
-        await self._calls.call_all(SET_COST_MODEL, CostToCompare(self.cost_model, name, path, sizes))
+        await self._calls.call_all(SET_COST_MODEL, CostToCompare(cost, name, path, sizes))
         logger.info("vllm_rollout: steps cost what %s says (%s, %d batch sizes)", path, name, len(sizes))
 
     async def observe_lengths(self, key: str, lengths: Sequence[ObservedLength], adapter: str = BASE_MODEL) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
 
 End = Literal["stop", "length", "surplus", "pruned", "deferred", "failed"]
-"""Ended by itself; cut at `max_tokens`; stopped as surplus, by its score, because nobody wanted the group now; lost."""
+"""Ended by itself, cut at `max_tokens`, stopped as surplus, by its score, as nobody wanted the group now, or lost."""
 STOPPED: tuple[End, ...] = STOP_STATES
 """Ends that hide how long the candidate would have become."""
 MAX_REASONS = 3
@@ -32,11 +32,11 @@ class TracedPrompt:
 
     id: str
     candidates: tuple[TracedCandidate, ...]
-    """At least one; failed ones are left out."""
+    """At least one. Failed candidates are left out."""
     prompt_tokens: int = 0
     max_tokens: int | None = None
     key: str = ""
-    """Its name over all rollouts; empty: its id."""
+    """Its name over all rollouts. Empty if that is its id."""
 
     @property
     def has_tokens(self) -> bool:
@@ -51,7 +51,7 @@ class TracedPrompt:
 class TracedRollout:
     prompts: tuple[TracedPrompt, ...]
     id: str = ""
-    """The recorded one; empty: it has none."""
+    """The recorded id, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Trace:
     models: tuple[str, ...] = ()
     """Names of the models it was recorded with."""
     group_size: int | None = None
-    """The recorded one; None when there are none or several."""
+    """The recorded group size. None when there are none or several."""
     detection_length: int | None = None
-    """At which its scores were taken; None when that is not said, or differs."""
+    """Number of tokens after which scores were taken. None when that is not said, or differs."""
     num_failed: int = 0
     """Number of candidates left out because they failed."""
     num_empty: int = 0
@@ -78,7 +78,7 @@ class Trace:
 
     @property
     def max_tokens(self) -> int:
-        """The largest recorded cap; without one the longest length."""
+        """The largest recorded cap. Without a cap, the longest length."""
         caps = [prompt.max_tokens for prompt in self.prompts if prompt.max_tokens is not None]
         return max(caps) if caps else max(c.num_tokens for prompt in self.prompts for c in prompt.candidates)
 

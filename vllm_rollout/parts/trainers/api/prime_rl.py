@@ -48,7 +48,7 @@ def attach_token_names(app: FastAPI) -> None:
     """Add `TokenNames` to the app once. TRL's client reads log probabilities by the same names (`--rollout-compat trl`,
     prompts with images).
     """
-    if TokenNames not in (middleware.cls for middleware in app.user_middleware):
+    if TokenNames not in (middleware.cls for middleware in app.user_middleware):  # type: ignore[operator]
         app.add_middleware(TokenNames)
 
 

@@ -26,7 +26,7 @@ class NoWeights(ValueError):
 
 async def load_weights(client: AsyncLLM, folder: str) -> None:
     """Replace the model's weights by a checkpoint's. Raises: NoWeights."""
-    # vLLM prepares the model for new weights before it looks for them: without a file it would be left with none.
+    # vLLM prepares the model before it looks for new weights: without a file the model would be left with none.
     if not await asyncio.to_thread(_has_weights, Path(folder)):
         raise NoWeights(f"{folder} has no weights ({', '.join(WEIGHTS)}) on this host, or not yet. Send it again.")
     await client.collective_rpc("reload_weights", kwargs={"weights_path": folder})

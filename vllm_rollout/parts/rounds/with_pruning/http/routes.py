@@ -61,8 +61,8 @@ async def state_of(runs: RunService) -> bytes:
 async def restore(runs: RunService, state: bytes) -> None:
     """Replace everything learned, and all runs of this client.
 
-    Raises: RequestError, 400 for what is no state, 409 for one of another model and while a round runs, 503 and 507
-    when the database does not take it. Nothing has changed then.
+    Raises: RequestError, 400 for no state, 409 for a state of another model and while a round runs. 503 and 507 if the
+    database does not take it. Nothing has changed then.
     """
     not_empty(state, "the bytes of GET /v1/rollouts/state")
     try:

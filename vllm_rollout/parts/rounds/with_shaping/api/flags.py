@@ -87,7 +87,7 @@ def refuse(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 def switch_on(args: argparse.Namespace) -> None:
     if args.rollout_parallelism == "auto":
         args.separate_processes = True
-        # A copy of a server that has threads, which forking would make later on, may wait for ever for one of them.
+        # Forking would later copy a server that has threads, and the copy may wait for ever for one of them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 

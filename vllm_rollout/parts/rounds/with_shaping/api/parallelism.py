@@ -12,11 +12,11 @@ from vllm.logger import init_logger
 
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rounds.rules.planner import ParallelismPlanner, sizes_of
 from vllm_rollout.parts.rounds.with_shaping.api.rebuilding import Resizer
 from vllm_rollout.parts.rounds.with_shaping.http.parallelism import Parallelism
 from vllm_rollout.parts.rounds.with_shaping.rules.forecast import EngineSize
+from vllm_rollout.parts.shaping.api.lengths import emulated_device
 from vllm_rollout.parts.shaping.profile_file import Profile
 
 logger = init_logger("vllm.vllm_rollout")
@@ -41,11 +41,10 @@ def parallelism_of(args: Namespace, client: RolloutAsyncLLM, engine: VLLMEngine)
         sizes = tuple(allowed for allowed in sizes if allowed in measured)
         profiled = {allowed: engine_size(profile, allowed, client.max_candidates) for allowed in sizes}
         said += f", sizes in {args.rollout_profile}: {', '.join(map(str, measured))}"
-    for _, device_of in faces("device"):
-        if (device := device_of(args)) is not None:
-            known = device.settings.engine_sizes
-            sizes = tuple(allowed for allowed in sizes if allowed in known)
-            said += f", sizes in {device.file}: {', '.join(map(str, known))}"
+    if (device := emulated_device(args)) is not None:
+        known = device.settings.engine_sizes
+        sizes = tuple(allowed for allowed in sizes if allowed in known)
+        said += f", sizes in {device.file}: {', '.join(map(str, known))}"
     if len(sizes) < 2 or size not in sizes:
         raise RuntimeError(
             f"--rollout-parallelism auto: tensor-parallel sizes {list(sizes)} are possible here ({said}), and it "

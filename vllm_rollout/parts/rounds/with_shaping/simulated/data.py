@@ -1,6 +1,6 @@
 """The data set of a run: prompts, their candidates in each attempt, and the trainer that hands the prompts in.
 
-Invariant: a candidate depends only on the seed, its prompt, the epoch, the attempt and its index, so every setting of a
+Invariant: a candidate depends only on the seed, its prompt, the epoch, the attempt and its index. So every setting of a
 sweep gets equal candidates. Each epoch hands in every prompt once.
 """
 
