@@ -58,7 +58,7 @@ class Draft:
 
     request: RolloutRequest
     plan: GroupPlan
-    """Of every prompt. With redundancy "auto" it has the largest number of candidates."""
+    """The plan of every prompt. With redundancy "auto" the plan has the largest number of candidates."""
     adapter: str
     """Name of the LoRA adapter (`Engine.adapter_name`)."""
     prompts: list[PreparedPrompt]
@@ -73,7 +73,7 @@ class Draft:
 
 @dataclass(eq=False)
 class GroupRecord:
-    """What the kernel knows of one group of a running rollout. Parts read it."""
+    """One group of a running rollout, as the kernel knows it. Parts read the record."""
 
     position: int
     """Position of its prompt."""
@@ -217,14 +217,14 @@ class RolloutPart:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the service of rollouts gives to each part."""
+    """Values that the service of rollouts gives to each part."""
 
     engine: Engine
     metrics: Metrics
     clock: Callable[[], float]
     """In seconds."""
     rewards: RewardDoor
-    """Passes on rewards: those that clients post, and those that the server has computed."""
+    """The door passes on rewards: those that clients post, and those that the server has computed."""
     audit_ratio: float
     """Audit ratio of requests that learn and set none."""
 

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from itertools import chain
 from typing import TypeVar
 
-from vllm_rollout.background import to_its_end
+from vllm_rollout.background import survived, to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
@@ -46,6 +46,9 @@ SEE_OUT_S = 10.0
 """Seconds that groups without a reader may take to stop before their requests are aborted. They need one step,
 unless generation is paused."""
 SEE_OUT_INTERVAL_S = 0.1
+
+OF_PARTS = "a part at the end of a rollout"
+"""The name of an exception of a part there. The other parts go on, and give back what they hold."""
 
 
 class RolloutService:
@@ -168,19 +171,24 @@ class RolloutService:
     ) -> None:
         """Stop what still runs of a rollout, and record it. `left`: its client did not wait for the end."""
         await asyncio.gather(launching, return_exceptions=True)
-        waves = [part.leave() for part in rollout.parts]
-        await self._see_out({id: task for id, task in groups.items() if not task.done()}, waves, events)
+        launched: list[Collection[str]] = []
+        for part in rollout.parts:
+            with survived(OF_PARTS):
+                launched.append(part.leave())
+        await self._see_out({id: task for id, task in groups.items() if not task.done()}, launched, events)
         del self._active[rollout.id]
         for part in rollout.parts:
-            part.over(left=left)
+            with survived(OF_PARTS):
+                part.over(left=left)
         for part in rollout.parts:
-            await part.close()
+            with survived(OF_PARTS):
+                await part.close()
 
     async def _see_out(
-        self, groups: Mapping[str, asyncio.Task[None]], waves: Iterable[Collection[str]], events: FanIn[Event | None]
+        self, groups: Mapping[str, asyncio.Task[None]], launched: Iterable[Collection[str]], events: FanIn[Event | None]
     ) -> None:
-        """Stop groups without a reader, and let each of them come to its end. `waves`: groups that parts
-        have launched for them besides."""
+        """Stop groups without a reader, and let each of them come to its end. `launched`: names of groups that each
+        part has launched for them besides."""
         if not groups:
             return
         dropping = asyncio.create_task(events.drop())
@@ -189,7 +197,7 @@ class RolloutService:
         try:
             while running and self._clock() < deadline_s:
                 # Again and again: a candidate that was on its way may have made its group only now.
-                await self.engine.cancel_groups([*running, *chain.from_iterable(waves)])
+                await self.engine.cancel_groups([*running, *chain.from_iterable(launched)])
                 await asyncio.wait(running.values(), timeout=SEE_OUT_INTERVAL_S)
                 running = {id: task for id, task in running.items() if not task.done()}
         except EngineStopped:  # reported elsewhere
