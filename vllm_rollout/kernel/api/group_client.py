@@ -30,6 +30,7 @@ from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn
 from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
+from vllm_rollout.kernel.api.claims import AskedRequest, Claim
 from vllm_rollout.kernel.api.continued import resumed_params, resumed_prompt
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
@@ -72,10 +73,6 @@ from vllm_rollout.kernel.rules.xargs import (
 from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
 from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
-from vllm_rollout.parts.rewards.api.graded_answers import REWARD, AnswerGrader, without_reward
-from vllm_rollout.parts.sessions.api import turns as session_turns
-from vllm_rollout.parts.sessions.http.groups import OpenTurn
-from vllm_rollout.parts.sessions.http.service import SessionService
 
 LAST_OUTPUT_S = 10.0
 """Longest wait in seconds for the last output of a candidate whose client has left. It takes one step, unless
@@ -98,10 +95,8 @@ class GroupClient:
     """Number of this API process, from 0."""
     rollout_metrics: Metrics
     routes: GroupRoutes
-    answer_grader: AnswerGrader | None = None
-    """None until the services are built."""
-    sessions: SessionService | None = None
-    """None until the services are built."""
+    claims: list[Claim]
+    """Claims of parts, which add theirs once the services are built. A part that needs another one comes before it."""
 
     def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
         """Set up the groups. Call this once, before the first request comes."""
@@ -109,6 +104,7 @@ class GroupClient:
         self.unread: dict[str, RequestOutputCollector | None] = {}
         """Collectors of the last outputs of candidates whose client has left, by request id. Their tokens are counted.
         """
+        self.claims = []
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
         self._adapters = AdapterNames()
@@ -126,24 +122,20 @@ class GroupClient:
             raise VLLMValidationError(NO_PROMPT_LOGPROBS, parameter="prompt_logprobs")
         if kwargs.get("lora_request") is not None:
             kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
-        extra_args = sampling_params.extra_args
-        if extra_args:
+        xargs: dict[str, object] = {}
+        if extra_args := sampling_params.extra_args:
             refuse_unwritable(extra_args)
-        if self.sessions is not None and self.sessions.names_session(extra_args or {}):
-            return self._turn(prompt, sampling_params, request_id, **kwargs)
-        if not extra_args:
-            return super().generate(prompt, sampling_params, request_id, **kwargs)
-        if TAG_KEY in extra_args:
-            raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
-        self._check_arguments(extra_args)
-        xargs = rollout_xargs(extra_args)
-        if not xargs:
+            if TAG_KEY in extra_args:
+                raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
+            self._check_arguments(extra_args)
+            xargs = rollout_xargs(extra_args)
+        asked = AskedRequest(prompt, sampling_params, request_id, xargs, kwargs)
+        for claim in self.claims:
+            if (outputs := claim(asked)) is not None:
+                return outputs
+        if not extra_args or not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         refuse_on_open_path(xargs)
-        if REWARD in xargs and self.answer_grader is not None:
-            options = self.answer_grader.options(xargs, sampling_params)
-            outputs = self.generate(prompt, without_reward(sampling_params), request_id, **kwargs)
-            return self.answer_grader.graded(outputs, options, xargs, request_id)
         try:
             plan = plan_from_xargs(xargs, sampling_params.n, max_candidates=self.max_candidates)
             audit_ratio = audit_ratio_from_xargs(xargs, ServeOptions.of(self.vllm_config).audit_ratio)
@@ -162,51 +154,6 @@ class GroupClient:
         if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
             plan = plan.audited()
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
-
-    def _turn(
-        self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request that is one turn of a session (docs/guides/agents.md)."""
-        assert self.sessions is not None
-        extra_args = params.extra_args or {}
-        self._check_arguments(extra_args)
-        xargs = rollout_xargs(extra_args)
-        refuse_on_open_path(xargs or ("rollout_session",))
-        lora: LoRARequest | None = kwargs.get("lora_request")
-        turn = session_turns.turn_of(self.sessions, xargs, prompt, params, lora and lora.lora_name)  # type: ignore[arg-type]
-        if turn is None:
-            return session_turns.ended_at_once(request_id, prompt, params)
-        params = session_turns.params_of(params.clone(), turn)
-        params.extra_args = {key: value for key, value in extra_args.items() if key not in xargs}
-        return self._generate_turn(turn, prompt, params, request_id, **kwargs)
-
-    async def _generate_turn(
-        self, turn: OpenTurn, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Run the turn on its group's rank."""
-        assert self.sessions is not None
-        max_model_len = self.vllm_config.model_config.max_model_len
-        prompt = await session_turns.compared(self.sessions, turn, prompt, max_model_len)
-        if not session_turns.begin(self.sessions, turn):
-            async for output in session_turns.ended_at_once(request_id, prompt, params):
-                yield output
-            return
-        routes = []
-        try:
-            rank = kwargs.get("data_parallel_rank")
-            for engine_id in dict.fromkeys((turn.group.engine_id, turn.engine_id)):
-                routes.append(self.routes.join(engine_id, session_turns.MANY, rank))
-                turn.group.rank = rank = routes[0].rank
-            tag = session_turns.tag_of(turn, params)
-            in_deltas = params.output_kind == RequestOutputKind.DELTA
-            candidate = self._generate_candidate(tag, prompt, params, request_id, **kwargs)
-            async with aclosing(session_turns.heard(self.sessions, turn, candidate, in_deltas=in_deltas)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            self.sessions.leave(turn)
-            for route in routes:
-                self.routes.leave_joined(route, refused=False)
 
     def first_of_answer(self, request_id: str) -> str:
         """Id of the first request among those that are answered together with this one."""
@@ -235,7 +182,7 @@ class GroupClient:
         except ArgumentError as error:
             raise VLLMValidationError(f"extra_args.{error}", parameter=f"extra_args.{error.name}") from error
 
-    async def _generate_candidate(
+    async def generate_candidate(
         self, tag: CandidateTag, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[tuple[RequestOutput, EndingNote | None], None]:
         """Yield one candidate's outputs. The last one comes with the scheduler's note.
@@ -313,7 +260,7 @@ class GroupClient:
             child.n = 1
             child.seed = None if params.seed is None else params.seed + index  # as vLLM seeds the n of a request
             whole_prompt = resumed_prompt(prompt, before)
-            outputs = self._generate_candidate(
+            outputs = self.generate_candidate(
                 tag, whole_prompt, child, f"{group_id}-c{index}", data_parallel_rank=data_parallel_rank, **kwargs
             )
             try:
@@ -450,7 +397,7 @@ class GroupClient:
             self.unread[request_id] = None
             last: CandidateOutput | None = None
             try:
-                async with aclosing(self._generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
+                async with aclosing(self.generate_candidate(tag, prompt, params, request_id, **kwargs)) as outputs:
                     async for output, note in outputs:
                         (completion,) = output.outputs
                         before = num_tokens if is_stream else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -17,6 +17,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.adapter.joining import answer_name
 from vllm_rollout.adapter.output_text import MARK_KEY
+from vllm_rollout.kernel.api.claims import AskedRequest
+from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
@@ -28,6 +30,7 @@ from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.rewards.http.service import GradingService
 
+Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 REWARD, DATA = "rollout_reward", "rollout_data"
 ANSWER_KEY = "rollout_rewards"
 LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
@@ -36,11 +39,22 @@ LEARNS, NAMESPACE = NAMES["detection_length"], NAMES["namespace"]
 class AnswerGrader:
     """Grades the choices of OpenAI answers."""
 
-    def __init__(self, grading: GradingService, door: RewardDoor) -> None:
+    def __init__(self, grading: GradingService, door: RewardDoor, generate: Generate) -> None:
+        """`generate`: answers a request without reward fields."""
         self._grading = grading
         self._door = door
+        self._generate = generate
 
-    def options(self, xargs: Mapping[str, Any], params: SamplingParams) -> RewardOptions:
+    def claim(self, asked: AskedRequest) -> AsyncGenerator[RequestOutput, None] | None:
+        """Graded outputs. None for a request without a reward. Raises: VLLMValidationError."""
+        if REWARD not in asked.fields:
+            return None
+        refuse_on_open_path(asked.fields)
+        options = self._options(asked.fields, asked.params)
+        outputs = self._generate(asked.prompt, without_reward(asked.params), asked.id, **asked.options)
+        return self._graded(outputs, options, asked.fields, asked.id)
+
+    def _options(self, xargs: Mapping[str, Any], params: SamplingParams) -> RewardOptions:
         """Reward options of a request. Raises: VLLMValidationError."""
         if not isinstance(name := xargs[REWARD], str) or not name:
             raise _invalid(REWARD, f"must be the name of a reward, got {name!r:.100}.")
@@ -53,7 +67,7 @@ class AnswerGrader:
             raise _invalid(REWARD, str(error)) from error
         return options
 
-    async def graded(
+    async def _graded(
         self,
         outputs: AsyncGenerator[RequestOutput, None],
         options: RewardOptions,

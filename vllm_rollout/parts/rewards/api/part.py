@@ -39,4 +39,5 @@ class RewardsApi(RewardsPart):
         self.grading = GradingService(grader, self._client.rollout_metrics, kept)
 
     def serve(self, app: FastAPI) -> None:
-        self._client.answer_grader = AnswerGrader(self.grading, app.state.rollout_service.rewards)
+        grader = AnswerGrader(self.grading, app.state.rollout_service.rewards, self._client.generate)
+        self._client.claims.insert(0, grader.claim)

@@ -13,6 +13,7 @@ from vllm_rollout.kernel.api.first import Listener
 from vllm_rollout.kernel.http.ports import ApiPart
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.parts.rewards.http.plan import RewardsPlan
+from vllm_rollout.parts.sessions.api.claim import Turns
 from vllm_rollout.parts.sessions.http.service import SessionService
 
 
@@ -28,7 +29,7 @@ class SessionsApi(ApiPart):
             return
         refusals = [make(rollouts) for _, make in faces("session_refusal")]
         made = [make for _, make in faces("session_observers")]
-        client.sessions = app.state.session_service = SessionService(
+        service = app.state.session_service = SessionService(
             self._engine.give_up,
             rollouts.part(RewardsPlan).grading,
             rollouts.rewards,
@@ -39,3 +40,4 @@ class SessionsApi(ApiPart):
             audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
             begin=None if client.num_api_processes == 1 else Listener().has_sessions,
         )
+        client.claims.insert(0, Turns(service, client).claim)
