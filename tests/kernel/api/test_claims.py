@@ -39,7 +39,7 @@ def llm(new_run: Callable[..., TracedRun]) -> SteppedLLM:
 
 async def test_the_first_part_that_claims_a_request_answers_it(llm: SteppedLLM) -> None:
     parts = [Answers("rollout_sugar"), Answers("rollout_salt"), Answers("rollout_salt")]
-    llm.claims += [part.claim for part in parts]
+    llm.claims = [part.claim for part in parts]
     params = SamplingParams(extra_args={"rollout_salt": 3, "of_others": 4})
     outputs = llm.generate({"length": 2}, params, "a", priority=7)
     assert [each async for each in outputs] == [("rollout_salt", "a")]
@@ -50,7 +50,7 @@ async def test_the_first_part_that_claims_a_request_answers_it(llm: SteppedLLM) 
 
 
 async def test_what_no_part_claims_goes_on(llm: SteppedLLM) -> None:
-    llm.claims.append((part := Answers("rollout_salt")).claim)
+    llm.claims = [(part := Answers("rollout_salt")).claim]
     for params in (SamplingParams(), SamplingParams(extra_args={"of_others": 4})):
         with pytest.raises(VLLMValidationError, match="rollout_pepper"):
             llm.generate({"length": 2}, SamplingParams(extra_args={"rollout_pepper": 1}), "b")
@@ -61,7 +61,7 @@ async def test_what_no_part_claims_goes_on(llm: SteppedLLM) -> None:
 
 
 async def test_no_part_hears_of_a_request_that_every_part_would_have_to_refuse(llm: SteppedLLM) -> None:
-    llm.claims.append((part := Answers("rollout_salt")).claim)
+    llm.claims = [(part := Answers("rollout_salt")).claim]
     with pytest.raises(VLLMValidationError, match="is set by the server"):
         llm.generate({"length": 2}, SamplingParams(extra_args={"rollout_salt": 1, TAG_KEY: "x"}), "d")
     assert not part.asked

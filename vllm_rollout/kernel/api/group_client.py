@@ -95,7 +95,7 @@ class GroupClient:
     """Number of this API process, from 0."""
     rollout_metrics: Metrics
     routes: GroupRoutes
-    claims: list[Claim]
+    claims: Sequence[Claim] = ()
     """Claims of parts, which add theirs once the services are built. A part that needs another one comes before it."""
 
     def begin_groups(self, routes: GroupRoutes, metrics: Metrics) -> None:
@@ -104,7 +104,6 @@ class GroupClient:
         self.unread: dict[str, RequestOutputCollector | None] = {}
         """Collectors of the last outputs of candidates whose client has left, by request id. Their tokens are counted.
         """
-        self.claims = []
         self._prompt_groups = PromptGroups()
         self._audits = AnswerAudits()
         self._adapters = AdapterNames()

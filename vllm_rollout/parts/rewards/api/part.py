@@ -40,4 +40,4 @@ class RewardsApi(RewardsPart):
 
     def serve(self, app: FastAPI) -> None:
         grader = AnswerGrader(self.grading, app.state.rollout_service.rewards, self._client.generate)
-        self._client.claims.insert(0, grader.claim)
+        self._client.claims = (grader.claim, *self._client.claims)

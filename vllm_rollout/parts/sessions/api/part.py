@@ -40,4 +40,4 @@ class SessionsApi(ApiPart):
             audit_ratio=ServeOptions.of(client.vllm_config).audit_ratio,
             begin=None if client.num_api_processes == 1 else Listener().has_sessions,
         )
-        client.claims.insert(0, Turns(service, client).claim)
+        client.claims = (Turns(service, client).claim, *client.claims)
