@@ -16,7 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.steps import group_terms, said
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation
+from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation, Scores
 from vllm_rollout.kernel.wire import (
     TAG_KEY,
     CandidateTag,
@@ -26,7 +26,7 @@ from vllm_rollout.kernel.wire import (
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import SCORES, Scores
+from vllm_rollout.parts.pruning.rules.step import SCORES
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.step import LOST
 

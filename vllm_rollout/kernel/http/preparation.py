@@ -106,7 +106,7 @@ class Preparation:
             return make_plan(
                 request.group_size,
                 **group,
-                pruning=None if request.pruning is None else request.pruning.plan(),
+                parts=None if request.pruning is None else request.pruning.terms(),
                 max_candidates=most,
                 names=NAMES,
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred", "failed"]
 """`running` is the only state that can change. The others are end states."""
@@ -102,6 +103,23 @@ class Assessment:
     confidence: Confidence
     cold: bool = False
     """True if there were too few labels to prune by."""
+
+
+class Scores(NamedTuple):
+    """Assessments of a candidate that has ended."""
+
+    assessment: Assessment | None
+    """Assessment at the candidate's detection length."""
+    final: Assessment | None
+    """Assessment at the candidate's last token."""
+
+
+NO_SCORES = Scores(None, None)
+
+
+def scores_of(values: Mapping[str, Any]) -> Scores:
+    """The scores among values of parts."""
+    return next((value for value in values.values() if isinstance(value, Scores)), NO_SCORES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ PART = Part(
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
+        "terms": "vllm_rollout.parts.pruning.rules.terms:PruningRequests",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
         "worker": "vllm_rollout.parts.pruning.worker.part:pruning_of",
         "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",
