@@ -24,6 +24,11 @@ def check_given(table: type, fields: Collection[str], names: Mapping[str, str]) 
         _reader(table, fields, names)[1].given(fields, names)
 
 
+def check_read(table: type, field: str) -> None:
+    """Check that a part reads the table, since `field` is for that part. Raises: PlanError that names the field."""
+    _reader(table, [field], {})
+
+
 def _reader(table: type, fields: Collection[str], names: Mapping[str, str]) -> tuple[str, TermsPart]:
     """The part that reads the table, with its name. Raises: PlanError if it is not there."""
     for name, part in faces("terms"):
