@@ -50,8 +50,7 @@ from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, RankCounts, scores_of
-from vllm_rollout.parts.rounds.rules.step import LOST
+from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late, scores_of
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -329,7 +328,7 @@ class _CandidateLog:
                 assessment=scores.assessment,
                 final=scores.final,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
-                group_lost=bool(LOST.of(said)),
+                group_lost=is_too_late(said),
                 error=None if candidate.note is None else candidate.note.error,
             )
 
