@@ -19,7 +19,7 @@ from tests.test_docs import ROOT
 from vllm_rollout.cli import app
 from vllm_rollout.kernel.http.answers import RolloutEvent, RoundStreamEvent
 from vllm_rollout.kernel.rules.fields import ROWS
-from vllm_rollout.kernel.rules.xargs import GRADING, NAMES, plan_from_xargs
+from vllm_rollout.kernel.xargs import GRADING, NAMES, plan_from_xargs
 from vllm_rollout.parts.rounds.with_sessions.http.answers import SessionRoundEvent
 
 OPENAPI = http.openapi()

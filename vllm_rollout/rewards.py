@@ -6,8 +6,8 @@ async with Grader({"math": "math", "mine": my_function}) as grader:
     grade = await grader.grade("math", Trajectory("What is 6 * 7?", "It is \\boxed{42}.", {"answer": "42"}))
 """
 
-from vllm_rollout.kernel.rules.rewards import Grade
+from vllm_rollout.kernel.rules.rewards import Estimator, Grade
 from vllm_rollout.parts.rewards.grading import VOID, Grader, GraderBusy, Trajectory
-from vllm_rollout.parts.rewards.rules.estimates import Estimator, advantages
+from vllm_rollout.parts.rewards.rules.estimates import advantages
 
 __all__ = ["VOID", "Estimator", "Grade", "Grader", "GraderBusy", "Trajectory", "advantages"]

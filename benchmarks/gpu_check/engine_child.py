@@ -25,7 +25,8 @@ from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, EndingNote
 from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS, PruningTerms
+from vllm_rollout.parts.pruning.rules.step import SCORING, TERMS
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.parts.pruning.worker.quality_head import QUALITY_HEAD_HIDDEN, HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 

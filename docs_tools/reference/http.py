@@ -15,7 +15,7 @@ from docs_tools.reference.markdown import prose, sections, table
 from docs_tools.reference.schemas import REFERENCE, TABLES, Schema, Schemas, said_of
 from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.rules.rows import Door, Row, rows
-from vllm_rollout.kernel.rules.xargs import GRADING, NAMES
+from vllm_rollout.kernel.xargs import GRADING, NAMES
 
 METHODS = ("get", "post", "put", "delete")
 JSON = "application/json"

@@ -22,7 +22,7 @@ from conformance.recording import samples
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.rewards import RewardsRequest
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.xargs import plan_from_xargs, rollout_xargs
+from vllm_rollout.kernel.xargs import plan_from_xargs, rollout_xargs
 
 RECORDED = sorted((Path(__file__).parents[2] / "conformance" / "recorded").glob("*.json"))
 MAX_CANDIDATES = 64

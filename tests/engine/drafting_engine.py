@@ -26,11 +26,11 @@ from transformers.generation import logits_process
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from vllm_rollout.kernel.rules.plan import PruningPlan
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.drafts.options import SPECULATIVE_CONFIG
 from vllm_rollout.parts.drafts.rules import MAX_DRAFT_TOKENS, Choice, DraftingRule
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 ALLOWED = (10, 11, 12)
 NUM_DRAWN = 4

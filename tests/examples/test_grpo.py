@@ -16,7 +16,8 @@ from examples.grpo.task import CLEAR, STYLES, VOCABULARY, describe, digit_sum_re
 from examples.grpo.train import parse
 from vllm_rollout.kernel.api.sampling import sampling_params
 from vllm_rollout.kernel.http.answers import Candidate, GroupAnswer, GroupRewards, StoppedCandidate, Trajectory
-from vllm_rollout.parts.rewards.rules.estimates import Estimator, advantages
+from vllm_rollout.kernel.rules.rewards import Estimator
+from vllm_rollout.parts.rewards.rules.estimates import advantages
 from vllm_rollout.process import ServerError, ServerProcess
 from vllm_rollout.training.stream import StreamTrainer
 

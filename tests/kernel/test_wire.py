@@ -16,7 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.support.steps import group_terms, said
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation
+from vllm_rollout.kernel.rules.types import WHOLE, Assessment, Confidence, Observation, Scores, TooLate
 from vllm_rollout.kernel.wire import (
     TAG_KEY,
     CandidateTag,
@@ -26,7 +26,7 @@ from vllm_rollout.kernel.wire import (
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import SCORES, Scores
+from vllm_rollout.parts.pruning.rules.step import SCORES
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 from vllm_rollout.parts.rounds.rules.step import LOST
 
@@ -67,7 +67,7 @@ def test_a_tag_of_a_round_reaches_the_scheduler_as_it_was(plan, place):
     assert CandidateTag.of(received) == tag
 
 
-@pytest.mark.parametrize("parts", [SCORES.value(Scores(ASSESSMENT, None)), LOST.value(True)])
+@pytest.mark.parametrize("parts", [SCORES.value(Scores(ASSESSMENT, None)), LOST.value(TooLate())])
 def test_a_note_of_a_round_reaches_the_api_process_as_it_was(parts):
     note = EndingNote("failed", 3, None, [], parts, is_replaced=True)
     params = msgspec.msgpack.decode(msgspec.msgpack.encode(note.to_params(None)))

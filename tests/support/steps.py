@@ -9,14 +9,21 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.memories import Memories, Memory
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.types import Scores
 from vllm_rollout.kernel.wire import EndingNote
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import JUDGED, SCORES, SCORING, TERMS, PruningStep, PruningTerms, Scores
+from vllm_rollout.parts.pruning.rules.step import JUDGED, SCORES, SCORING, TERMS, PruningStep
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
 from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
+
+
+def pruned_by(plan: PruningPlan, audit_ratio: float = 0.0) -> dict[str, PruningTerms]:
+    """Terms of a group with this plan of pruning, by part."""
+    return TERMS.value(PruningTerms(plan, audit_ratio))
 
 
 def group_terms(
@@ -29,7 +36,7 @@ def group_terms(
     num_replaceable: int = 0,
     audit_ratio: float = 0.0,
 ) -> GroupTerms:
-    parts = {} if pruning is None else TERMS.value(PruningTerms(pruning, audit_ratio))
+    parts = {} if pruning is None else pruned_by(pruning, audit_ratio)
     return GroupTerms(group_size, num_candidates, early_stop, patience, num_replaceable, parts)
 
 

@@ -7,17 +7,15 @@ depends on which group of the prompt is open in the process.
 from __future__ import annotations
 
 import re
-import secrets
 
 from vllm.sampling_params import SamplingParams
 
 from vllm_rollout.kernel.rules.plan import GroupJoin
-from vllm_rollout.kernel.rules.prompt_key import key_of_content, num_bytes, seed_for
+from vllm_rollout.kernel.rules.prompt_key import num_bytes
 from vllm_rollout.kernel.rules.rewards import AnswerName, request_name
 from vllm_rollout.kernel.rules.terms import GroupTerms
+from vllm_rollout.kernel.rules.terms_port import Origin, said_of
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import SCORING
 
 MAX_ID_BYTES = 512
 """Longest id of a request that joins a group, as vLLM makes it from the client's id."""
@@ -63,23 +61,7 @@ def tag_of(
     *,
     output_interval: int,
 ) -> CandidateTag:
-    """Tag of one sibling. `content`: digest of its prompt. `answer`, `parent`: as of `Scoring`."""
-    said = {} if join.pruning is None else SCORING.value(scoring_of(group_id, content, params, answer, parent))
+    """Tag of one sibling. `content`: digest of its prompt. `answer`, `parent`: as of `Origin`."""
+    said = said_of(join.parts, Origin(group_id, content, params.seed, answer, parent))
     terms = GroupTerms(join.group_size, join.num_candidates, join.early_stop, parts=join.parts)
     return CandidateTag(group_id, None, terms, output_interval, said, observed=False, namespace=join.namespace)
-
-
-def scoring_of(
-    group_id: str,
-    content: str,
-    params: SamplingParams,
-    answer: AnswerName | None = None,
-    parent: AnswerName | None = None,
-) -> Scoring:
-    """Scoring of a group outside a rollout. In the ledger the group counts as a rollout of its own.
-
-    A seeded request gets the same verdicts each time, others do not. `answer`: name of a candidate that is an answer
-    itself.
-    """
-    seed = secrets.randbits(62) if params.seed is None else seed_for(params.seed, content)
-    return Scoring(group_id, content, seed, answer, parent, key_of_content(content))

@@ -56,7 +56,8 @@ class Setting:
         group = {field: getattr(self, field) for field in PLAN_FIELDS}
         if self.redundancy == AUTO:
             group["redundancy"] = max(0, upper_bound(self.group_size, max_candidates) - self.group_size)
-        return make_plan(self.group_size, **group, pruning=self.pruning, max_candidates=max_candidates)
+        parts = None if self.pruning is None else _pruning().terms(self.pruning)
+        return make_plan(self.group_size, **group, parts=parts, max_candidates=max_candidates)
 
     @property
     def drafted(self) -> Setting:

@@ -55,7 +55,7 @@ def plant() -> None:
         (RaceTable, "settle"),
         (GroupSteps, "launch"),
         (DraftMemory, "begin"),
-        (scheduler, "last_observation"),
+        (scheduler, "last_observations"),
         (scheduler, "confidence_of"),
     ]
     for places, each in ((in_each_step, 30 * one_in), (now_and_then, one_in)):

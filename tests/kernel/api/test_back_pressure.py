@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.kernel.api.stepped_llm import SteppedEngine, SteppedLLM, let_everybody_run
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left, prune_by_sign
+from tests.support.steps import pruned_by
 from vllm_rollout.kernel.api.engine import sampled_logprobs
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput
 from vllm_rollout.kernel.core.scheduler import RolloutScheduler
@@ -261,7 +262,7 @@ def test_chunks_join_whatever_the_pace_of_the_reader(tiny_model, stream_tokens, 
         pruning = PruningPlan(5, allow_fewer=True)
         prune_by_sign(llm.run, 5)
         llm.run.logits = {f"g-c{index}-internal": logit for index, logit in enumerate((1.0, -1.0, -1.0, 1.0))}
-    plan = GroupPlan(group_size=2, redundancy=2, pruning=pruning)
+    plan = GroupPlan(group_size=2, redundancy=2, parts=pruned_by(pruning))
     happenings = run_with_pauses(llm, plan, lengths, stream_tokens, steps_per_read)
     assert_chunks_join(llm, lengths, stream_tokens, happenings)
     assert_nothing_left(llm.run)

@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 from vllm_rollout.kernel.http import boundary
 from vllm_rollout.kernel.http import first as module
 from vllm_rollout.kernel.http.first import FirstProcess, HandOn
-from vllm_rollout.kernel.rules.xargs import NAMES
+from vllm_rollout.kernel.xargs import NAMES
 
 JOINING = "/v1/completions"
 

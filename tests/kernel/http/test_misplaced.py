@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_rollout.kernel.http.misplaced import FIELDS, PLACES, MisplacedFields, refusal_of
 from vllm_rollout.kernel.rules.fields import ROWS
-from vllm_rollout.kernel.rules.xargs import NAMES
+from vllm_rollout.kernel.xargs import NAMES
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from tests.support.work import faster_than_linear
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 from vllm_rollout.parts.sessions.http.body import FinishRequest, SessionGroupRequest
 from vllm_rollout.parts.sessions.http.service import SessionService

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_rollout.kernel.rules.plan import GroupPlan, PruningPlan
+from tests.support.steps import pruned_by
+from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.selection import GroupLengths, Ranking, conclude, lengths_of
 from vllm_rollout.kernel.rules.types import Ending
+from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 
 never = st.just(False)
 few_examples = settings(max_examples=60, deadline=None, database=None)
@@ -116,7 +118,7 @@ def test_a_group_is_complete_exactly_when_enough_finished(plan, pool):
 
 
 def pruned(plan: GroupPlan, allow_fewer: bool = True) -> GroupPlan:
-    return replace(plan, pruning=PruningPlan(8, allow_fewer=allow_fewer))
+    return replace(plan, parts=pruned_by(PruningPlan(8, allow_fewer=allow_fewer)))
 
 
 def test_a_group_that_pruning_left_smaller_is_complete_when_fewer_are_allowed():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import make_plan
 from vllm_rollout.parts.pruning.rules.audit import MAX_ANSWERS, MAX_KINDS, AnswerAudits, AuditTurns, draw_audit
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
@@ -74,7 +75,7 @@ def test_kinds_and_answers_that_are_remembered_are_bounded():
     [{"redundancy": 8}, {"selection": "dual_end", "redundancy": 8, "patience": 2.0}, {"selection": "shortest"}],
 )
 def test_an_audit_group_has_only_candidates_that_are_returned_and_stops_none(fields):
-    plan = make_plan(8, pruning=PruningPlan(64, allow_fewer=True), max_candidates=64, **fields)
+    plan = make_plan(8, parts=pruned_by(PruningPlan(64, allow_fewer=True)), max_candidates=64, **fields)
     audit = plan.audited()
     assert (audit.group_size, audit.num_candidates, audit.patience, audit.selection) == (8, 8, None, "first")
     assert audit.audit

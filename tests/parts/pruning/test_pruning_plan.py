@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from tests.support.steps import pruned_by
 from vllm_rollout.config import CALIBRATION_WINDOW, MAX_DETECTION_LENGTH
 from vllm_rollout.kernel.rules.fields import PruningFields
 from vllm_rollout.kernel.rules.plan import make_plan
@@ -89,7 +90,7 @@ def test_bounds_that_leave_no_verdict_are_refused_by_the_field_that_was_given(gi
 
 def test_pruning_without_anything_to_spare_is_refused_with_both_remedies():
     with pytest.raises(PlanError, match="nothing could ever be pruned") as error:
-        make_plan(4, pruning=PruningPlan(8), max_candidates=8, names={"allow_fewer": "pruning.allow_fewer"})
+        make_plan(4, parts=pruned_by(PruningPlan(8)), max_candidates=8, names={"allow_fewer": "pruning.allow_fewer"})
     assert error.value.field == "pruning.allow_fewer"
     assert "(redundancy)" in str(error.value)
     assert "pruning.allow_fewer to true" in str(error.value)
@@ -106,4 +107,4 @@ def test_pruning_without_anything_to_spare_is_refused_with_both_remedies():
 )
 @pytest.mark.parametrize("selection", ["first", "dual_end"])
 def test_pruning_that_can_prune_or_only_looks_is_allowed(redundancy, pruning, selection):
-    assert make_plan(4, redundancy, selection=selection, pruning=pruning, max_candidates=8).pruning == pruning
+    assert make_plan(4, redundancy, selection=selection, parts=pruned_by(pruning), max_candidates=8).pruning == pruning

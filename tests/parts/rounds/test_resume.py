@@ -18,6 +18,7 @@ from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.fake_parts import FakeShaping
 from tests.parts.pruning.fake_learning import FakeLearning
+from tests.support.steps import pruned_by
 from vllm_rollout.kernel.http.ended import candidate_of, trajectory_of
 from vllm_rollout.kernel.http.engine import CandidateEnd, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -285,7 +286,9 @@ def test_survival_is_not_forgotten(mode, expected):
     (kept,) = read_kept(keep([judged], 1, stops=mode == "active"))
     assert kept.survival_probability == expected
     later = end(0, "finished", 9, survival_before=kept.survival_probability)
-    trajectory = trajectory_of(later, frozenset({"logprobs"}), GroupPlan(1, pruning=replace(plan, mode="shadow")))
+    trajectory = trajectory_of(
+        later, frozenset({"logprobs"}), GroupPlan(1, parts=pruned_by(replace(plan, mode="shadow")))
+    )
     assert trajectory.survival_probability == trajectory.inclusion_probability == expected
 
 

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
-from tests.support.steps import said
+from tests.support.steps import pruned_by, said
 from vllm_rollout.kernel.api.continued import (
     READS_OUTPUT_TOKENS,
     prompt_text,
@@ -78,7 +78,7 @@ def test_prompts_of_more_than_tokens_are_refused():
 
 async def test_candidates_begin_where_they_stood_and_a_lost_one_is_made_up_for_by_a_new_one(new_run):
     llm = SteppedLLM(new_run())
-    plan = GroupPlan(2, 0, num_replaceable=2, pruning=PruningPlan(40, mode="shadow"))
+    plan = GroupPlan(2, 0, num_replaceable=2, parts=pruned_by(PruningPlan(40, mode="shadow")))
     beginnings = Beginnings({1: [7, 8, 9], 2: ()}, next_index=4, survival={1: 0.25})
     params = SamplingParams(max_tokens=50, min_tokens=4, seed=100, output_kind=RequestOutputKind.FINAL_ONLY)
     prompt = {**PROMPT, "length": 20}

@@ -22,7 +22,7 @@ from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.sessions.test_sessions import begin, play
 from tests.support.waiting import WAIT_S
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.rounds.http.live import Begun
 from vllm_rollout.parts.rounds.http.replay import replayed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from vllm_rollout.kernel.rules.rewards import Grade
-from vllm_rollout.kernel.rules.xargs import TurnSaid
+from vllm_rollout.kernel.xargs import TurnSaid
 from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService

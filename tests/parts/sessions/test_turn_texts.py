@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.parts.sessions.session_engine import followed
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.xargs import turn_from_xargs
+from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.sessions.http import trajectory as module
 from vllm_rollout.parts.sessions.http.trajectory import Comparison, Conversation, Turn
 

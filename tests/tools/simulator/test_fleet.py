@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.steps import pruned_by
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, scored, traced
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.moving.rules.load import TransferCost
@@ -134,7 +135,7 @@ def test_every_candidate_ends_once_wherever_its_group_goes(seed, moves, cost, sl
                 its = Race("q", GroupPlan(2, 2, False, "dual_end", 1, patience=1.5), futures, 20)
             else:
                 known = [one._replace(score=chance.random()) for one in futures]
-                its = scored(Race(f"{number}-{position}", GroupPlan(2, 2, pruning=plan), known, 20))
+                its = scored(Race(f"{number}-{position}", GroupPlan(2, 2, parts=pruned_by(plan)), known, 20))
             ranks[-1].append(its)
     run(cost, ranks, max_num_seqs=slots, kv_capacity_tokens=capacity, **moves)
     for its in chain(*ranks):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.steps import assessments, group_steps
+from tests.support.steps import assessments, group_steps, pruned_by
 from tests.tools.simulator.round_by_step import StepEngine
 from tests.tools.simulator.traces import DETAILED, FLAT, LINEAR, future, pool, run_rank, scored, warm_judge
 from vllm_rollout.kernel.rules.plan import GroupPlan
@@ -70,7 +70,7 @@ def test_a_kv_cache_that_holds_everything_changes_nothing():
 
 def test_a_candidate_without_a_score_is_not_judged():
     plan = PruningPlan(5, min_survival=0.001, allow_fewer=True, min_labels=4)
-    race = scored(Race("q", GroupPlan(1, 2, pruning=plan), pool(6, 9, 9)))
+    race = scored(Race("q", GroupPlan(1, 2, parts=pruned_by(plan)), pool(6, 9, 9)))
     run_rank(Machine(FLAT), [race], warm_judge(5))
     assert (states(race), assessments(race.group)) == (["finished", "surplus", "surplus"], {})
 
@@ -124,7 +124,7 @@ def test_a_replay_is_every_single_step(drawn, slots, plan):
     races = []
     for i, (group, candidates, prompt_tokens) in enumerate(drawn):
         scoring = plan and Scoring("rollout", f"q{i}", 7)
-        group = replace(group, pruning=plan)
+        group = replace(group, parts=pruned_by(plan))
         slow.launch(f"q{i}", group, candidates, prompt_tokens, scoring=scoring)
         race = Race(f"q{i}", group, candidates, prompt_tokens)
         races.append(scored(race, 7) if plan else race)

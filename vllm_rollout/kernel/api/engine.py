@@ -50,9 +50,7 @@ from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, RankCounts
-from vllm_rollout.parts.pruning.rules.step import SCORES
-from vllm_rollout.parts.rounds.rules.step import LOST
+from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late, scores_of
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -317,7 +315,7 @@ class _CandidateLog:
             self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
         if candidate.output.finished:
             said = {} if candidate.note is None else candidate.note.parts
-            scores = SCORES.of(said)
+            scores = scores_of(said)
             self.end = CandidateEnd(
                 ending=ending_of(candidate, len(self._token_ids)),
                 token_ids=self._token_ids,
@@ -327,10 +325,10 @@ class _CandidateLog:
                 stop_reason=completion.stop_reason,
                 confidence=None if candidate.note is None else candidate.note.confidence,
                 weight_versions=self._weight_versions(candidate),
-                assessment=None if scores is None else scores.assessment,
-                final=None if scores is None else scores.final,
+                assessment=scores.assessment,
+                final=scores.final,
                 is_replaced=candidate.note is not None and candidate.note.is_replaced,
-                group_lost=bool(LOST.of(said)),
+                group_lost=is_too_late(said),
                 error=None if candidate.note is None else candidate.note.error,
             )
 

@@ -25,7 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_rollout.adapter.arguments import ArgumentError, argument_checks
-from vllm_rollout.adapter.joining import answer_name, first_of_completion, scoring_of, tag_of, too_long
+from vllm_rollout.adapter.joining import answer_name, first_of_completion, tag_of, too_long
 from vllm_rollout.adapter.names import AdapterNames
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn
@@ -57,22 +57,22 @@ from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.engine import Beginnings, EngineStopped, Outlook
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.metrics import LeftBy, Metrics
+from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import joined_id, kept_name
 from vllm_rollout.kernel.rules.rewards import AnswerName
 from vllm_rollout.kernel.rules.selection import conclude
-from vllm_rollout.kernel.rules.types import STOP_STATES, Ending
-from vllm_rollout.kernel.rules.xargs import (
+from vllm_rollout.kernel.rules.terms_port import Origin, TermsPart, resumed_of, said_of
+from vllm_rollout.kernel.rules.types import STOP_STATES, Ending, scores_of
+from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
+from vllm_rollout.kernel.xargs import (
     PRUNING_XARGS,
     as_written,
     audit_ratio_from_xargs,
     plan_from_xargs,
     rollout_xargs,
 )
-from vllm_rollout.kernel.wire import TAG_KEY, CandidateTag, EndingNote
-from vllm_rollout.parts.pruning.rules.audit import AnswerAudits
-from vllm_rollout.parts.pruning.rules.step import SCORES, SCORING
 
 LAST_OUTPUT_S = 10.0
 """Longest wait in seconds for the last output of a candidate whose client has left. It takes one step, unless
@@ -105,7 +105,7 @@ class GroupClient:
         """Collectors of the last outputs of candidates whose client has left, by request id. Their tokens are counted.
         """
         self._prompt_groups = PromptGroups()
-        self._audits = AnswerAudits()
+        self._terms_parts: list[TermsPart] = [part() for _, part in faces("terms")]
         self._adapters = AdapterNames()
         self._argument_checks = argument_checks(self.vllm_config)
         self._refuses_prompt_logprobs = refuses_prompt_logprobs(self.vllm_config)
@@ -150,7 +150,8 @@ class GroupClient:
             return self._generate_joined(plan.with_audits(audit_ratio), prompt, params, request_id, **kwargs)
         lora: LoRARequest | None = kwargs.get("lora_request")
         kind = (lora and lora.lora_name, plan.returns_all)
-        if audit_ratio and self._audits.take(kind, audit_ratio, request_id, self.first_of_answer(request_id)):
+        first = self.first_of_answer(request_id)
+        if audit_ratio and any(part.audits(kind, audit_ratio, request_id, first) for part in self._terms_parts):
             plan = plan.audited()
         return self._generate_choices(plan, prompt, params, request_id, **kwargs)
 
@@ -251,9 +252,8 @@ class GroupClient:
             index: int, before: Sequence[int] = ()
         ) -> AsyncGenerator[CandidateOutput | CandidateFailed, None]:
             its = dict(said or {})
-            if (scoring := SCORING.of(its)) is not None and before and beginnings is not None:
-                survival = beginnings.survival.get(index, 1.0)
-                its |= SCORING.value(replace(scoring, num_resumed=len(before), survival_before=survival))
+            if before and beginnings is not None:
+                its |= resumed_of(plan.parts, its, len(before), beginnings.survival.get(index, 1.0))
             tag = CandidateTag(group_id, index, plan.terms, interval, its, observed, len(before), namespace)
             child = resumed_params(params, len(before))
             child.n = 1
@@ -301,8 +301,8 @@ class GroupClient:
         finals: dict[int, RequestOutput] = {}
         endings: dict[int, Ending] = {}
         group_id = f"{kept_name(request_id)}-{uuid.uuid4().hex[:8]}"
-        said = plan.pruning and SCORING.value(scoring_of(group_id, digest_of_prompt(prompt), params))
-        stream = self.run_candidates(group_id, plan, prompt, params, said=said, observed=False, **kwargs)  # type: ignore[arg-type]
+        said = said_of(plan.parts, Origin(group_id, digest_of_prompt(prompt), params.seed))
+        stream = self.run_candidates(group_id, plan, prompt, params, said=said, observed=False, **kwargs)
         ids = {index: f"{group_id}-c{index}" for index in range(plan.num_candidates)}
         self.unread.update(dict.fromkeys(ids.values()))
         try:
@@ -339,9 +339,9 @@ class GroupClient:
         yield answer
 
     def _count_scores(self, note: EndingNote | None) -> None:
-        scores = None if note is None else SCORES.of(note.parts)
-        if scores is not None and scores.assessment is not None:
-            self.rollout_metrics.candidate_scored(scores.assessment)
+        assessment = None if note is None else scores_of(note.parts).assessment
+        if assessment is not None:
+            self.rollout_metrics.candidate_scored(assessment)
 
     async def _count_left(
         self,

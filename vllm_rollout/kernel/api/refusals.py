@@ -19,7 +19,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from vllm_rollout.adapter.options import observing_refusal
 from vllm_rollout.kernel.http.clients import client_session
-from vllm_rollout.kernel.rules.xargs import NAMES, rollout_xargs
+from vllm_rollout.kernel.xargs import NAMES, rollout_xargs
 
 NO_PROMPT_LOGPROBS = (
     "prompt_logprobs (echo with logprobs): with --enable-lora on a CPU they would end the engine. Leave them out, or "

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.rules.lifecycle import Group
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.rules.types import CandidateId, EndReason, Observation
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
-from vllm_rollout.parts.pruning.rules.step import TERMS
 
 END_REASONS: dict[RequestStatus, EndReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -77,18 +79,20 @@ class EngineCandidate:
         self.weights.append((start, change))
 
 
-def last_observation(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> Observation | None:
-    """Observation at the last token of a candidate that ended in this step. None if no final score is wanted, or the
-    step has no observation of it (aborted between steps).
+def last_observations(candidate: EngineCandidate, model_runner_output: ModelRunnerOutput) -> dict[str, Observation]:
+    """Observation at the last token of a candidate that ended in this step, for each part that needs it.
+
+    Empty if the step has no observation of it (aborted between steps).
     """
-    terms = TERMS.of(candidate.group.terms.parts)
-    if terms is None or not terms.plan.final_score or candidate.end_reason == "failed":
-        return None
+    terms: Mapping[str, PartTerms] = candidate.group.terms.parts
+    needing = [name for name, its in terms.items() if its.observes_last]
+    if not needing or candidate.end_reason == "failed":
+        return {}
     found = _last_token(candidate, model_runner_output)
     if found is None:
-        return None
+        return {}
     report, row, token = found
-    return report.last_observation(row, token)
+    return dict.fromkeys(needing, report.last_observation(row, token))
 
 
 def confidence_of(

@@ -24,8 +24,8 @@ from vllm_rollout.kernel.rules.plan import GroupJoin, PlanError
 from vllm_rollout.kernel.rules.prompt_groups import PromptGroups
 from vllm_rollout.kernel.rules.prompt_key import digest_of, joined_id
 from vllm_rollout.kernel.rules.rewards import EVERYBODY, AnswerName, request_name
-from vllm_rollout.kernel.rules.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.kernel.wire import CandidateTag
+from vllm_rollout.kernel.xargs import PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 
 logger = init_logger("vllm.vllm_rollout")
 

@@ -26,7 +26,7 @@ from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.adapter.weights import listen_to_calls
 from vllm_rollout.kernel.call_table import LastTokens
 from vllm_rollout.kernel.core.calls import add_rollout_calls
-from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observation
+from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, confidence_of, last_observations
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
 from vllm_rollout.kernel.core.parent import end_with_parent
@@ -42,11 +42,10 @@ from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
-from vllm_rollout.kernel.rules.xargs import as_written
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
+from vllm_rollout.kernel.xargs import as_written
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import MovedCandidate
-from vllm_rollout.parts.pruning.rules.step import PRUNING
 from vllm_rollout.parts.shaping.core import StepTimes
 from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.history import LENGTHS
@@ -474,15 +473,16 @@ class GroupSchedulerMixin:
             candidate.is_told = True
             if not candidate.is_launched:
                 continue
-            seen = {}
+            seen: Mapping[str, Observation] = {}
             try:
-                if (last := last_observation(candidate, model_runner_output)) is not None:
-                    seen[PRUNING] = last
+                seen = last_observations(candidate, model_runner_output)
             except Exception as error:
-                candidate.error, candidate.end_reason = self.faults.caught("last_observation", error), "failed"
+                candidate.error, candidate.end_reason = self.faults.caught("last_observations", error), "failed"
             self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, seen)  # type: ignore[arg-type]
         verdicts = self.group_steps.close_step(
-            {PRUNING: due} if due else {}, lambda id: self._by_id[id].num_tokens, now_s=self.clock()
+            dict.fromkeys(self.group_steps.observing, due) if due else {},
+            lambda id: self._by_id[id].num_tokens,
+            now_s=self.clock(),
         )
         for group_id, error in verdicts.broken.items():
             self._break(group_id, self.faults.caught("a group's rules", error))

@@ -11,12 +11,8 @@ from pydantic import BaseModel
 
 from vllm_rollout.kernel.rules.fields import SelectionRule
 from vllm_rollout.kernel.rules.receipt import Receipt
-from vllm_rollout.kernel.rules.rewards import GradeStatus
-from vllm_rollout.kernel.rules.types import CandidateState, GroupStatus, Signal
-from vllm_rollout.parts.rewards.rules.estimates import Estimator
-from vllm_rollout.parts.rounds.rules.planner import Reason
-from vllm_rollout.parts.rounds.rules.round_progress import DeferReason
-from vllm_rollout.parts.rounds.rules.rounds import RoundKind
+from vllm_rollout.kernel.rules.rewards import Estimator, GradeStatus
+from vllm_rollout.kernel.rules.types import CandidateState, DeferReason, GroupStatus, RoundKind, Signal, SizeReason
 
 
 class ConfidenceAnswer(BaseModel):
@@ -368,7 +364,7 @@ class RebuildAnswer(BaseModel):
     size_before: int
     tensor_parallel_size: int
     """Size since the rebuild."""
-    reason: Reason
+    reason: SizeReason
     seconds: float
     """Seconds for which requests waited."""
 

@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from vllm_rollout.kernel.http.renamed import remedy_for
 from vllm_rollout.kernel.rules.rows import Either, Flag, Integer, Kind, Names, Number, Object, Several, rows
-from vllm_rollout.kernel.rules.xargs import PREFIX
+from vllm_rollout.kernel.xargs import PREFIX
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1
 """Integers that can be sent to the engine: 64 bit, signed."""

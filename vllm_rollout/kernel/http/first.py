@@ -23,7 +23,7 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response
 from vllm_rollout.kernel.http.paths import path_of
 from vllm_rollout.kernel.http.slices import unless
-from vllm_rollout.kernel.rules.xargs import NAMES
+from vllm_rollout.kernel.xargs import NAMES
 
 ROOTS: Final = ("/v1/groups", "/v1/sessions", "/v1/runs", "/v1/rewards", "/rollouts")
 BELOW: Final = "/v1/rollouts/"

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.errors import error_response
 from vllm_rollout.kernel.http.paths import path_of
-from vllm_rollout.kernel.rules.xargs import GRADING, NAMES, PREFIX
+from vllm_rollout.kernel.xargs import GRADING, NAMES, PREFIX
 
 XARGS, EXTRA_ARGS = "vllm_xargs", "sampling_params.extra_args"
 PLACES: Final[Mapping[str, str | None]] = {

@@ -20,8 +20,9 @@ from pydantic import (
 
 from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.kernel.http.body import MAX_INT, Body, check_json, of_table
+from vllm_rollout.kernel.part_terms import terms_of
 from vllm_rollout.kernel.rules import fields
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.parts.rewards.http.body import RewardField
 
 MAX_STREAM_TOKENS = 1_000_000
@@ -93,10 +94,10 @@ class Pruning(Body, fields.PruningFields):
             return {"mode": "shadow", **said}
         return said
 
-    def plan(self) -> PruningPlan:
-        """The plan of these fields. Raises: PlanError that names the field as the body does."""
+    def terms(self) -> dict[str, PartTerms]:
+        """The terms of these fields, by part. Raises: PlanError that names the field as the body does."""
         names = {field: f"pruning.{field}" for field in type(self).model_fields}
-        return make_pruning_plan(self.model_dump(exclude_unset=True), names)
+        return terms_of(fields.PruningFields, self.model_dump(exclude_unset=True), names)
 
 
 Included = Literal["text", "logprobs", "stopped"]

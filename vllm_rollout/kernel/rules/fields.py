@@ -1,7 +1,7 @@
 """The table of request fields of groups, their selection and their pruning.
 
 A row has a field's name, type, default, allowed values, help text, and the ways by which it may arrive (`Door`). These
-rows define the bodies of our endpoints (`kernel/http/body.py::of_table`) and `vllm_xargs` (`kernel/rules/xargs.py`).
+rows define the bodies of our endpoints (`kernel/http/body.py::of_table`) and `vllm_xargs` (`kernel/xargs.py`).
 They also define settings of the simulator, help texts of the clients and the reference of the HTTP interface.
 
 Invariant: each of these facts is stated here, and nowhere else.
@@ -130,6 +130,13 @@ class PruningFields:
         "rewards.",
         default=False,
     )
+
+
+@dataclass(frozen=True)
+class PlannedPruning(PruningFields):
+    """Checked fields of pruning in a plan, with one detection length."""
+
+    detection_length: int
 
 
 @dataclass(kw_only=True)
@@ -380,6 +387,9 @@ PLAN_FIELDS = tuple(
     field for table in (RaceFields, DualEndFields) for field, r in rows(table).items() if "own" in r.doors
 )
 """Names of the fields that `kernel/rules/plan.py::make_plan` takes from a request."""
+
+PART_TABLES: tuple[type, ...] = (PruningFields,)
+"""Tables of fields from which parts make terms of a group (`kernel/rules/terms_port.py`)."""
 
 ROWS: Mapping[str, Row] = {
     field: row

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from dataclasses import field as field_of
 from typing import Any
 
-from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, SelectionRule
+from vllm_rollout.kernel.rules.fields import ROWS, DualEndFields, EarlyStop, PlannedPruning, SelectionRule
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 
 MAX_BUDGET_RATIO = 2
 """Most candidates per wanted trajectory: M_up = 2 M of DARTS Eq. 5 and Eq. 9."""
@@ -28,7 +28,8 @@ class GroupPlan:
     selection: SelectionRule = "first"
     num_longest: int = 0
     """Longest trajectories of a dual-end selection, L. The other group_size - L are the shortest."""
-    pruning: PruningPlan | None = None
+    parts: Mapping[str, PartTerms] = field_of(default_factory=dict, hash=False)
+    """Terms with parts, by part."""
     patience: float | None = None
     """Once `group_size` valid candidates have finished, the others may have this many times the tokens of the longest
     of them. None: the whole pool runs to its end."""
@@ -39,6 +40,11 @@ class GroupPlan:
     (`parts/pruning/rules/audit.py`)."""
 
     @property
+    def pruning(self) -> PlannedPruning | None:
+        """Fields by which candidates are scored and stopped. None: no part does that."""
+        return pruning_of(self.parts)
+
+    @property
     def num_candidates(self) -> int:
         """All candidates, M' of DARTS."""
         return self.group_size + self.redundancy
@@ -46,9 +52,8 @@ class GroupPlan:
     @property
     def terms(self) -> GroupTerms:
         """Terms that every candidate of the group is launched with."""
-        parts = {} if self.pruning is None else TERMS.value(PruningTerms(self.pruning))
         return GroupTerms(
-            self.group_size, self.num_candidates, self.early_stop, self.patience, self.num_replaceable, parts
+            self.group_size, self.num_candidates, self.early_stop, self.patience, self.num_replaceable, self.parts
         )
 
     @property
@@ -61,8 +66,8 @@ class GroupPlan:
 
     def audited(self) -> GroupPlan:
         """Return the plan of the same prompt as an audit group."""
-        pruning = None if self.pruning is None else self.pruning.audited(races=not self.returns_all)
-        return GroupPlan(self.group_size, pruning=pruning, num_replaceable=self.num_replaceable, audit=True)
+        parts = {name: terms.audited(races=not self.returns_all) for name, terms in self.parts.items()}
+        return GroupPlan(self.group_size, parts=parts, num_replaceable=self.num_replaceable, audit=True)
 
     def allocated(self, num_candidates: int, extreme: bool, *, early_stop: bool = True) -> GroupPlan:
         """Return this plan with the candidates that redundancy "auto" gives the prompt
@@ -107,13 +112,18 @@ class GroupJoin(GroupTerms):
     """Name of the client's run. Two runs may use the same group names."""
 
     @property
-    def pruning(self) -> PruningPlan | None:
-        terms = TERMS.of(self.parts)
-        return None if terms is None else terms.plan
+    def pruning(self) -> PlannedPruning | None:
+        """Fields by which candidates are scored and stopped. None: no part does that."""
+        return pruning_of(self.parts)
 
     def with_audits(self, ratio: float) -> GroupJoin:
         """These terms, of which this share of groups is audited if they prune."""
-        return self if self.pruning is None else replace(self, parts=TERMS.value(PruningTerms(self.pruning, ratio)))
+        return replace(self, parts={name: terms.with_audits(ratio) for name, terms in self.parts.items()})
+
+
+def pruning_of(parts: Mapping[str, PartTerms]) -> PlannedPruning | None:
+    """Fields by which candidates are scored and stopped, in the terms with parts. None: no part does that."""
+    return next((pruning for terms in parts.values() if (pruning := terms.pruning) is not None), None)
 
 
 def make_plan(
@@ -122,7 +132,7 @@ def make_plan(
     early_stop: EarlyStop = None,
     selection: SelectionRule = "first",
     num_longest: int | None = None,
-    pruning: PruningPlan | None = None,
+    parts: Mapping[str, PartTerms] | None = None,
     patience: float | None = None,
     *,
     max_candidates: int,
@@ -135,7 +145,7 @@ def make_plan(
 
     Raises: PlanError with field, value, allowed range and remedy.
     """
-    named = names or {}
+    named, parts = names or {}, parts or {}
 
     def name(field: str) -> str:
         return named.get(field, field)
@@ -159,12 +169,13 @@ def make_plan(
             f"({max_candidates}), got {group_size} + {redundancy} = {num_candidates}. "
             f"Ask for fewer candidates or start the server with --max-num-seqs {num_candidates}.",
         )
-    _check_can_prune(pruning, group_size, num_candidates, name("redundancy"), name("allow_fewer"))
+    for terms in parts.values():
+        terms.check(group_size, num_candidates, name("redundancy"), named)
     if selection != "dual_end":
         for field in rows(DualEndFields):
             if field in said:
                 raise PlanError(name(field), f"only applies to selection dual_end, got selection {selection!r}.")
-        return GroupPlan(group_size, redundancy, early_stop is not False, selection, pruning=pruning)
+        return GroupPlan(group_size, redundancy, early_stop is not False, selection, parts=parts)
     num_longest = default_num_longest(group_size) if num_longest is None else num_longest
     if num_longest >= group_size:
         raise PlanError(
@@ -180,7 +191,7 @@ def make_plan(
             'ended. Set it to "auto" (stop early where redundancy "auto" finds an extreme tail) or to false, bound '
             f"the wait with {name('patience')}, or select first or shortest.",
         )
-    return GroupPlan(group_size, redundancy, False, selection, num_longest, pruning, patience)
+    return GroupPlan(group_size, redundancy, False, selection, num_longest, parts, patience)
 
 
 def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] | None = None) -> GroupJoin:
@@ -199,8 +210,8 @@ def make_join(join: GroupJoin, *, max_candidates: int, names: Mapping[str, str] 
             f"max_num_seqs ({max_candidates}), got {join.num_candidates}. Send fewer or start the server with a larger "
             "--max-num-seqs.",
         )
-    allow_fewer = named.get("allow_fewer", "allow_fewer")
-    _check_can_prune(join.pruning, join.group_size, join.num_candidates, number, allow_fewer)
+    for terms in join.parts.values():
+        terms.check(join.group_size, join.num_candidates, number, named)
     return join
 
 
@@ -212,17 +223,3 @@ def upper_bound(group_size: int, max_candidates: int) -> int:
 def default_num_longest(group_size: int) -> int:
     """L of a dual-end selection: one, or zero if `group_size` is 1."""
     return min(1, group_size - 1)
-
-
-def _check_can_prune(
-    pruning: PruningPlan | None, group_size: int, num_candidates: int, spare_field: str, allow_field: str
-) -> None:
-    """Raises: PlanError when pruning is asked for, but no candidate could ever be pruned."""
-    if pruning is None or pruning.mode == "shadow" or pruning.keep_ratio == 1 or pruning.allow_fewer:
-        return
-    if num_candidates == group_size:
-        raise PlanError(
-            allow_field,
-            f"nothing could ever be pruned: all {num_candidates} candidates are needed for a group of {group_size}. "
-            f"Ask for spare candidates ({spare_field}), or set {allow_field} to true for smaller groups.",
-        )

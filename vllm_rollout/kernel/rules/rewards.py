@@ -17,6 +17,10 @@ GradeStatus = Literal["ok", "timeout", "error", "void"]
 `timeout`: grading took longer than the test case may, and the reward is 0. `error`: the grader failed, and there is
 no reward. `void`: the fault is not the policy's, and the trajectory does not count."""
 
+Estimator = Literal["grpo", "rloo", "mean"]
+"""`grpo`: divided by the standard deviation (DeepSeekMath 4.1). `rloo`: against the mean of the others (Ahmadian et
+al. 2024). `mean`: against the mean of all (Dr. GRPO)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grade:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 CandidateState = Literal["running", "finished", "pruned", "surplus", "deferred", "failed"]
 """`running` is the only state that can change. The others are end states."""
@@ -34,6 +35,38 @@ idle                   it was silent for too long
 score                  its score stopped it
 race                   its siblings decided the group without it
 cancel                 the group was cancelled
+"""
+
+RoundKind = Literal["short", "long"]
+
+DeferReason = Literal["cut", "tie", "incomplete"]
+"""Reason why a prompt was deferred: enough others were complete, it completed too late to count, or candidates were
+lost."""
+
+SizeReason = Literal[
+    "start",
+    "profile",
+    "rise",
+    "quiet",
+    "steady",
+    "settling",
+    "at_largest",
+    "at_smallest",
+    "failed_before",
+    "slower_below",
+]
+"""Reason for the tensor-parallel size of the next round.
+
+start          no round was run, and the costs of sizes are unknown
+profile        no round was run: the size with the best forecast for the first run's rounds
+rise           preemptions rose, or reached the rate that is too high: the next larger size
+quiet          enough rounds without preemptions: the next smaller size
+steady         neither rise nor quiet
+settling       the first comparable round since the size grew
+at_largest     a rise, and there is no larger size
+at_smallest    quiet, and there is no smaller size
+failed_before  quiet, with as many tokens as a round in which the smaller size preempted
+slower_below   quiet, and the round would have taken longer at the smaller size
 """
 
 
@@ -102,6 +135,33 @@ class Assessment:
     confidence: Confidence
     cold: bool = False
     """True if there were too few labels to prune by."""
+
+
+class Scores(NamedTuple):
+    """Assessments of a candidate that has ended."""
+
+    assessment: Assessment | None
+    """Assessment at the candidate's detection length."""
+    final: Assessment | None
+    """Assessment at the candidate's last token."""
+
+
+NO_SCORES = Scores(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """A part's value for a group that completed after as many other groups as were wanted."""
+
+
+def is_too_late(values: Mapping[str, Any]) -> bool:
+    """True if a value of a part says so of the group."""
+    return any(isinstance(value, TooLate) for value in values.values())
+
+
+def scores_of(values: Mapping[str, Any]) -> Scores:
+    """The scores among values of parts."""
+    return next((value for value in values.values() if isinstance(value, Scores)), NO_SCORES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "pruning",
     "Stops candidates by scores, learns from rewards, and votes (ARRoL).",
-    always_served=True,
     faces={
         "api": "vllm_rollout.parts.pruning.api.part:PruningApi",
         "client": "vllm_rollout.parts.pruning.client:CLIENT",
@@ -17,6 +16,7 @@ PART = Part(
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.pruning.simulated",
         "step": "vllm_rollout.parts.pruning.rules.step:PruningStep",
+        "terms": "vllm_rollout.parts.pruning.rules.terms:PruningRequests",
         "wire": "vllm_rollout.parts.pruning.rules.step:ON_THE_WIRE",
         "worker": "vllm_rollout.parts.pruning.worker.part:pruning_of",
         "worker_calls": "vllm_rollout.parts.pruning.worker.head_calls:HeadCalls",

@@ -14,7 +14,8 @@ from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING, PruningStep
+from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING, TERMS, PruningStep
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 from vllm_rollout.simulator.planner import PlannedRollout
 from vllm_rollout.simulator.race import PoolCandidate, Race
 from vllm_rollout.simulator.settings import Setting
@@ -61,6 +62,11 @@ def score(race: Race, rollout_id: str, seed: int) -> None:
     """Let this group be scored."""
     race.said = SCORING.value(Scoring(rollout_id, race.prompt_id, seed))
     race.scores = Scores(race.plan.pruning)
+
+
+def terms(plan: PruningPlan) -> dict[str, PruningTerms]:
+    """Terms of groups with this plan, by part."""
+    return TERMS.value(PruningTerms(plan))
 
 
 class Audits:

@@ -15,7 +15,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.xargs import rollout_xargs
+from vllm_rollout.kernel.xargs import rollout_xargs
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.engine_args import group_settings, uninterrupted
 from vllm_rollout.parts.in_process.api.interrupts import HeldInterrupts, WaitingLoop

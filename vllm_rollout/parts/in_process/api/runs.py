@@ -14,7 +14,7 @@ import torch
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from vllm_rollout.kernel.rules.xargs import NAMES, rollout_xargs
+from vllm_rollout.kernel.xargs import NAMES, rollout_xargs
 
 
 class Run(NamedTuple):

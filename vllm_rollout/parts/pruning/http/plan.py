@@ -19,6 +19,8 @@ from vllm_rollout.parts.pruning.http.scoring_log import ScoringLog
 from vllm_rollout.parts.pruning.http.service import LearningService
 from vllm_rollout.parts.pruning.rules.audit import AuditTurns, with_audits
 from vllm_rollout.parts.pruning.rules.length_trial import chosen
+from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 
 
 class LearningPlan(PlanPart):
@@ -50,24 +52,25 @@ class ScoredRollout(RolloutPart):
 
     async def choose(self, request: RolloutRequest, plan: GroupPlan, warnings: list[str]) -> GroupPlan:
         """The plan with a detection length in place of "auto". Warns if nothing is known for a choice yet."""
-        if plan.pruning is None or not plan.pruning.auto:
+        terms = TERMS.of(plan.parts)
+        if terms is None or not terms.plan.auto:
             return plan
-        trial = await self._service.learning.length_trial(plan.pruning.keep_ratio, request.model)
-        pruning = chosen(plan.pruning, trial.recommended)
+        trial = await self._service.learning.length_trial(terms.plan.keep_ratio, request.model)
+        pruning = chosen(terms.plan, trial.recommended)
         if trial.recommended is None:
             lengths = ", ".join(map(str, pruning.scored_lengths))
             warnings.append(
                 f'detection_length: "auto" cannot choose yet ({trial.reason}). Nothing was pruned, and candidates were '
                 f"scored at {lengths}. Post rewards to /v1/rollouts/{{id}}/rewards."
             )
-        return replace(plan, pruning=pruning)
+        return replace(plan, parts={**plan.parts, **TERMS.value(PruningTerms(pruning))})
 
     def check(self, request: RolloutRequest, plan: GroupPlan) -> None:
-        if plan.pruning is None:
+        if (terms := TERMS.of(plan.parts)) is None:
             return
         if (refusal := self._service.learning.pruning_refusal) is not None:
             raise RequestError(f"pruning: {refusal}", param="pruning")
-        self._log = ScoringLog(plan, plan.pruning)
+        self._log = ScoringLog(plan, terms.plan)
 
     def audit(self, draft: Draft) -> None:
         """Change a share of the plans to those of audit groups."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from vllm_rollout.config import TRIAL_LENGTHS
-from vllm_rollout.kernel.rules.fields import AUTO, PruningFields
+from vllm_rollout.kernel.rules.fields import AUTO, PlannedPruning, PruningFields
 from vllm_rollout.kernel.rules.rows import PlanError, rows
 from vllm_rollout.kernel.rules.types import Signal
 
@@ -15,10 +15,9 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 
 
 @dataclass(frozen=True, slots=True)
-class PruningPlan(PruningFields):
+class PruningPlan(PlannedPruning):
     """Checked fields of pruning, and the state of a group's audit."""
 
-    detection_length: int
     audit: bool = False
     """True for the plan of an audit group (`parts/pruning/rules/audit.py`). No request field sets it."""
     is_instead_of_race: bool = False

@@ -18,32 +18,15 @@ from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.step import Ended, Entered, GroupSteps, Phase, Step, StepPart
-from vllm_rollout.kernel.rules.types import Assessment, CandidateId, Observation
+from vllm_rollout.kernel.rules.types import NO_SCORES, Assessment, CandidateId, Observation, Scores
 from vllm_rollout.parts.pruning.rules.audit import draw_audit
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import LedgerEntry, Scoring, Trial
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.pruning.rules.race_bias import LabelOrigin
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 
 PRUNING = "pruning"
-
-
-@dataclass(frozen=True, slots=True)
-class PruningTerms:
-    """Terms of a group with pruning."""
-
-    plan: PruningPlan
-    audit_ratio: float = 0.0
-    """Share of such groups that are audited, if the audit is drawn when the first candidate arrives."""
-
-
-class Scores(NamedTuple):
-    """Assessments of a candidate that has ended."""
-
-    assessment: Assessment | None
-    """Assessment at the candidate's detection length."""
-    final: Assessment | None
-    """Assessment at the candidate's last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +72,7 @@ class PruningStep(StepPart):
     """Scores in, verdicts out, for all groups of one engine."""
 
     name = PRUNING
+    observes = True
 
     def __init__(self, judge: Judge | None = None) -> None:
         self.judge = judge or Judge()
@@ -135,7 +119,7 @@ class PruningStep(StepPart):
         if (judged := JUDGED.of(group.parts)) is None:
             return None
         scores = Scores(judged.assessments.get(id.index), judged.finals.get(id.index))
-        return None if scores == (None, None) else scores
+        return None if scores == NO_SCORES else scores
 
     def take(self, group_id: str, group: Group) -> TakenGroup | None:
         judged = JUDGED.of(group.parts)

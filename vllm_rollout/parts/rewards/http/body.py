@@ -8,7 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, StrictFloat, StrictStr, Ta
 
 from vllm_rollout.config import REWARD_THRESHOLD
 from vllm_rollout.kernel.http.body import Body
-from vllm_rollout.parts.rewards.rules.estimates import Estimator
+from vllm_rollout.kernel.rules.rewards import Estimator
 from vllm_rollout.parts.rewards.rules.time_limits import MAX_SECONDS
 
 RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]

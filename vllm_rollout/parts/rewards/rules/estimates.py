@@ -6,13 +6,10 @@ Invariant: only trajectories with a reward count. A trajectory without one (void
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
-from vllm_rollout.kernel.rules.rewards import summarize
+from vllm_rollout.kernel.rules.rewards import Estimator, summarize
 
-Estimator = Literal["grpo", "rloo", "mean"]
-"""`grpo`: divided by the standard deviation (DeepSeekMath 4.1). `rloo`: against the mean of the others (Ahmadian et
-al. 2024). `mean`: against the mean of all (Dr. GRPO)."""
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 SMALLEST_STD = 1e-6
 """Added to a standard deviation before a division by it."""

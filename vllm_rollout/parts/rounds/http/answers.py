@@ -8,8 +8,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_rollout.kernel.rules.fields import QueueOrder
 from vllm_rollout.kernel.rules.receipt import Receipt
-from vllm_rollout.parts.rounds.rules.planner import Reason
-from vllm_rollout.parts.rounds.rules.rounds import RoundKind
+from vllm_rollout.kernel.rules.types import RoundKind, SizeReason
 
 
 class OfAttributes(BaseModel):
@@ -90,7 +89,7 @@ class ParallelismAnswer(BaseModel):
     allowed_sizes: list[int]
     next_size: int
     """Size for the next round. If it is another one, the engine is rebuilt first."""
-    reason: Reason
+    reason: SizeReason
     preemptions_per_candidate: float | None
     """Preemptions per candidate in the newest round of any run. Null before the first round."""
     level: float

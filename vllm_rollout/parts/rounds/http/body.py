@@ -19,7 +19,8 @@ from vllm_rollout.kernel.http.rewards import Filter
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.fields import RunFields
 from vllm_rollout.kernel.rules.plan import upper_bound
-from vllm_rollout.parts.rounds.rules.rounds import ALLOW_FEWER, RoundKind, RunTerms
+from vllm_rollout.kernel.rules.types import RoundKind
+from vllm_rollout.parts.rounds.rules.rounds import ALLOW_FEWER, RunTerms
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 

@@ -28,9 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from math import inf
-from typing import Literal
 
-from vllm_rollout.parts.rounds.rules.rounds import RoundKind
+from vllm_rollout.kernel.rules.types import RoundKind, SizeReason
 
 LEVEL_RISE = 1.05
 """A round that preempts more than this many times the recent level doubles the size. Source: RollPacker section 4.2."""
@@ -48,32 +47,6 @@ MIN_RISE = 0.05
 and a rebuild costs more than these waits."""
 HIGH_RATE = 0.2
 """Preemptions per candidate that are too many at any level: every fifth candidate is computed again."""
-
-Reason = Literal[
-    "start",
-    "profile",
-    "rise",
-    "quiet",
-    "steady",
-    "settling",
-    "at_largest",
-    "at_smallest",
-    "failed_before",
-    "slower_below",
-]
-"""Reason for a decision.
-
-start          no round was run, and the costs of sizes are unknown
-profile        no round was run: the size with the best forecast for the first run's rounds
-rise           preemptions rose, or reached `HIGH_RATE`: the next larger size
-quiet          enough rounds without preemptions: the next smaller size
-steady         neither rise nor quiet
-settling       the first comparable round since the size grew
-at_largest     a rise, and there is no larger size
-at_smallest    quiet, and there is no smaller size
-failed_before  quiet, with as many tokens as a round in which the smaller size preempted
-slower_below   quiet, and the round would have taken longer at the smaller size
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +75,7 @@ class ParallelismDecision:
     """The tensor-parallel size of the next round, with the reason."""
 
     size: int
-    reason: Reason
+    reason: SizeReason
     level: float
     """Preemptions per candidate that the newest round was compared with."""
 

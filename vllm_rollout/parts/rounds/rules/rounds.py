@@ -24,9 +24,9 @@ from typing import Literal, get_args
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_CANDIDATES, MAX_GROUP_SIZE, MAX_PROMPTS
 from vllm_rollout.kernel.rules.fields import QueueOrder, RunFields
 from vllm_rollout.kernel.rules.receipt import Receipt
+from vllm_rollout.kernel.rules.types import RoundKind
 from vllm_rollout.parts.rounds.rules.savings import Savings
 
-RoundKind = Literal["short", "long"]
 ROUND_KINDS: tuple[RoundKind, ...] = get_args(RoundKind)
 QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 

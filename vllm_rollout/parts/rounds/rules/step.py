@@ -9,15 +9,15 @@ from vllm_rollout.kernel.rules.detached import DetachedGroup
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import Entered, GroupSteps, Phase, Step, StepPart
-from vllm_rollout.kernel.rules.types import CandidateId
+from vllm_rollout.kernel.rules.types import CandidateId, TooLate
 from vllm_rollout.parts.rounds.rules.race import RacePlace, RaceTable
 
 ROUNDS = "rounds"
 PLACE: Key[RacePlace] = Key(ROUNDS)
-LOST: Key[bool] = Key(ROUNDS)
-"""True for a group that completed after as many others as its race wanted."""
+LOST: Key[TooLate] = Key(ROUNDS)
+"""The value of a group that completed after as many others as its race wanted."""
 
-ON_THE_WIRE: Mapping[str, Any] = {"said": RacePlace, "note": bool, "taken": RacePlace}
+ON_THE_WIRE: Mapping[str, Any] = {"said": RacePlace, "note": TooLate, "taken": RacePlace}
 """Types of the values of this part that go from process to process."""
 
 
@@ -36,7 +36,7 @@ class RoundsStep(StepPart):
         if entered.said is not None and self.races.enter(id.group_id, group, entered.said):
             steps.cancel(id.group_id)
 
-    def note(self, id: CandidateId, group: Group) -> bool | None:
+    def note(self, id: CandidateId, group: Group) -> TooLate | None:
         return LOST.of(group.parts)
 
     def take(self, group_id: str, group: Group) -> RacePlace | None:
@@ -58,6 +58,6 @@ class RoundsStep(StepPart):
     def _settle(self, step: Step) -> None:
         lost, too_late = self.races.settle(step.touched)
         for group_id in lost:
-            step.touched[group_id].parts[ROUNDS] = True
+            step.touched[group_id].parts[ROUNDS] = TooLate()
         for group_id in too_late:
             step.cancel(group_id)

@@ -25,8 +25,8 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.rules.terms import GroupTerms
-from vllm_rollout.kernel.rules.xargs import turn_from_xargs
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
+from vllm_rollout.kernel.xargs import turn_from_xargs
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 

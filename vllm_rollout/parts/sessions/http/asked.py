@@ -11,7 +11,8 @@ from typing import Any
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.fields import SessionFields
 from vllm_rollout.kernel.rules.rows import PlanError, rows
-from vllm_rollout.kernel.rules.xargs import NAMES, TurnSaid
+from vllm_rollout.kernel.rules.terms_port import PartTerms
+from vllm_rollout.kernel.xargs import NAMES, TurnSaid
 from vllm_rollout.parts.sessions.http.body import SessionGroupRequest
 from vllm_rollout.parts.sessions.http.groups import OpenGroup, Terms, limits_of
 
@@ -37,23 +38,25 @@ def asked_terms(request: SessionGroupRequest, pruning_refusal: str | None, audit
     )
 
 
-def _pruned(request: SessionGroupRequest, refusal: str | None, audit_ratio: float) -> tuple[Any, int, bool]:
-    """The pruning plan, the turn to score, and True for an audit group. Raises: RequestError."""
+def _pruned(
+    request: SessionGroupRequest, refusal: str | None, audit_ratio: float
+) -> tuple[dict[str, PartTerms], int, bool]:
+    """Terms with the part that prunes, the turn to score, and True for an audit group. Raises: RequestError."""
     if request.pruning is None:
-        return None, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
+        return {}, request.pruning_turn, random.random() < (request.audit_ratio or 0.0)
     if refusal is not None:
         raise RequestError(f"pruning: {refusal}", param="pruning")
     try:
-        plan = request.pruning.plan()
+        parts = request.pruning.terms()
     except PlanError as error:
         raise RequestError(str(error), param=error.field) from error
-    if len(plan.scored_lengths) > 1:
+    if any(len(terms.scored_lengths) > 1 for terms in parts.values()):
         raise RequestError(
             "pruning.detection_length: sessions are scored at one length, which has to be named. Give a number.",
             param="pruning.detection_length",
         )
     ratio = audit_ratio if request.audit_ratio is None else request.audit_ratio
-    return plan, request.pruning_turn, random.random() < ratio
+    return parts, request.pruning_turn, random.random() < ratio
 
 
 def said_terms(said: TurnSaid) -> tuple[Terms, str]:

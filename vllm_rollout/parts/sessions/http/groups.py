@@ -15,8 +15,9 @@ from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.fields import SelectionRule
-from vllm_rollout.kernel.rules.plan import GroupPlan
+from vllm_rollout.kernel.rules.fields import PlannedPruning, SelectionRule
+from vllm_rollout.kernel.rules.plan import GroupPlan, pruning_of
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.rules.types import GroupStatus
 from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.sessions.http.body import (
@@ -91,16 +92,21 @@ class Terms(NamedTuple):
     is_rewritable: bool = False
     """True if a turn may contradict the history of earlier turns."""
     max_sessions: int | None = None
-    pruning: Any = None
-    """The plan of pruning. None: sessions are not scored."""
+    parts: Mapping[str, PartTerms] = {}
+    """Terms with parts, by part."""
     pruning_turn: int = 1
     """Number of the turn whose tokens are scored, from 1."""
     is_audit: bool = False
 
     @property
+    def pruning(self) -> PlannedPruning | None:
+        """Fields of pruning. None: sessions are not scored."""
+        return pruning_of(self.parts)
+
+    @property
     def plan(self) -> GroupPlan:
         redundancy = self.num_candidates - self.group_size
-        plan = GroupPlan(self.group_size, redundancy, self.early_stop, self.selection, pruning=self.pruning)
+        plan = GroupPlan(self.group_size, redundancy, self.early_stop, self.selection, parts=self.parts)
         return plan.audited() if self.is_audit else plan
 
 

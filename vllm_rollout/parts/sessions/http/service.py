@@ -27,7 +27,7 @@ from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.kernel.rules.xargs import NAMES, TurnSaid
+from vllm_rollout.kernel.xargs import NAMES, TurnSaid
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
 from vllm_rollout.parts.rewards.http.body import RewardOptions, options_of

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, ROWS, PruningFields
+from vllm_rollout.kernel.part_terms import check_given, terms_of
+from vllm_rollout.kernel.rules.fields import PART_TABLES, PLAN_FIELDS, ROWS, PruningFields
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan, make_join, make_plan
 from vllm_rollout.kernel.rules.rows import Door, PlanError, rows
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_pruning_plan
-from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
+from vllm_rollout.kernel.rules.terms_port import PartTerms
 
 PREFIX = "rollout_"
 NAMES: Mapping[str, str] = {field: PREFIX + (row.xarg or field) for field, row in ROWS.items()}
@@ -42,7 +42,7 @@ def plan_from_xargs(xargs: Mapping[str, object], n: int, *, max_candidates: int)
     said = _read(xargs, "own")
     group = {field: said[field] for field in PLAN_FIELDS if field in said}
     names = {**NAMES, "group_size": "n"}
-    return make_plan(n, **group, pruning=_pruning(said), max_candidates=max_candidates, names=names)
+    return make_plan(n, **group, parts=_terms(said), max_candidates=max_candidates, names=names)
 
 
 class TurnSaid(NamedTuple):
@@ -111,19 +111,17 @@ def _read(xargs: Mapping[str, object], door: Door) -> dict[str, Any]:
             raise PlanError(key, f"{problem}; allowed here: {', '.join(allowed)}.")
     said = {field: xargs[key] for key, field in allowed.items() if xargs.get(key) is not None}
     said.pop("audit_ratio", None)
-    pruning = [field for field in PRUNING_XARGS if field in said]
-    if pruning and "detection_length" not in said:
-        raise PlanError(
-            NAMES[pruning[0]],
-            f"needs {NAMES['detection_length']}, which turns pruning on: output tokens after which a candidate is "
-            "scored.",
-        )
+    for table in PART_TABLES:
+        check_given(table, [field for field in rows(table) if field in said], NAMES)
     return {field: ROWS[field].read(value, NAMES[field]) for field, value in said.items()}
 
 
-def _pruning(said: Mapping[str, Any]) -> PruningPlan | None:
-    given = {field: said[field] for field in PRUNING_XARGS if field in said}
-    return make_pruning_plan(given, PRUNING_XARGS) if given else None
+def _terms(said: Mapping[str, Any]) -> dict[str, PartTerms]:
+    """Terms of the group with parts, by part."""
+    terms: dict[str, PartTerms] = {}
+    for table in PART_TABLES:
+        terms |= terms_of(table, {field: said[field] for field in rows(table) if field in said}, NAMES)
+    return terms
 
 
 def _join(said: Mapping[str, Any], n: int, max_candidates: int) -> GroupJoin:
@@ -135,12 +133,11 @@ def _join(said: Mapping[str, Any], n: int, max_candidates: int) -> GroupJoin:
         )
     if (group_size := said.get("group_size")) is None:
         raise PlanError(NAMES["group_size"], "is required to join a group: how many siblings have to finish.")
-    pruning = _pruning(said)
     join = GroupJoin(
         group_size,
         said.get("num_candidates", group_size),
         said.get("early_stop") is not False,
-        parts={} if pruning is None else TERMS.value(PruningTerms(pruning)),
+        parts=_terms(said),
         name=name,
         namespace=said.get("namespace", ""),
     )

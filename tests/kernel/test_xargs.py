@@ -4,12 +4,14 @@ import math
 
 import pytest
 
+from tests.support.steps import pruned_by
 from vllm_rollout.kernel.rules.fields import ROWS
 from vllm_rollout.kernel.rules.plan import GroupJoin, GroupPlan
 from vllm_rollout.kernel.rules.rows import PlanError
-from vllm_rollout.kernel.rules.xargs import NAMES, PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
+from vllm_rollout.kernel.xargs import NAMES, PRUNING_XARGS, audit_ratio_from_xargs, plan_from_xargs, rollout_xargs
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
-from vllm_rollout.parts.pruning.rules.step import TERMS, PruningTerms
+from vllm_rollout.parts.pruning.rules.step import TERMS
+from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 4}
 SPARE = {"rollout_redundancy": 4, "rollout_detection_length": 8}
@@ -147,8 +149,8 @@ def test_flat_fields_turn_pruning_on():
     xargs |= {"rollout_min_labels": 32.0}
     plan = plan_from_xargs(xargs, 4, max_candidates=8)
     pruning = PruningPlan(8, "paper", 0.25, 0.4, 1, 0.1, 0.9, "shadow", "confidence", True, 32)
-    assert plan == GroupPlan(4, 4, pruning=pruning)
-    assert plan_from_xargs(SPARE, 4, max_candidates=8) == GroupPlan(4, 4, pruning=PruningPlan(8))
+    assert plan == GroupPlan(4, 4, parts=pruned_by(pruning))
+    assert plan_from_xargs(SPARE, 4, max_candidates=8) == GroupPlan(4, 4, parts=pruned_by(PruningPlan(8)))
 
 
 @pytest.mark.parametrize("others", [{}, PRUNED_JOIN])

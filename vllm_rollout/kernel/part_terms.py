@@ -1,0 +1,40 @@
+"""Fields of a request -> terms with parts. Invariant: a field whose part is not there is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from vllm_rollout.kernel.parts import faces, faces_left_out
+from vllm_rollout.kernel.rules.rows import PlanError
+from vllm_rollout.kernel.rules.terms_port import PartTerms, TermsPart
+
+
+def terms_of(table: type, fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, PartTerms]:
+    """The terms that a part makes from fields of its table, by part. Raises: PlanError."""
+    if not fields:
+        return {}
+    name, part = _reader(table, fields, names)
+    return {name: part.terms(fields, names)}
+
+
+def check_given(table: type, fields: Collection[str], names: Mapping[str, str]) -> None:
+    """Check which fields of a table are given, before their values are read. Raises: PlanError."""
+    if fields:
+        _reader(table, fields, names)[1].given(fields, names)
+
+
+def check_read(table: type, field: str) -> None:
+    """Check that a part reads the table, since `field` is for that part. Raises: PlanError that names the field."""
+    _reader(table, [field], {})
+
+
+def _reader(table: type, fields: Collection[str], names: Mapping[str, str]) -> tuple[str, TermsPart]:
+    """The part that reads the table, with its name. Raises: PlanError if it is not there."""
+    for name, part in faces("terms"):
+        if part.table is table:
+            return name, part()
+    field = next(iter(fields))
+    gone = next((name for name, part in faces_left_out("terms") if part.table is table), None)
+    lacks = "no part of this server reads it" if gone is None else f"this server runs without the part {gone!r}"
+    raise PlanError(names.get(field, field), f"{lacks}. Leave the field out, or start the server with the part.")
