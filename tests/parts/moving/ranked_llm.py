@@ -37,6 +37,7 @@ from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.moving.api.deaths import Death
 from vllm_rollout.parts.moving.api.moving import EngineMoves
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
@@ -73,7 +74,7 @@ class Rank(Core):
 
     def answer(self, operation: str, payload: bytes, answer: asyncio.Future[bytes]) -> None:
         self.calls.append(operation)
-        self.took_while_held |= operation == "adopt_group" and self.scheduler.moves.is_held
+        self.took_while_held |= operation == "adopt_group" and self.scheduler.part(GroupMoves).is_held
         try:
             self._may_fail(operation)
             said = rollout_call(self, operation, payload)
@@ -274,4 +275,4 @@ class Cluster:
 
     @property
     def held(self) -> list[int]:
-        return [rank for rank, core in enumerate(self.cores) if core.scheduler.moves.is_held]
+        return [rank for rank, core in enumerate(self.cores) if core.scheduler.part(GroupMoves).is_held]

@@ -9,7 +9,7 @@ PART = Part(
     faces={
         "api": "vllm_rollout.parts.moving.api.part:MovingApi",
         "client": "vllm_rollout.parts.moving.client:CLIENT",
-        "core": "vllm_rollout.parts.moving.core.moving:MovingCore",
+        "core": "vllm_rollout.parts.moving.core.moving:GroupMoves",
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plan": "vllm_rollout.parts.moving.http.plan:MovingPlan",
