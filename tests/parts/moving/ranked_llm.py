@@ -38,7 +38,7 @@ from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.moving.api.deaths import Death
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.core.moving import GroupMoves
-from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.moving.rules.placement import PredictedRanks
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 
@@ -143,8 +143,8 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)
         self.num_api_processes, self.client_index = num_api_processes, index
-        self._placement = Placement(len(cores), index, alone=num_api_processes == 1)
-        self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
+        ranks = PredictedRanks(len(cores), index, alone=num_api_processes == 1)
+        self.begin_groups(GroupRoutes(ranks), Metrics(CollectorRegistry()))
         self.life = SimpleNamespace(dead={}, watch=lambda: None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...

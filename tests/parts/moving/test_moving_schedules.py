@@ -162,7 +162,7 @@ class Schedule:
             assert core.scheduler.part(GroupMoves)._stopped == core.scheduler.part(GroupMoves)._adopted == {}
         for llm in self.cluster.llms:
             assert not llm.reqs_in_flight
-            assert llm._placement.num_candidates == [0] * len(self.cluster.cores)
+            assert llm.routes.ranks.num_candidates == [0] * len(self.cluster.cores)
 
 
 @pytest.mark.thorough

@@ -12,12 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.steps import group_steps, judge_of, lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.core.readings import Readings
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.moving.rules.work import TokenCost
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.parts.shaping.calls import RECORD_STEPS, SET_COST_MODEL, STEP_DRIFT, TAKE_STEPS, CostToCompare
@@ -53,8 +50,6 @@ class Client:
         self.living_ranks = range(len(cores))
         self.max_candidates = 4
         self.engine_core = self
-        self.placement = Placement(len(cores))
-        self.routes = GroupRoutes(self.placement)
 
     async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Core) -> bytes:
         return rollout_call(engine, operation, payload)
@@ -166,12 +161,14 @@ def use(engine: EngineShaping, config: VllmConfig, path: Path, **changes: Any) -
 
 
 def test_a_profile_gives_the_cost_model_and_every_rank_compares_with_it(engine, cores, config, tmp_path, caplog):
+    heard = []
+    engine.when_weighed.append(heard.append)
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_rollout"):
         use(engine, config, tmp_path / "ptl.json")
     assert engine.cost_model.ptl(8, 64) == pytest.approx(0.017)
     assert engine.cost_model.max_num_seqs == 4, "the queue is this server's, not the profiled one's"
     assert all(core.shaping.step_times._active for core in cores)
-    assert engine._client.placement.token_cost == TokenCost.of(engine.cost_model) != TokenCost()
+    assert heard == [engine.cost_model], "other parts use the same costs"
     assert caplog.records == []
 
 

@@ -14,6 +14,7 @@ PART = Part(
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plan": "vllm_rollout.parts.moving.http.plan:MovingPlan",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
+        "rank": "vllm_rollout.parts.moving.rules.placement:PredictedRanks",
         "routes": "vllm_rollout.parts.moving.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.moving.simulated",
         "worker_calls": "vllm_rollout.parts.moving.worker.move_calls:MoveCalls",
