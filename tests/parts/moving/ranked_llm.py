@@ -29,13 +29,13 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.life_port import Death
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.api.outputs import CandidateFailed
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.moving.api.deaths import Death
 from vllm_rollout.parts.moving.api.moving import EngineMoves
 from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.rules.placement import PredictedRanks

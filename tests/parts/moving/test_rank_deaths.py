@@ -26,9 +26,10 @@ from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import life, server_folder
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.kernel.api.life import Life
+from vllm_rollout.kernel.api.life_port import Death
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.rules.ranks import Ranks
-from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.parts.moving.api.deaths import Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.parts.moving.api.rank_client import RankClient
 
 pytestmark = pytest.mark.anyio

@@ -11,6 +11,7 @@ PART = Part(
         "client": "vllm_rollout.parts.moving.client:CLIENT",
         "core": "vllm_rollout.parts.moving.core.moving:GroupMoves",
         "flags": "vllm_rollout.parts.moving.api.flags:FLAGS",
+        "life": "vllm_rollout.parts.moving.api.deaths:life_of",
         "metrics": "vllm_rollout.parts.moving.http.metrics:MovingMetrics",
         "plan": "vllm_rollout.parts.moving.http.plan:MovingPlan",
         "plugin": "vllm_rollout.parts.moving.api.plugin:replace_clients",
