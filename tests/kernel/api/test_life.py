@@ -25,6 +25,9 @@ class Failing(LifePart):
     def died(self, death: Death) -> None:
         raise RuntimeError("planted")
 
+    def requests_of(self, rank: int) -> list[str]:
+        raise RuntimeError("planted")
+
 
 class Seeing(LifePart):
     """Sees rank 1 die, with one request."""

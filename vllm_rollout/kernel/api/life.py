@@ -93,7 +93,10 @@ class Life:
         for route in client.routes.on_rank(rank):
             await route.at_rest()  # one that leaves a dead rank may arrive elsewhere
         client.routes.leave_dead(rank)
-        lost = [request_id for part in self._parts for request_id in part.requests_of(rank)]
+        lost: list[str] = []
+        for part in self._parts:
+            with survived("requests of a dead rank"):
+                lost += part.requests_of(rank)
         logger.error("vllm_rollout: rank %d has died, and %d requests with it; the other ranks go on", rank, len(lost))
         client.lose(lost, RankDied.of(rank))
         if client.logger_manager is not None:  # its last statistics would be shown for ever

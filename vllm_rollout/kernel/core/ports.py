@@ -31,7 +31,10 @@ class CorePart:
         """`scheduler`: ours (`GroupSchedulerMixin`), before its first request."""
 
     def most_running(self, first: Request) -> int | None:
-        """Most requests to run at once, while `first` waits for admission. None: no limit. Running ones stay."""
+        """Most requests to run at once, while `first` waits for admission. None: no limit.
+
+        Running requests stay. The hook changes nothing in the part.
+        """
         return None
 
     def stepped(self, step: SchedulerOutput) -> None:
