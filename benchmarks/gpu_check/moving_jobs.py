@@ -19,6 +19,7 @@ from vllm_rollout.config import OUTPUT_INTERVAL_TOKENS
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.wire import CandidateTag
 from vllm_rollout.parts.moving.calls import GroupToAdopt, GroupToRelease
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import Parcel
 
 EPOCH = 1
@@ -54,7 +55,7 @@ class MovingJobs:
         return (time.perf_counter() - started) / max(1, num_steps)
 
     def release(self, group: str) -> dict[str, Any]:
-        moves, wanted = self._core.scheduler.moves, GroupToRelease(group, EPOCH)
+        moves, wanted = self._core.scheduler.part(GroupMoves), GroupToRelease(group, EPOCH)
         started = time.perf_counter()
         while (released := moves.release(self._core, wanted)).outcome == "in_flight":
             self._step()
@@ -71,7 +72,7 @@ class MovingJobs:
     def adopt(self, group: str, parcel: bytes, with_kv: bool) -> dict[str, Any]:
         """Adopt a group. Returns the seconds until it is here, and until all its candidates have their next token."""
         content = parcel if with_kv else replace(Parcel.decode(parcel), kv=None).encode()
-        moves = self._core.scheduler.moves
+        moves = self._core.scheduler.part(GroupMoves)
         num_before = moves.kv.num_blocks_in
         started = time.perf_counter()
         moves.adopt(self._core, GroupToAdopt(group, EPOCH, content))
@@ -84,7 +85,7 @@ class MovingJobs:
         }
 
     def confirm(self, group: str) -> None:
-        self._core.scheduler.moves.confirm(self._core, GroupToRelease(group, EPOCH))
+        self._core.scheduler.part(GroupMoves).confirm(self._core, GroupToRelease(group, EPOCH))
 
     def end(self, group: str) -> dict[str, list[int]]:
         """Run to the end. Returns the tokens that each candidate generated here."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 
+from vllm_rollout.parts.shaping.core import ShapingCore
 from vllm_rollout.parts.shaping.rules.cost import StepTime
 from vllm_rollout.profiling.profiler import (
     UNTIMED_STEPS,
@@ -46,7 +47,7 @@ class ProfilingJobs:
 
     def prefill(self, *, chunk_tokens: int, num_steps: int) -> list[StepTime]:
         """A companion decodes while new prompts come, one after the other."""
-        times = self._core.scheduler.step_times
+        times = self._core.scheduler.part(ShapingCore).step_times
         engine = self.llm.llm_engine
         engine.add_request("companion", {"prompt_token_ids": self._random(None, 1)}, self._profiled(4 * num_steps + 8))
         times.record(True)
@@ -62,7 +63,7 @@ class ProfilingJobs:
         return [step for step in steps if step.num_tokens > chunk_tokens]
 
     def _recorded(self, prompts: list[list[int]], num_tokens: int) -> list[StepTime]:
-        times = self._core.scheduler.step_times
+        times = self._core.scheduler.part(ShapingCore).step_times
         times.record(True)
         self._generate(prompts, num_tokens)
         steps = times.take()

@@ -28,5 +28,14 @@ def register() -> None:
         check_vllm_version()
         add_rollout_calls()
         async_llm.AsyncLLM = RolloutAsyncLLM  # type: ignore[misc]
+        replace_engine_client()
     for _, replace in faces("plugin"):
         replace(serves)
+
+
+def replace_engine_client() -> None:
+    """Let vLLM build a part's client of several engine cores: the class that is its face `engine_client`."""
+    from vllm.v1.engine import core_client
+
+    for _, client in faces("engine_client"):
+        core_client.DPLBAsyncMPClient = client  # type: ignore[misc]

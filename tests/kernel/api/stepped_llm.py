@@ -19,12 +19,11 @@ from tests.support.dry_run import EOS_TOKEN
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.moving.rules.placement import Placement
 
 
 class AddsToRun(AsyncLLM):
@@ -88,8 +87,7 @@ class SteppedLLM(RolloutAsyncLLM, AddsToRun):
         self.asked: dict[str, tuple[Any, SamplingParams]] = {}
         """Prompt and parameters of each, likewise."""
         self.priorities: dict[str, int] = {}
-        self._placement = Placement(num_ranks, alone=alone)
-        self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
+        self.begin_groups(GroupRoutes(new_ranks(num_ranks, alone=alone)), Metrics(CollectorRegistry()))
         self.num_api_processes, self.client_index = 1 if alone else 2, 0
         self.life = SimpleNamespace(dead={}, watch=lambda: None, living_ranks=[0])
         self.core_engines = [SimpleNamespace(scheduler=run.scheduler, vllm_config=run.scheduler.vllm_config)]

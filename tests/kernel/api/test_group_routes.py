@@ -1,76 +1,30 @@
-"""The rank for a group: by predicted work, and by groups that other processes have sent."""
+"""The rank for a group: by the groups of this process, and by groups that other processes have sent."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable
-from contextlib import aclosing
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
 
-from tests.kernel.api.stepped_llm import SteppedLLM, let_everybody_run
-from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from tests.support.work import faster_than_linear
+from vllm_rollout.kernel.api import group_routes
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
-from vllm_rollout.kernel.api.group_routes import GroupRoutes, work_of
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.http.engine import Outlook
-from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
-from vllm_rollout.parts.shaping.rules.moments import LengthMoments, expected_remaining
-
-pytestmark = pytest.mark.anyio
-
-LENGTHS = LengthMoments(100.0, 2500.0, 4)
-
-
-def outlook(mean: float = 100.0) -> Outlook:
-    return Outlook(LengthMoments(mean, 2500.0, 4), 10, 4000)
+from vllm_rollout.kernel.rules.ranks import Ranks
 
 
 def fresh(num_candidates: int) -> dict[int, int]:
     return dict.fromkeys(range(num_candidates), 0)
 
 
-def remaining(*num_tokens: int) -> int:
-    return round(sum(expected_remaining(num, LENGTHS, 4000) for num in num_tokens))
-
-
-def test_a_group_counts_what_its_candidates_have_to_do_until_they_end() -> None:
-    placement = Placement(2)
-    routes = GroupRoutes(placement)
-    route = routes.open("q", fresh(4), outlook=outlook())
-    assert (route.rank, placement.loads) == (0, [remaining(0, 0, 0, 0), 0])
-    routes.ended(route, 2, 30)
-    assert placement.loads == [remaining(30, 30, 30), 0]
-    routes.ended(route, 0, 20)  # stopped in a later step than it would seem: its siblings are not younger for it
-    assert placement.loads == [remaining(30, 30), 0]
-    routes.arrived(route, 1)
-    assert placement.loads == [0, remaining(30, 30)]
-    routes.ended(route, 1, 250)
-    assert (route.num_left, placement.loads) == (1, [0, remaining(250)])
-    routes.close(route)
-    assert (placement.loads, placement.num_candidates) == ([0, 0], [0, 0])
-
-
-def test_a_group_that_is_over_before_it_arrives_counts_nowhere() -> None:
-    placement = Placement(2)
-    routes = GroupRoutes(placement)
-    route = routes.open("q", fresh(4), outlook=outlook())
-    routes.close(route)
-    routes.arrived(route, 1)
-    assert (placement.loads, placement.num_candidates) == ([0, 0], [0, 0])
-
-
 def test_a_rank_that_takes_nothing_is_not_to_be_named() -> None:
     """Also when it was put on hold after the request had come."""
-    routes = GroupRoutes(Placement(3))
+    routes = GroupRoutes(Ranks(3))
     routes.hold(frozenset({0}))
     routes.bury(1)
     for enter in (lambda rank: routes.open("g", fresh(2), rank), lambda rank: routes.join("j", 2, rank)):
@@ -81,68 +35,29 @@ def test_a_rank_that_takes_nothing_is_not_to_be_named() -> None:
         assert enter(2).rank == 2
 
 
-def test_candidates_that_go_on_or_come_late_have_ages_of_their_own() -> None:
-    placement = Placement(2)
-    routes = GroupRoutes(placement)
-    route = routes.open("q", {0: 0, 3: 200}, outlook=outlook())
-    assert placement.loads[0] == remaining(0, 200)
-    routes.ended(route, 0, 40)
-    assert placement.loads[0] == remaining(240)
-    routes.begins(route, 4)
-    assert placement.loads[0] == remaining(240, 0)
-    routes.ended(route, 4, 15)
-    assert placement.loads[0] == remaining(255)
-
-
-def test_groups_without_an_outlook_count_their_candidates_until_they_end() -> None:
-    placement = Placement(2)
-    routes = GroupRoutes(placement)
+def test_groups_count_their_candidates_until_they_end() -> None:
+    ranks = Ranks(2)
+    routes = GroupRoutes(ranks)
     route = routes.open("q", fresh(4))
-    assert placement.loads == [4, 0]
+    assert ranks.loads == [4, 0]
     routes.ended(route, 0, 30)
-    assert placement.loads == [3, 0]
-
-
-def test_a_long_group_outweighs_several_short_ones() -> None:
-    routes = GroupRoutes(Placement(2))
-    means = [1000.0, 100.0, 100.0, 100.0, 1000.0]
-    assert [routes.open(f"q{i}", fresh(4), outlook=outlook(mean)).rank for i, mean in enumerate(means)] == [
-        0,
-        1,
-        1,
-        1,
-        1,
-    ]
-
-
-def test_a_profile_says_what_contexts_weigh() -> None:
-    """Ten candidates of 100 tokens cost less than one of 1,000 where reading contexts is what costs."""
-    curves = [(context, PTLCurve((1.0, 101.0), (1.0, seconds))) for context, seconds in ((0.0, 1.0), (1000.0, 3.0))]
-    ranks = {}
-    for weighed in (False, True):
-        routes = GroupRoutes(Placement(2))
-        if weighed:
-            routes.weigh(CostModel(tuple(curves)))
-        routes.open("long", fresh(1), 0, outlook(1000.0))
-        routes.open("many", fresh(12), 1, outlook(100.0))
-        ranks[weighed] = routes.open("next", fresh(1), outlook=outlook()).rank
-    assert ranks == {False: 0, True: 1}
+    assert ranks.loads == [3, 0]
 
 
 def test_requests_of_others_are_what_is_counted_beyond_our_own() -> None:
     now_s, counts = 0.0, [40, 0]
-    placement = Placement(2)
-    routes = GroupRoutes(placement, lambda: counts, lambda: now_s)
+    ranks = Ranks(2)
+    routes = GroupRoutes(ranks, lambda: counts, lambda: now_s)
     groups = [routes.open(f"q{i}", fresh(8)) for i in range(4)]
     assert [group.rank for group in groups] == [1] * 4
-    assert placement.loads == [40, 32]
+    assert ranks.loads == [40, 32]
     counts, now_s = [40, 32], 5.0  # now they have been counted, and are not taken for others'
     assert routes.next_rank() == 1
-    assert placement.loads == [40, 32]
+    assert ranks.loads == [40, 32]
     for group in groups:
         routes.close(group)
     assert routes.next_rank() == 1
-    assert placement.loads == [40, 0]  # those that ended a moment ago are counted still
+    assert ranks.loads == [40, 0]  # those that ended a moment ago are counted still
     counts, now_s = [0, 50], 10.0
     assert routes.next_rank() == 0
 
@@ -154,50 +69,73 @@ def test_ordinary_requests_of_this_process_count_at_once() -> None:
     assert RolloutAsyncLLM.request_counts(SimpleNamespace(engine_core=core)) == [10, 6, 3]
 
 
-async def test_loads_fall_while_a_group_runs(new_run: Callable[..., TracedRun]) -> None:
-    llm = SteppedLLM(new_run(), num_ranks=2)
-    plan = GroupPlan(4)
-    loads: list[list[float]] = []
-
-    async def rollout(name: str, lengths: list[int]) -> None:
-        params = SamplingParams(max_tokens=4000, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        stream = llm.run_candidates(name, plan, lengths, params, outlook=outlook())
-        async with aclosing(stream) as outputs:
-            async for _ in outputs:
-                loads.append(llm._placement.loads)
-
-    tasks = [asyncio.create_task(rollout(name, [5, 9, 30, 60])) for name in "ab"]
-    await let_everybody_run()
-    assert llm._placement.loads == [remaining(0, 0, 0, 0)] * 2
-    await llm.step_to_the_end()
-    await asyncio.gather(*tasks)
-    assert {rank for _, rank in llm.added.values()} == {0, 1}
-    assert max(loads[-1]) < remaining(0, 0)
-    assert llm._placement.loads == [0, 0]
-    assert_nothing_left(llm.run)
+def test_a_group_that_moves_counts_at_its_new_rank() -> None:
+    routes = GroupRoutes(ranks := Ranks(2))
+    route = routes.open("q", fresh(4))
+    routes.ended(route, 0, 30)
+    routes.begins(route, 4)
+    routes.ended(route, 1, 30)
+    routes.arrived(route, 1)
+    assert (route.rank, route.num_left, ranks.loads) == (1, 3, [0, 3])
+    routes.close(route)
+    routes.arrived(route, 0)  # it was over before it arrived
+    assert ranks.loads == [0, 0]
 
 
-@pytest.mark.parametrize("known", [outlook(), None])
-@pytest.mark.parametrize("resumed", [False, True])
-def test_the_ends_of_thousands_of_candidates_take_work_by_their_number(known, resumed):
+class LastRank(Ranks):
+    """The rule of a made-up part: the last rank gets all groups. Keeps what it hears."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heard: list[Any] = []
+
+    @property
+    def loads(self) -> list[float]:
+        return [-rank for rank in range(self.num_ranks)]
+
+    def open(self, num_tokens: Any, rank: int | None = None, outlook: Any = None) -> Any:
+        self.heard.append((dict(num_tokens), outlook))
+        return super().open(num_tokens, rank, outlook)
+
+    def begins(self, group: Any, index: int) -> None:
+        self.heard.append(("begins", index))
+        super().begins(group, index)
+
+    def ended(self, group: Any, index: int, num_tokens: int) -> None:
+        self.heard.append(("ended", index, num_tokens))
+        super().ended(group, index, num_tokens)
+
+    def close(self, group: Any) -> None:
+        self.heard.append(("close", group.num_left))
+        super().close(group)
+
+
+def test_a_part_chooses_ranks_and_hears_of_groups_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_routes, "faces", lambda face: iter([("a part", LastRank)] if face == "rank" else []))
+    routes = GroupRoutes(ranks := new_ranks(3))
+    route = routes.open("q", {0: 0, 1: 9}, outlook=(outlook := Outlook(None, 10, None)))
+    routes.begins(route, 2)
+    routes.ended(route, 0, 30)
+    routes.close(route)
+    assert route.rank == 2
+    assert ranks.heard == [({0: 0, 1: 9}, outlook), ("begins", 2), ("ended", 0, 30), ("close", 2)]
+    assert routes.join("joined", 2, None).rank == 2
+
+
+def test_without_a_part_the_rank_with_the_fewest_requests_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_routes, "faces", lambda face: iter(()))
+    routes = GroupRoutes(new_ranks(2, 1))
+    outlooks = [Outlook(None, 10, None), None, None]
+    groups = [routes.open(f"q{i}", fresh(4 - i), outlook=outlook) for i, outlook in enumerate(outlooks)]
+    assert [group.rank for group in groups] == [1, 0, 0]
+
+
+def test_the_ends_of_thousands_of_candidates_take_work_by_their_number() -> None:
     def play(num: int) -> None:
-        placement = Placement(2)
-        routes = GroupRoutes(placement)
-        begun = {index: index if resumed else 0 for index in range(num)}
-        route = routes.open("g", begun, outlook=known)
+        routes = GroupRoutes(Ranks(2))
+        route = routes.open("g", fresh(num))
         for index in range(num):
             routes.ended(route, index, 10)
-            assert placement.num_candidates[route.rank] == num - index - 1
         routes.close(route)
 
     assert faster_than_linear(play, 128, 2048) == {}
-
-
-def test_what_is_left_of_a_large_group_is_predicted_closely():
-    placement = Placement(1)
-    routes = GroupRoutes(placement)
-    route = routes.open("g", fresh(1024), outlook=outlook())
-    for index in range(1023):
-        routes.ended(route, index, index // 10)
-        exact = work_of([route._age] * route.num_left, route.outlook).tokens
-        assert abs(route.work.tokens - exact) <= 0.1 * exact + 200

@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import OpenPaths, lacks_key
-from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.kernel.rules.ranks import Ranks
 
 PATHS = ("/invocations", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
@@ -25,7 +25,7 @@ class Client(RolloutAsyncLLM):
 
     def __init__(self) -> None:
         self.vllm_config: Any = SimpleNamespace(additional_config={}, scheduler_config=SimpleNamespace(max_num_seqs=4))
-        self.routes = GroupRoutes(Placement(1))
+        self.routes = GroupRoutes(Ranks(1))
         self._refuses_prompt_logprobs = False
         self._argument_checks = ()
 

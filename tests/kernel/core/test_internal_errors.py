@@ -9,6 +9,7 @@ import pytest
 from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring, observe
 from tests.support.steps import judge_of, races_of
+from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
 from vllm_rollout.kernel.worker.observing import NOT_FINITE
@@ -130,12 +131,10 @@ def test_whatever_else_raises_in_a_step_fails_its_candidates_and_nobody_else(run
     assert_nothing_left(run)
 
 
-@pytest.mark.parametrize("place", ["_most_running", "step_times"])
-def test_what_only_advises_is_left_out_where_it_raises(run, monkeypatch, place):
-    if place == "step_times":
-        monkeypatch.setattr(run.scheduler.step_times, "step", fail)
-    else:
-        monkeypatch.setattr(run.scheduler, place, fail)
+@pytest.mark.parametrize("hook", ["most_running", "stepped", "forget"])
+def test_a_part_of_the_core_is_left_out_where_it_raises(run, hook):
+    part = type("Failing", (CorePart,), {hook: fail})(run.scheduler)
+    run.scheduler.parts = CoreParts([("failing", part)], run.scheduler.faults)
     run.run()
     assert run.ends([f"g-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
     assert_others_go_on(run)

@@ -110,7 +110,7 @@ async def test_siblings_that_share_a_prompt_race(llm: SteppedLLM) -> None:
     siblings = [Sibling(llm, f"r{i}", length) for i, length in enumerate((9, 30, 5, 40))]
     assert await race(llm, *siblings) == [WON, LOST, WON, LOST]
     assert_nothing_left(llm.run)
-    assert len(llm._placement) == 0
+    assert len(llm.routes.ranks) == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ async def test_a_sibling_that_says_otherwise_is_refused_with_both_values(llm, ki
     # Another may come in its place.
     assert await race(llm, *[Sibling(llm, f"s{i}", 9 + i) for i in range(3)]) == [WON, LOST, LOST]
     assert_nothing_left(llm.run)
-    assert len(llm._placement) == 0
+    assert len(llm.routes.ranks) == 0
 
 
 def reward(
@@ -378,11 +378,11 @@ async def test_siblings_meet_on_a_rank_that_has_room_and_groups_spread(new_run) 
             xargs = {**JOIN, "rollout_group_id": group}
             siblings.append(Sibling(llm, f"{group}{i}", 40 + i, xargs))
             await let_everybody_run()
-    assert llm._placement.loads == [8, 4]
+    assert llm.routes.ranks.loads == [8, 4]
     pinned = [Sibling(llm, f"p{i}", 9, {**JOIN, "rollout_group_id": "p"}, data_parallel_rank=0) for i in range(4)]
     await race(llm, *siblings, *pinned)
     assert [ranks(llm, name) for name in "abcp"] == [{0}, {1}, {0}, {0}]
-    assert llm._placement.loads == [0, 0]
+    assert llm.routes.ranks.loads == [0, 0]
 
 
 async def test_siblings_meet_also_where_several_api_processes_take_them(new_run) -> None:
@@ -436,7 +436,7 @@ async def test_one_that_comes_after_the_group_s_end_ends_in_its_first_step(llm: 
     assert await race(llm, late) == [LOST]
     assert len(late.outputs[-1].outputs[0].token_ids) == 1
     assert_nothing_left(llm.run)
-    assert len(llm._placement) == 0
+    assert len(llm.routes.ranks) == 0
 
 
 async def test_more_than_were_announced_race_too_while_the_group_runs(llm: SteppedLLM) -> None:
@@ -444,14 +444,14 @@ async def test_more_than_were_announced_race_too_while_the_group_runs(llm: Stepp
     siblings = [Sibling(llm, f"r{i}", length) for i, length in enumerate((50, 60, 70, 80, 7, 6))]
     assert await race(llm, *siblings) == [LOST, LOST, LOST, LOST, WON, WON]
     assert_nothing_left(llm.run)
-    assert len(llm._placement) == 0
+    assert len(llm.routes.ranks) == 0
 
 
 async def test_one_more_than_were_announced_begins_another_group_when_they_have_ended(llm: SteppedLLM) -> None:
     assert (await race(llm, *[Sibling(llm, f"r{i}", 5 + i) for i in range(4)])).count(WON) == 2
     assert await race(llm, Sibling(llm, "s0", 30)) == [WON]
     assert len(llm.run.scheduler.group_steps) == 1
-    assert len(llm._placement) == 1
+    assert len(llm.routes.ranks) == 1
 
 
 async def test_a_sibling_whose_client_went_away_leaves_a_place_for_the_one_that_is_sent_again(llm: SteppedLLM) -> None:
@@ -482,7 +482,7 @@ async def test_a_trainer_that_never_sends_all_and_comes_back_does_not_meet_its_o
     assert held() == (0, 0)
     assert await race(llm, *[Sibling(llm, f"s{i}", 5 + i) for i in range(4)]) == [WON, WON, LOST, LOST]
     assert_nothing_left(llm.run)
-    assert len(llm._placement) == 0
+    assert len(llm.routes.ranks) == 0
 
 
 async def test_groups_whose_siblings_do_not_come_count_once_and_are_said_once(llm: SteppedLLM, monkeypatch) -> None:

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from vllm_rollout.config import UNMET_S
+from vllm_rollout.kernel.rules.ranks import Ranks
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
-from vllm_rollout.parts.moving.rules.placement import Placement
 
 
 def waiting_table(*names: str, **limits: float) -> SiblingTable[str]:
@@ -59,14 +59,14 @@ def test_what_does_not_wait_is_kept_and_what_waits_is_bounded_whatever_happens(s
         assert all(table.find(name) == name for name in running)
 
 
-def test_the_placement_forgets_as_the_engine_does():
-    placement = Placement(2)
-    assert placement.join("a", 4) == 0
-    placement.leave_joined("a", now_s=100.0)
-    assert placement.forget_waiting(600.0) == []
-    assert placement.forget_waiting(701.0) == ["a"]
-    assert (len(placement), placement.loads) == (0, [0, 0])
-    assert placement.join("a", 4) == 1, "it goes where any new group would"
+def test_ranks_forget_groups_as_the_engine_does():
+    ranks = Ranks(2)
+    assert ranks.join("a", 4) == 0
+    ranks.leave_joined("a", now_s=100.0)
+    assert ranks.forget_waiting(600.0) == []
+    assert ranks.forget_waiting(701.0) == ["a"]
+    assert (len(ranks), ranks.loads) == (0, [0, 0])
+    assert ranks.join("a", 4) == 1, "it goes where any new group would"
 
 
 def test_what_has_waited_for_long_is_overdue_once():

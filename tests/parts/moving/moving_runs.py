@@ -7,6 +7,7 @@ from vllm.v1.request import Request
 from tests.kernel.core.scheduler_runs import TracedRun, assert_nothing_left
 from tests.parts.moving.kv_worker import KVWorker
 from vllm_rollout.parts.moving.calls import ADOPT_GROUP, RELEASE_GROUP, GroupToAdopt, GroupToRelease, Released
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import WorkerState
 from vllm_rollout.parts.moving.worker.shared_kv import SharedKV
 
@@ -44,18 +45,18 @@ class Core:
 
     def release(self, group_id: str, epoch: int = 1) -> Released:
         wanted = RELEASE_GROUP.decode_argument(RELEASE_GROUP.encode_argument(GroupToRelease(group_id, epoch)))
-        answer = self.scheduler.moves.release(self, wanted)
+        answer = self.scheduler.part(GroupMoves).release(self, wanted)
         return RELEASE_GROUP.decode_result(RELEASE_GROUP.encode_result(answer))
 
     def adopt(self, group_id: str, parcel: bytes, epoch: int = 1) -> None:
         wanted = GroupToAdopt(group_id, epoch, parcel)
-        self.scheduler.moves.adopt(self, ADOPT_GROUP.decode_argument(ADOPT_GROUP.encode_argument(wanted)))
+        self.scheduler.part(GroupMoves).adopt(self, ADOPT_GROUP.decode_argument(ADOPT_GROUP.encode_argument(wanted)))
 
     def keep(self, group_id: str, epoch: int = 1) -> None:
-        self.scheduler.moves.keep(self, GroupToRelease(group_id, epoch))
+        self.scheduler.part(GroupMoves).keep(self, GroupToRelease(group_id, epoch))
 
     def confirm(self, group_id: str, epoch: int = 1) -> None:
-        self.scheduler.moves.confirm(self, GroupToRelease(group_id, epoch))
+        self.scheduler.part(GroupMoves).confirm(self, GroupToRelease(group_id, epoch))
 
 
 class Ranks:
@@ -108,7 +109,7 @@ def assert_each_once(ranks: Ranks, lengths: dict[str, int]) -> None:
         assert tokens[: length - 1] == said[: length - 1]
     for each in ranks.runs:
         assert_nothing_left(each)
-        moves = each.scheduler.moves
+        moves = each.scheduler.part(GroupMoves)
         assert moves._released == moves._adopted == moves._stopped == moves.kv._shared == {}
     for core in ranks.cores:
         for transfer in core.kv.kv_transfers.values():

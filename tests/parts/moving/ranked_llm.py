@@ -29,15 +29,16 @@ from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine import VLLMEngine
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.life_port import Death
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.api.outputs import CandidateFailed
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.moving.api.deaths import Death
 from vllm_rollout.parts.moving.api.moving import EngineMoves
-from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.parts.moving.core.moving import GroupMoves
+from vllm_rollout.parts.moving.rules.placement import PredictedRanks
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 
 
@@ -73,7 +74,7 @@ class Rank(Core):
 
     def answer(self, operation: str, payload: bytes, answer: asyncio.Future[bytes]) -> None:
         self.calls.append(operation)
-        self.took_while_held |= operation == "adopt_group" and self.scheduler.moves.is_held
+        self.took_while_held |= operation == "adopt_group" and self.scheduler.part(GroupMoves).is_held
         try:
             self._may_fail(operation)
             said = rollout_call(self, operation, payload)
@@ -142,8 +143,8 @@ class RankedLLM(RolloutAsyncLLM, SendsToRanks):
         self.vllm_config = cores[0].scheduler.vllm_config
         self.model_config = SimpleNamespace(get_diff_sampling_param=dict)
         self.num_api_processes, self.client_index = num_api_processes, index
-        self._placement = Placement(len(cores), index, alone=num_api_processes == 1)
-        self.begin_groups(GroupRoutes(self._placement), Metrics(CollectorRegistry()))
+        ranks = PredictedRanks(len(cores), index, alone=num_api_processes == 1)
+        self.begin_groups(GroupRoutes(ranks), Metrics(CollectorRegistry()))
         self.life = SimpleNamespace(dead={}, watch=lambda: None)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None: ...
@@ -274,4 +275,4 @@ class Cluster:
 
     @property
     def held(self) -> list[int]:
-        return [rank for rank, core in enumerate(self.cores) if core.scheduler.moves.is_held]
+        return [rank for rank, core in enumerate(self.cores) if core.scheduler.part(GroupMoves).is_held]

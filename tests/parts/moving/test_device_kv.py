@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.fake_cuda import FUNCTIONS, Runtime, cudaError_t, new_processes
 from tests.parts.moving.moving_runs import Ranks, assert_each_once, ids_and_lengths
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, Parcel
 from vllm_rollout.parts.moving.worker import device_kv, kv_calls
@@ -287,7 +288,7 @@ def test_a_group_takes_its_blocks_along_by_cuda_ipc(new_ranks):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    moves = [run.scheduler.moves.kv for run in ranks.runs]
+    moves = [run.scheduler.part(GroupMoves).kv for run in ranks.runs]
     assert moves[1].num_blocks_in == segment.num_blocks
     assert [each.num_fallbacks for each in moves] == [0, 0]
     assert [runtime.opened.total() for runtime in runtimes] == [0, 0]
@@ -302,8 +303,8 @@ def test_a_transfer_that_fails_is_computed_again(new_ranks, function):
     ranks.until(ids[0], NUM_TOKENS)
     assert ranks.move("g") == "released"
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.num_blocks_in == 0
-    assert ranks.runs[1].scheduler.moves.kv.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.num_blocks_in == 0
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.num_fallbacks == 1
     assert ranks.cores[1].kv.num_computed >= len(PROMPT) + NUM_TOKENS
     assert_each_once(ranks, ids_and_lengths(ids, [100]))
 
@@ -318,7 +319,7 @@ def test_what_has_no_room_on_the_device_goes_over_the_host(new_ranks):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.num_blocks_in == segment.num_blocks
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.num_blocks_in == segment.num_blocks
     assert_each_once(ranks, ids_and_lengths(ids, [100]))
 
 

@@ -13,6 +13,7 @@ from tests.parts.moving.moving_runs import assert_both_end
 from tests.parts.moving.ranked_llm import Cluster
 from tests.support.steps import races_of
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.wire import Parcel
 from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
@@ -59,8 +60,8 @@ async def said_all(cluster: Cluster) -> None:
 def assert_nothing_held(cluster: Cluster) -> None:
     for core in cluster.cores:
         assert_nothing_left(core.run)
-        assert core.scheduler.moves._stopped == {}
-        assert core.scheduler.moves._adopted == {}
+        assert core.scheduler.part(GroupMoves)._stopped == {}
+        assert core.scheduler.part(GroupMoves)._adopted == {}
     assert not cluster.llm.reqs_in_flight
 
 
@@ -191,7 +192,7 @@ def test_only_the_move_of_the_same_epoch_is_confirmed(two):
     """A confirmation of an earlier move that comes late must not forget the parcel of the next one."""
     assert two.release("g", 0, epoch=2).outcome == "released"
     two.cores[0].confirm("g", epoch=1)
-    assert two.runs[0].scheduler.moves.num_out == 0
+    assert two.runs[0].scheduler.part(GroupMoves).num_out == 0
     two.cores[0].keep("g", epoch=2)
     assert_both_end(two)
 

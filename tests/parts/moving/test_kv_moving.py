@@ -9,6 +9,7 @@ from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.moving_runs import Ranks, assert_each_once, ids_and_lengths
 from vllm_rollout.parts.moving.calls import RANK_STATE
 from vllm_rollout.parts.moving.core.kv_moving import refusal
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, Parcel
 from vllm_rollout.parts.moving.worker import shared_kv
@@ -40,22 +41,22 @@ def moved(ranks: Ranks, num_candidates: int = 3) -> int:
 def test_only_the_last_part_of_a_block_is_computed_again(new_ranks):
     ranks = new_ranks()
     num_computed = moved(ranks, 1)
-    moves = [run.scheduler.moves.kv for run in ranks.runs]
+    moves = [run.scheduler.part(GroupMoves).kv for run in ranks.runs]
     num_blocks = moves[1].arrived.num_blocks
     assert num_blocks >= (len(PROMPT) + NUM_TOKENS - 1) // BLOCK_SIZE
     assert 0 <= num_computed < BLOCK_SIZE + 2
     assert [each.arrived.num_fallbacks for each in moves] == [0, 0]
     assert [each.arrived.num_groups for each in moves] == [0, 1]
-    assert all(run.scheduler.moves.seconds > 0 for run in ranks.runs)
+    assert all(run.scheduler.part(GroupMoves).seconds > 0 for run in ranks.runs)
 
 
 def test_what_came_says_what_the_next_one_costs(new_ranks):
     ranks = new_ranks()
-    assumed, other = (run.scheduler.moves.kv.arrived.transfer for run in ranks.runs)
+    assumed, other = (run.scheduler.part(GroupMoves).kv.arrived.transfer for run in ranks.runs)
     assert assumed == other
     assert (assumed.block_size, assumed.s_per_token > 0) == (BLOCK_SIZE, True)
     moved(ranks, 1)
-    states = [run.scheduler.moves.state(run.scheduler.load) for run in ranks.runs]
+    states = [run.scheduler.part(GroupMoves).state(run.scheduler.load) for run in ranks.runs]
     source, target = (its.kv for its in states)
     assert (source.transfer, source.num_groups) == (assumed, 0)
     assert target.transfer.s_per_token not in (0, assumed.s_per_token)
@@ -75,7 +76,7 @@ def test_a_transfer_that_fails_has_no_price_until_one_succeeds(new_ranks):
     ranks.cores[0].kv.rollout_drop_kv([segment])
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
-    target = ranks.runs[1].scheduler.moves.kv
+    target = ranks.runs[1].scheduler.part(GroupMoves).kv
     assert (target.arrived.transfer, target.arrived.num_fallbacks) == (None, 1)
     assert ranks.move("h", epoch=2) == "released"
     assert target.arrived.transfer is not None
@@ -86,7 +87,7 @@ def test_a_transfer_that_fails_has_no_price_until_one_succeeds(new_ranks):
 def test_without_its_blocks_a_group_is_computed_again(new_ranks):
     ranks = new_ranks(options=MovingOptions(moves_kv=False))
     assert moved(ranks, 1) >= len(PROMPT) + NUM_TOKENS - 1
-    arrived = ranks.runs[1].scheduler.moves.kv.arrived
+    arrived = ranks.runs[1].scheduler.part(GroupMoves).kv.arrived
     assert (arrived.num_blocks, arrived.num_groups, arrived.transfer) == (0, 0, None)
 
 
@@ -116,13 +117,13 @@ def test_blocks_that_the_target_has_do_not_travel_again(new_ranks):
     ranks.until(id, NUM_TOKENS)
     ranks.move("g")
     ranks.until(id, NUM_TOKENS + 40)
-    first = ranks.runs[1].scheduler.moves.kv.arrived.num_blocks
+    first = ranks.runs[1].scheduler.part(GroupMoves).kv.arrived.num_blocks
     ranks.move("g", source=1, epoch=2)
-    assert 1 <= ranks.runs[0].scheduler.moves.kv.arrived.num_blocks <= 4
+    assert 1 <= ranks.runs[0].scheduler.part(GroupMoves).kv.arrived.num_blocks <= 4
     ranks.until(id, NUM_TOKENS + 80)
     ranks.move("g", epoch=3)
     ranks.run()
-    assert first < ranks.runs[1].scheduler.moves.kv.arrived.num_blocks <= first + 6
+    assert first < ranks.runs[1].scheduler.part(GroupMoves).kv.arrived.num_blocks <= first + 6
     assert_each_once(ranks, {id: 200})
 
 
@@ -153,7 +154,7 @@ def test_a_segment_that_is_gone_is_computed_again(new_ranks):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.arrived.num_fallbacks == 1
     assert_each_once(ranks, {id: 200})
 
 
@@ -170,7 +171,7 @@ def test_another_file_at_its_place_is_not_read(new_ranks, tmp_path):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.arrived.num_fallbacks == 1
     assert_each_once(ranks, {id: 200})
 
 
@@ -185,7 +186,7 @@ def test_blocks_of_before_a_reset_do_not_come_after_it(new_ranks, resets):
     ranks.cores[1].adopt("g", released.parcel)
     ranks.cores[0].confirm("g")
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.arrived.num_blocks == 0
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.arrived.num_blocks == 0
     assert_each_once(ranks, {id: 200})
 
 
@@ -193,7 +194,7 @@ def test_no_room_in_memory(new_ranks, monkeypatch):
     monkeypatch.setattr(shared_kv, "free_bytes", lambda: 1000)
     ranks = new_ranks()
     assert moved(ranks, 1) >= len(PROMPT) + NUM_TOKENS - 1
-    assert ranks.runs[0].scheduler.moves.kv.arrived.num_fallbacks == 1
+    assert ranks.runs[0].scheduler.part(GroupMoves).kv.arrived.num_fallbacks == 1
 
 
 def test_no_room_in_the_cache(new_ranks):
@@ -202,7 +203,7 @@ def test_no_room_in_the_cache(new_ranks):
     while ranks.runs[1].num_free_blocks > 8:
         ranks.runs[1].step()
     assert moved(ranks, 2) > 2 * NUM_TOKENS
-    assert ranks.runs[1].scheduler.moves.kv.arrived.num_fallbacks == 1
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.arrived.num_fallbacks == 1
 
 
 def test_a_group_that_comes_back_leaves_nothing_shared(new_ranks):

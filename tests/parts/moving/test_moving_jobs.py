@@ -14,6 +14,7 @@ from benchmarks.gpu_check.moves import move_8b, move_float32
 from benchmarks.gpu_check.moving_jobs import MovingJobs
 from benchmarks.gpu_check.record import Record
 from tests.parts.moving.moving_runs import Core
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 
 
 class SteppedCore(Core):
@@ -91,7 +92,7 @@ def test_tokens_that_differ_fail_the_piece(bench):
 
 
 def test_blocks_that_stay_behind_fail_the_piece(bench):
-    bench.cores[0].scheduler.moves.kv._refusal = "a test"
+    bench.cores[0].scheduler.part(GroupMoves).kv._refusal = "a test"
     move_float32(bench)
     assert checks(bench) == [True, False, False, True]
 

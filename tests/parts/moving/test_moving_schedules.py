@@ -14,6 +14,7 @@ from tests.kernel.core.scheduler_runs import assert_nothing_left
 from tests.parts.moving.ranked_llm import Cluster
 from vllm_rollout.kernel.core.calls import answered
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.rules.placement import TRAINER
 from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, WIDEN_RACE, WiderRace
 from vllm_rollout.parts.rounds.rules.race import RacePlace
@@ -158,10 +159,10 @@ class Schedule:
     def left_nothing(self) -> None:
         for core in self.cluster.cores:
             assert_nothing_left(core.run)
-            assert core.scheduler.moves._stopped == core.scheduler.moves._adopted == {}
+            assert core.scheduler.part(GroupMoves)._stopped == core.scheduler.part(GroupMoves)._adopted == {}
         for llm in self.cluster.llms:
             assert not llm.reqs_in_flight
-            assert llm._placement.num_candidates == [0] * len(self.cluster.cores)
+            assert llm.routes.ranks.num_candidates == [0] * len(self.cluster.cores)
 
 
 @pytest.mark.thorough

@@ -17,6 +17,7 @@ from tests.kernel.core.scheduler_runs import add_group
 from tests.parts.moving.moving_runs import assert_each_once
 from tests.parts.moving.nixl_source import decoded, new_layers
 from tests.support.waiting import WAIT_S
+from vllm_rollout.parts.moving.core.moving import GroupMoves
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment
 from vllm_rollout.parts.moving.worker import kv_calls, nixl_kv
@@ -312,7 +313,7 @@ def test_groups_take_their_blocks_along(new_ranks):
     ranks.until(id, 60)
     assert ranks.move("g") == "released"
     ranks.run()
-    assert ranks.runs[1].scheduler.moves.kv.num_blocks_in >= 9
+    assert ranks.runs[1].scheduler.part(GroupMoves).kv.num_blocks_in >= 9
     assert_each_once(ranks, {id: 100})
 
 
@@ -327,5 +328,5 @@ def test_without_the_package_the_target_computes(new_ranks, monkeypatch):
     ranks.until(id, 60)
     assert ranks.move("g") == "released"
     ranks.run()
-    assert ranks.runs[0].scheduler.moves.kv.num_fallbacks == 1
+    assert ranks.runs[0].scheduler.part(GroupMoves).kv.num_fallbacks == 1
     assert ranks.runs[0].last(id) is not None

@@ -26,10 +26,11 @@ from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.kernel.api import life, server_folder
 from vllm_rollout.kernel.api.group_routes import GroupRoutes, NoRankLeft
 from vllm_rollout.kernel.api.life import Life
+from vllm_rollout.kernel.api.life_port import Death
 from vllm_rollout.kernel.api.rank_died import RankDied
-from vllm_rollout.parts.moving.api.deaths import Death, Deaths, RankProcesses, outlives_a_rank
+from vllm_rollout.kernel.rules.ranks import Ranks
+from vllm_rollout.parts.moving.api.deaths import Deaths, RankProcesses, outlives_a_rank
 from vllm_rollout.parts.moving.api.rank_client import RankClient
-from vllm_rollout.parts.moving.rules.placement import Placement
 
 pytestmark = pytest.mark.anyio
 
@@ -155,7 +156,7 @@ class TwoRanksAndAHealthyOne:
     logger_manager = None
 
     def __init__(self) -> None:
-        self.routes = GroupRoutes(Placement(3))
+        self.routes = GroupRoutes(Ranks(3))
         self.engine_core = self
         self.output_processor = self
         self.buried: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in range(3)}
@@ -203,7 +204,7 @@ async def test_two_ranks_die_with_a_group_between_them(monkeypatch: pytest.Monke
 
 
 def test_groups_keep_away_from_a_dead_rank_also_when_nothing_else_is_left() -> None:
-    routes = GroupRoutes(Placement(3))
+    routes = GroupRoutes(Ranks(3))
     joined = routes.join("joined", 4, 1)
     routes.bury(1)
     routes.leave_dead(1)

@@ -12,16 +12,13 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.steps import group_steps, judge_of, lengths_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.core.calls import rollout_call
 from vllm_rollout.kernel.core.readings import Readings
-from vllm_rollout.parts.moving.rules.placement import Placement
-from vllm_rollout.parts.moving.rules.work import TokenCost
 from vllm_rollout.parts.shaping.api.fingerprint import engine_flags, fingerprint_of, hardware_of
 from vllm_rollout.parts.shaping.api.lengths import KEYS_PER_CALL, EngineShaping
 from vllm_rollout.parts.shaping.calls import RECORD_STEPS, SET_COST_MODEL, STEP_DRIFT, TAKE_STEPS, CostToCompare
-from vllm_rollout.parts.shaping.core import StepTimes
+from vllm_rollout.parts.shaping.core import ShapingCore
 from vllm_rollout.parts.shaping.profile_file import CurveFit, EngineFacts, Point, Profile
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve, StepTime
 from vllm_rollout.parts.shaping.rules.drift import StepDrift
@@ -35,7 +32,9 @@ class Core:
     """An engine core with our scheduler's parts and nothing else."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(group_steps=group_steps(), step_times=StepTimes(), readings=Readings())
+        self.scheduler = SimpleNamespace(group_steps=group_steps(), readings=Readings())
+        self.shaping = ShapingCore(self.scheduler)
+        self.scheduler.part = {ShapingCore: self.shaping}.get
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="model"))
 
     def collective_rpc(self, method: str, args: tuple) -> list:
@@ -51,8 +50,6 @@ class Client:
         self.living_ranks = range(len(cores))
         self.max_candidates = 4
         self.engine_core = self
-        self.placement = Placement(len(cores))
-        self.routes = GroupRoutes(self.placement)
 
     async def _call_utility_async(self, method: str, operation: str, payload: bytes, *, engine: Core) -> bytes:
         return rollout_call(engine, operation, payload)
@@ -96,7 +93,7 @@ def test_drift_is_that_of_the_rank_furthest_off_in_each_range(engine, cores, mon
         [StepDrift(1, 1, 9, 0.011, 0.010), StepDrift(2, 3, 9, 0.015, 0.010)],
     ]
     for core, ranges in zip(cores, found, strict=True):
-        monkeypatch.setattr(core.scheduler.step_times, "drift", lambda ranges=ranges: ranges)
+        monkeypatch.setattr(core.shaping.step_times, "drift", lambda ranges=ranges: ranges)
     assert asyncio.run(engine.step_drift()) == []  # nothing to compare with
     engine.cost_model = COST
     assert asyncio.run(engine.step_drift()) == [
@@ -116,7 +113,7 @@ def test_many_prompts_are_asked_for_in_messages_of_bounded_size(engine, cores, m
 def test_a_profile_reaches_the_step_times_of_a_core(cores):
     call(cores[0], SET_COST_MODEL, CostToCompare(COST, "model", "ptl.json", (1, 8)))
     assert call(cores[0], STEP_DRIFT, None) == []
-    times = cores[0].scheduler.step_times
+    times = cores[0].shaping.step_times
     assert times._active
     assert (times._drift._cost, times._drift._profile) == (COST, "ptl.json")
     call(cores[0], SET_COST_MODEL, None)
@@ -124,7 +121,7 @@ def test_a_profile_reaches_the_step_times_of_a_core(cores):
 
 
 def test_recorded_steps_come_as_they_were(cores):
-    times = cores[0].scheduler.step_times
+    times = cores[0].shaping.step_times
     call(cores[0], RECORD_STEPS, True)
     steps = [StepTime(1, 1, 21.0, 0.5), StepTime(2, 9, 22.5, 0.25)]
     times._steps.extend(steps)
@@ -164,12 +161,14 @@ def use(engine: EngineShaping, config: VllmConfig, path: Path, **changes: Any) -
 
 
 def test_a_profile_gives_the_cost_model_and_every_rank_compares_with_it(engine, cores, config, tmp_path, caplog):
+    heard = []
+    engine.when_weighed.append(heard.append)
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_rollout"):
         use(engine, config, tmp_path / "ptl.json")
     assert engine.cost_model.ptl(8, 64) == pytest.approx(0.017)
     assert engine.cost_model.max_num_seqs == 4, "the queue is this server's, not the profiled one's"
-    assert all(core.scheduler.step_times._active for core in cores)
-    assert engine._client.placement.token_cost == TokenCost.of(engine.cost_model) != TokenCost()
+    assert all(core.shaping.step_times._active for core in cores)
+    assert heard == [engine.cost_model], "other parts use the same costs"
     assert caplog.records == []
 
 

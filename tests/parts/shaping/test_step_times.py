@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm_rollout.parts.shaping.core import DRIFT_INTERVAL_STEPS, MAX_RECORDED_STEPS, StepTimes
+from vllm_rollout.parts.shaping.core import DRIFT_INTERVAL_STEPS, MAX_RECORDED_STEPS, ShapingCore, StepTimes
 from vllm_rollout.parts.shaping.rules.cost import CostModel, PTLCurve
 from vllm_rollout.parts.shaping.rules.drift import DRIFT_SAMPLES, DRIFT_SHARE, Drift
 
@@ -44,8 +44,9 @@ class Timed(NamedTuple):
 def timed(new_run):
     def make(**kwargs) -> Timed:
         run, clock, warnings = new_run(**kwargs), Clock(), []
-        run.scheduler.step_times = StepTimes(clock, warnings.append)
-        return Timed(run, clock, run.scheduler.step_times, warnings)
+        part = run.scheduler.part(ShapingCore)
+        part.step_times = StepTimes(clock, warnings.append)
+        return Timed(run, clock, part.step_times, warnings)
 
     return make
 

@@ -28,7 +28,7 @@ from vllm_rollout.kernel.api.door import Door
 from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.forking import fork_engines
 from vllm_rollout.kernel.api.group_client import GroupClient
-from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.group_routes import GroupRoutes, new_ranks
 from vllm_rollout.kernel.api.life import Life
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.api.rank_died import RankDied
@@ -37,7 +37,6 @@ from vllm_rollout.kernel.http.engine import EngineStopped
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.rules.request_names import may_name_rollout, names_of_request
 from vllm_rollout.kernel.wire import CandidateTag
-from vllm_rollout.parts.moving.rules.placement import Placement
 
 ABORT_AGAIN_S = 0.1
 NUM_ABORTS = 3
@@ -71,8 +70,8 @@ class RolloutAsyncLLM(GroupClient, AsyncLLM):
         """Number of this API process, from 0."""
         self.num_api_processes = int(kwargs.get("client_count", 1)) - num_others
         # Ties go in turn, and several API processes begin with different ranks.
-        self._placement = Placement(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
-        routes = GroupRoutes(self._placement, self.request_counts if self.num_ranks > 1 else None)
+        ranks = new_ranks(self.num_ranks, self.client_index, alone=self.num_api_processes == 1)
+        routes = GroupRoutes(ranks, self.request_counts if self.num_ranks > 1 else None)
         self.begin_groups(routes, Metrics())
         self.life = Life(self)
 

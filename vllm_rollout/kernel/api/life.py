@@ -15,8 +15,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_rollout.background import spawn, survived
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
+from vllm_rollout.kernel.api.life_port import Death, LifePart
 from vllm_rollout.kernel.api.rank_died import RankDied
-from vllm_rollout.parts.moving.api.deaths import Death, Deaths
+from vllm_rollout.kernel.parts import faces
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -47,7 +48,8 @@ class Life:
 
     def __init__(self, client: WatchedClient) -> None:
         self._client = client
-        self._deaths = Deaths.of_this_server()
+        made = [make(client) for _, make in faces("life")]
+        self._parts: list[LifePart] = [part for part in made if part is not None]
         self._watching: asyncio.Task[None] | None = None
         self.dead: dict[int, Death] = {}
         """Deaths by rank."""
@@ -63,10 +65,11 @@ class Life:
 
     async def _watch(self) -> None:
         while not self._client.errored:
-            with survived("watching ranks"):
-                for death in self._deaths.read() if self._deaths is not None else ():
-                    if death.rank not in self.dead:
-                        self._bury(death)
+            for part in self._parts:
+                with survived("watching ranks"):
+                    for death in part.deaths():
+                        if death.rank not in self.dead:
+                            self._bury(death)
             await asyncio.sleep(LOOK_S)
         # vLLM fails waiting requests when it reads from a dead engine, but its client may be closed before.
         self._client.output_processor.propagate_error(EngineDeadError())
@@ -74,7 +77,9 @@ class Life:
     def _bury(self, death: Death) -> None:
         """Mark a rank as dead. Its requests are failed in the background."""
         self.dead[death.rank] = death
-        self._client.engine_core.bury(death.rank)
+        for part in self._parts:
+            with survived("a rank's death"):
+                part.died(death)
         self._client.routes.bury(death.rank)
         spawn(self._tell(death.rank), "telling of a dead rank")
 
@@ -84,11 +89,14 @@ class Life:
         This waits for moves, and a move between two dead ranks ends once both are marked as dead. So it runs in the
         background of the watch.
         """
-        client, core = self._client, self._client.engine_core
+        client = self._client
         for route in client.routes.on_rank(rank):
             await route.at_rest()  # one that leaves a dead rank may arrive elsewhere
         client.routes.leave_dead(rank)
-        lost = core.requests_of(rank)
+        lost: list[str] = []
+        for part in self._parts:
+            with survived("requests of a dead rank"):
+                lost += part.requests_of(rank)
         logger.error("vllm_rollout: rank %d has died, and %d requests with it; the other ranks go on", rank, len(lost))
         client.lose(lost, RankDied.of(rank))
         if client.logger_manager is not None:  # its last statistics would be shown for ever

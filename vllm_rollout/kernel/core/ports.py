@@ -1,20 +1,109 @@
-"""The port of parts in the engine core: the face `core`."""
+"""The port of parts in the engine core: the face `core`.
+
+Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
 
+from vllm_rollout.adapter.faults import Faults
 from vllm_rollout.kernel.call_table import Operation
+from vllm_rollout.kernel.parts import faces
 
 Answers = Mapping[Operation[Any, Any], Callable[[EngineCore, Any], Any]]
 """Functions that answer operations. A function gets the engine core and the argument, and returns the result."""
+Kind = TypeVar("Kind")
 
 
 class CorePart:
-    """A part in the engine core."""
+    """A part in the engine core. Each scheduler makes one object of it. Only the hooks that it overrides are called."""
 
     answers: ClassVar[Answers] = {}
     """The part's answers to calls of API processes."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """`scheduler`: ours (`GroupSchedulerMixin`), before its first request."""
+
+    def most_running(self, first: Request) -> int | None:
+        """Most requests to run at once, while `first` waits for admission. None: no limit.
+
+        Running requests stay. The hook changes nothing in the part.
+        """
+        return None
+
+    def stepped(self, step: SchedulerOutput) -> None:
+        """The outputs of a step were processed, and its verdicts come next."""
+
+    def interrupted(self) -> None:
+        """Generation was paused or resumed."""
+
+    def cache_reset(self) -> None:
+        """The prefix cache is emptied next."""
+
+    def forget(self, group_id: str) -> None:
+        """Forget a group that is over."""
+
+    def begin_again(self) -> None:
+        """Drop what an exception in a hook has left half done. It must not raise."""
+
+
+HOOKS = ("most_running", "stepped", "interrupted", "cache_reset", "forget")
+
+
+class CoreParts:
+    """The parts of one scheduler, by the hooks that they have."""
+
+    def __init__(self, parts: Sequence[tuple[str, CorePart]], faults: Faults) -> None:
+        """`parts`: with their names. `faults`: the scheduler's, which API processes count."""
+        self._faults = faults
+        self._parts = [part for _, part in parts]
+        self._with: dict[str, list[tuple[str, CorePart]]] = {
+            hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not getattr(CorePart, hook)]
+            for hook in HOOKS
+        }
+
+    @classmethod
+    def of(cls, scheduler: Any) -> CoreParts:
+        return cls([(name, part(scheduler)) for name, part in faces("core")], scheduler.faults)
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part of this class. Raises: LookupError if there is none."""
+        if (found := next((part for part in self._parts if isinstance(part, kind)), None)) is None:
+            raise LookupError(f"no part has {kind.__name__} in this engine core")
+        return found
+
+    def most_running(self, first: Request) -> int | None:
+        """The lowest limit of a part. A part that raises sets none."""
+        limits = []
+        for name, part in self._with["most_running"]:
+            try:
+                limits.append(part.most_running(first))
+            except Exception as error:
+                self._faults.caught(name, error)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def stepped(self, step: SchedulerOutput) -> None:
+        self._call("stepped", step)
+
+    def interrupted(self) -> None:
+        self._call("interrupted")
+
+    def cache_reset(self) -> None:
+        self._call("cache_reset")
+
+    def forget(self, group_id: str) -> None:
+        self._call("forget", group_id)
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for name, part in self._with[hook]:
+            try:
+                getattr(part, hook)(*args)
+            except Exception as error:
+                self._faults.caught(name, error)
+                part.begin_again()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -30,6 +30,7 @@ from vllm_rollout.kernel.core.candidate import END_REASONS, EngineCandidate, con
 from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
 from vllm_rollout.kernel.core.parent import end_with_parent
+from vllm_rollout.kernel.core.ports import CoreParts
 from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
@@ -44,13 +45,9 @@ from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.kernel.xargs import as_written
-from vllm_rollout.parts.moving.core.moving import GroupMoves
-from vllm_rollout.parts.moving.wire import MovedCandidate
-from vllm_rollout.parts.shaping.core import StepTimes
-from vllm_rollout.parts.shaping.rules.admission import most_running
-from vllm_rollout.parts.shaping.rules.history import LENGTHS
 
 logger = init_logger("vllm.vllm_rollout")
+Kind = TypeVar("Kind")
 VLLM_ERROR = "vLLM ended this request with an error, which the server's log has"
 GRAMMAR_ERROR = (
     "vLLM ended this request with an error: its grammar could not be compiled, or rejected what was sampled. The "
@@ -82,7 +79,6 @@ class GroupSchedulerMixin:
         self.faults = Faults()
         self.weights = Weights(self, scheduler=self)  # type: ignore[arg-type]
         self.readings = Readings()
-        self.step_times = StepTimes()
         memories = Memories(dict(faces("memory")))
         self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True, memories=memories)
         """Decides. All other code here translates and obeys."""
@@ -95,12 +91,16 @@ class GroupSchedulerMixin:
         """Candidates that ended since the last step was closed."""
         self._joining = Joining(self.vllm_config)
         self._num_with_stop_strings = 0
-        self.moves = GroupMoves(self, scheduler=self)  # type: ignore[arg-type]
         self._num_worker_errors = 0
         """Exceptions of ours that the worker has caught."""
         self.num_preemptions = 0
         self.num_unmet = 0
         """Joined groups whose siblings did not come."""
+        self.parts = CoreParts.of(self)
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part's object in this engine core, by its class. Raises: LookupError if there is none."""
+        return self.parts.part(kind)
 
     @property
     def num_internal_errors(self) -> int:
@@ -176,7 +176,7 @@ class GroupSchedulerMixin:
                 logger.warning(UNMET, group.num_launched, group.terms.num_candidates)
             self.num_unmet += 1
         for group_id in self.group_steps.forget_waiting(self.clock()):
-            self.moves.forget(group_id)
+            self.parts.forget(group_id)
 
     def stays_because(self, group_id: str) -> StayReason | None:
         """Reason why this group cannot leave for another engine core now, or None."""
@@ -208,23 +208,19 @@ class GroupSchedulerMixin:
             finished.difference_update(request_ids.values())
         return self.group_steps.detach(group_id, request_ids)
 
-    def attach(self, request: Request, moved: MovedCandidate, group_id: str, group: Group) -> EngineCandidate:
+    def attach(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None:
         """Register a candidate of another engine core, whose request is added next."""
-        candidate = EngineCandidate(request, moved.output_interval)
-        self._know(candidate, CandidateId(group_id, moved.index), group)
-        candidate.held.attach(moved.held, passes_next=moved.passes_next)
-        candidate.weights = [*moved.weights]
-        candidate.sampled_by(self.weights.sampling)
-        if request.sampling_params.stop:
-            candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
-            candidate.stop_strings.found_at(moved.output_token_ids)  # finds none, or the candidate would be over
-            self._num_with_stop_strings += 1
-        return candidate
+        self._know(candidate, id, group)
+        if candidate.stop_strings is not None:  # finds none, or the candidate would be over
+            candidate.stop_strings.found_at(list(candidate.request.output_token_ids))
 
     def _know(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None:
         candidate.id, candidate.group, candidate.is_launched = id, group, True
         candidate.sampled_by(self.weights.sampling)
         self._candidates[candidate.request.request_id] = self._by_id[id] = candidate
+        if candidate.request.sampling_params.stop:
+            candidate.stop_strings = StopStrings(self.vllm_config.model_config, candidate.request)
+            self._num_with_stop_strings += 1
 
     def add_request(self, request: Request) -> None:
         try:
@@ -282,9 +278,6 @@ class GroupSchedulerMixin:
             self._break(tag.group_id, reason)
             return
         self._know(candidate, id, group)
-        if request.sampling_params.stop:
-            candidate.stop_strings = StopStrings(self.vllm_config.model_config, request)
-            self._num_with_stop_strings += 1
 
     def _refuse(self, candidate: EngineCandidate, refusal: str) -> None:
         """End a candidate without a token, in the next step."""
@@ -313,14 +306,14 @@ class GroupSchedulerMixin:
             candidate.is_launched = False
             self._fail(candidate, reason)
             candidate.is_told = True
-        self.moves.forget(group_id)
+        self.parts.forget(group_id)
 
     def _fail_all(self, outputs: dict[int, EngineCoreOutputs], error: Exception) -> None:
         """Fail all candidates and forget their groups, because the exception of this step may concern any of them."""
         reason = self.faults.caught("update_from_output", error)
         self.group_steps = self.group_steps.fresh()
         for group_id in {id.group_id for id in self._by_id}:
-            self.moves.forget(group_id)
+            self.parts.forget(group_id)
         candidates, self._candidates = self._candidates, {}
         self._by_id, self._ended, self._num_with_stop_strings = {}, [], 0
         self.finish_requests(list(candidates), RequestStatus.FINISHED_ABORTED)
@@ -336,28 +329,11 @@ class GroupSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._look_for_weights()
-        try:
-            most = self._most_running()
-        except Exception as error:
-            self.faults.caught("schedule", error)
-            most = None
+        most = self.parts.most_running(self.waiting.peek_request()) if self.waiting else None
         if most is None:
             return super().schedule(*args, **kwargs)
-        with admitting(self, most):  # type: ignore[arg-type]
+        with admitting(self, max(len(self.running), most)):  # type: ignore[arg-type]
             return super().schedule(*args, **kwargs)
-
-    def _most_running(self) -> int | None:
-        """Most requests to run at once. None: no limit of ours, because no request waits, or no lengths are known."""
-        if not self.waiting:
-            return None
-        first = self.waiting.peek_request()
-        lengths = LENGTHS.of(self.group_steps.memories.known(learned_name(first.lora_request)) or {})
-        if lengths is None or (mean := lengths.mean) is None:
-            return None
-        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        free_tokens = num_free * self.block_size // len(self.kv_cache_config.kv_cache_groups)
-        mean = min(mean, first.max_tokens)  # it cannot become longer than this
-        return max(len(self.running), most_running(free_tokens, mean))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(request_ids, *args, **kwargs)
@@ -369,7 +345,7 @@ class GroupSchedulerMixin:
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        self.step_times.interrupt()
+        self.parts.interrupted()
 
     def _look_for_weights(self) -> None:
         try:
@@ -379,7 +355,7 @@ class GroupSchedulerMixin:
             self.reset_prefix_cache(reset_running_requests=True)  # KV of old weights must not be read
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.moves.kv.num_resets += 1
+        self.parts.cache_reset()
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -415,11 +391,7 @@ class GroupSchedulerMixin:
             for candidate in self._candidates.values():
                 candidate.sampled_by(self.weights.sampling)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        try:
-            self.step_times.step(scheduler_output, self.running)
-        except Exception as error:
-            self.faults.caught("step_times", error)
-            self.step_times = StepTimes()
+        self.parts.stepped(scheduler_output)
         if self._candidates:
             try:
                 self._obey(outputs, model_runner_output, report)
@@ -444,7 +416,7 @@ class GroupSchedulerMixin:
         if self._ended:
             self._forget_ended(outputs, verdicts)
         for group_id in verdicts.over:
-            self.moves.forget(group_id)
+            self.parts.forget(group_id)
 
     def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:
         """Observations of the step by candidate. Candidates that could not be observed fail."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_rollout.parts.moving.rules.placement import OtherRequests, Placement
+from vllm_rollout.kernel.rules.other_requests import OtherRequests
+from vllm_rollout.parts.moving.rules.placement import Placement
 from vllm_rollout.parts.moving.rules.work import Work
 from vllm_rollout.parts.shaping.rules.history import LengthHistory, ObservedLength
 from vllm_rollout.parts.shaping.rules.moments import LengthMoments

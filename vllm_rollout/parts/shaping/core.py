@@ -1,4 +1,6 @@
-"""Times of engine steps, as measured by the scheduler: for profiles, and to compare a profile with real steps.
+"""The part in the engine core: admission by known lengths, and times of engine steps.
+
+The times are for profiles, and to compare a profile with real steps.
 
 Invariant: if nothing is recorded or compared, a step costs one attribute test.
 
@@ -14,13 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.parts.shaping.calls import (
     LENGTH_HISTORY,
@@ -33,6 +36,7 @@ from vllm_rollout.parts.shaping.calls import (
     LengthsToLookUp,
     ObservedGroup,
 )
+from vllm_rollout.parts.shaping.rules.admission import most_running
 from vllm_rollout.parts.shaping.rules.cost import StepTime
 from vllm_rollout.parts.shaping.rules.drift import Drift, StepDrift
 from vllm_rollout.parts.shaping.rules.history import LENGTHS
@@ -131,19 +135,49 @@ def _length_history(core: EngineCore, wanted: LengthsToLookUp) -> LengthStatisti
     return lengths.statistics(wanted.keys)
 
 
+def _step_times(core: EngineCore) -> StepTimes:
+    times: StepTimes = core.scheduler.part(ShapingCore).step_times
+    return times
+
+
 def _set_cost_model(core: EngineCore, wanted: CostToCompare | None) -> None:
-    drift = wanted and Drift(
-        wanted.cost, model=wanted.model, profile=wanted.profile, batch_sizes=wanted.batch_sizes
-    )  # fmt: skip
-    core.scheduler.step_times.compare_with(drift)
+    drift = None
+    if wanted is not None:
+        drift = Drift(wanted.cost, model=wanted.model, profile=wanted.profile, batch_sizes=wanted.batch_sizes)
+    _step_times(core).compare_with(drift)
 
 
 class ShapingCore(CorePart):
+    """Overrides: answers, most_running, stepped, interrupted, begin_again."""
+
     answers: ClassVar[Answers] = {
         OBSERVE_LENGTHS: _observe_lengths,
         LENGTH_HISTORY: _length_history,
-        RECORD_STEPS: lambda core, on: core.scheduler.step_times.record(on),
-        TAKE_STEPS: lambda core, _: core.scheduler.step_times.take(),
+        RECORD_STEPS: lambda core, on: _step_times(core).record(on),
+        TAKE_STEPS: lambda core, _: _step_times(core).take(),
         SET_COST_MODEL: _set_cost_model,
-        STEP_DRIFT: lambda core, _: core.scheduler.step_times.drift(),
+        STEP_DRIFT: lambda core, _: _step_times(core).drift(),
     }
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self.step_times = StepTimes()
+
+    def most_running(self, first: Request) -> int | None:
+        """None if no lengths are known."""
+        scheduler = self._scheduler
+        lengths = LENGTHS.of(scheduler.group_steps.memories.known(learned_name(first.lora_request)) or {})
+        if lengths is None or (mean := lengths.mean) is None:
+            return None
+        num_free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        free_tokens = num_free * scheduler.block_size // len(scheduler.kv_cache_config.kv_cache_groups)
+        return most_running(free_tokens, min(mean, first.max_tokens))  # it cannot become longer than this
+
+    def stepped(self, step: SchedulerOutput) -> None:
+        self.step_times.step(step, self._scheduler.running)
+
+    def interrupted(self) -> None:
+        self.step_times.interrupt()
+
+    def begin_again(self) -> None:
+        self.step_times = StepTimes()

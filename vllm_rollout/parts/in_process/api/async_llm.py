@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import core_client, utils
+from vllm.v1.engine import utils
 
+from vllm_rollout.adapter.plugin import replace_engine_client
 from vllm_rollout.kernel.api.client import RolloutAsyncLLM
 from vllm_rollout.kernel.client import calls
 from vllm_rollout.kernel.parts import faces
@@ -18,7 +19,6 @@ from vllm_rollout.parts.in_process.api.engine_args import UninterruptedProcesses
 from vllm_rollout.parts.in_process.api.methods import async_streamed, awaited
 from vllm_rollout.parts.in_process.api.rollouts import Rewards, Rollouts
 from vllm_rollout.parts.in_process.api.runs import with_spares
-from vllm_rollout.parts.moving.api.rank_client import RankClient
 
 if TYPE_CHECKING:
     from vllm_rollout import AsyncLLMMethods
@@ -55,7 +55,7 @@ class AsyncLLM(AsyncLLMMethods, RolloutAsyncLLM):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # As the plugin does in a server's processes: vLLM looks these names up when it builds the engine.
-        core_client.DPLBAsyncMPClient = RankClient  # type: ignore[misc]
+        replace_engine_client()
         utils.CoreEngineProcManager = UninterruptedProcesses  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._opening = asyncio.Lock()

@@ -25,7 +25,6 @@ from vllm_rollout.adapter.names import CPU_EXECUTOR_CLS, SCHEDULER_CLS, WORKER_C
 from vllm_rollout.config import CPU_BLOCK_SIZE_TOKENS
 from vllm_rollout.models import resolve
 from vllm_rollout.on_cpu import BINDING, COMPILE_NOTHING, WAIT_POLICY, compiler, embedded_settings, this_cpu
-from vllm_rollout.parts.moving.api.deaths import RankProcesses
 
 Args = TypeVar("Args", bound=EngineArgs)
 LOOKED_AT = frozenset(
@@ -82,7 +81,7 @@ def with_groups(engine_args: Args) -> Args:
     return replace(engine_args, **group_settings(engine_args.model, given))
 
 
-class UninterruptedProcesses(RankProcesses):
+class UninterruptedProcesses(utils.CoreEngineProcManager):
     """Engine cores that no SIGINT reaches. A terminal sends SIGINT to all processes, and vLLM's engine core would end.
 
     The process that waits for them gets the signal, stops running work, and may go on. Overrides: __init__.

@@ -25,7 +25,7 @@ from vllm_rollout.kernel.api.group_client import GroupClient
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.lost_weights import LostWeights
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.parts.moving.rules.placement import Placement
+from vllm_rollout.kernel.rules.ranks import Ranks
 
 TURNS_PER_STEP = 32
 """Turns of the event loop between two steps. Reactions to an output (the next group, an event for a reader) take some.
@@ -146,7 +146,7 @@ class SteppedClient(GroupClient, EngineRequests):
         self.renderer, self.input_processor = engine.renderer, engine.input_processor
         self.engine_core = SteppedCore(engine.engine_core)
         keep_to_output_text(engine.output_processor)
-        self.begin_groups(GroupRoutes(Placement(1)), Metrics(CollectorRegistry()))
+        self.begin_groups(GroupRoutes(Ranks(1)), Metrics(CollectorRegistry()))
         self.door, self.lost_weights = Door(), LostWeights()  # no engine is rebuilt here
         self.life = SimpleNamespace(dead={}, living_ranks=[0], watch=lambda: None)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -29,7 +29,7 @@ from vllm_rollout.kernel.core.weights import Weights, salt_to_move
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import EngineLoad
+from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad
 from vllm_rollout.parts.moving.calls import (
     ADOPT_GROUP,
     CONFIRM_MOVE,
@@ -85,16 +85,24 @@ class MovableGroups(Protocol):
 
     def detach(self, group_id: str, candidates: Sequence[EngineCandidate]) -> DetachedGroup: ...
 
-    def attach(self, request: Request, moved: MovedCandidate, group_id: str, group: Group) -> EngineCandidate: ...
+    def attach(self, candidate: EngineCandidate, id: CandidateId, group: Group) -> None: ...
 
 
-class GroupMoves:
-    """The moves of one engine core."""
+class GroupMoves(CorePart):
+    """The moves of one engine core. Overrides: answers, cache_reset, forget."""
 
-    def __init__(self, groups: MovableGroups, scheduler: Scheduler) -> None:
-        """`groups` and `scheduler` are the same object, as our class and as vLLM's."""
-        self._groups = groups
-        self._scheduler = scheduler
+    answers: ClassVar[Answers] = {
+        RANK_STATE: lambda core, _: core.scheduler.part(GroupMoves).state(core.scheduler.load),
+        HOLD: lambda core, wanted: core.scheduler.part(GroupMoves).hold(wanted),
+        RELEASE_GROUP: lambda core, wanted: core.scheduler.part(GroupMoves).release(core, wanted),
+        KEEP_GROUP: lambda core, wanted: core.scheduler.part(GroupMoves).keep(core, wanted),
+        ADOPT_GROUP: lambda core, wanted: core.scheduler.part(GroupMoves).adopt(core, wanted),
+        CONFIRM_MOVE: lambda core, wanted: core.scheduler.part(GroupMoves).confirm(core, wanted),
+    }
+
+    def __init__(self, scheduler: Any) -> None:
+        self._groups: MovableGroups = scheduler
+        self._scheduler: Scheduler = scheduler  # the same object, as vLLM's class
         self._stopped: dict[str, list[EngineCandidate]] = {}
         """Candidates in no queue, by group. They leave once no token of them is in flight."""
         self._released: dict[str, tuple[int, Parcel]] = {}
@@ -161,8 +169,10 @@ class GroupMoves:
             self.num_out += 1
             self.kv.drop(core, wanted.group_id)
 
+    def cache_reset(self) -> None:
+        self.kv.num_resets += 1
+
     def forget(self, group_id: str) -> None:
-        """Forget a group that is over."""
         self._adopted.pop(group_id, None)
         self._stopped.pop(group_id, None)
 
@@ -228,7 +238,11 @@ class GroupMoves:
                 self.kv.fetch(core, group_id, kv, requests)
             group = groups.group_steps.attach(parcel.detached, groups.clock())
             for request, moved in zip(requests, parcel.candidates, strict=True):
-                taken.append(groups.attach(request, moved, group_id, group))
+                candidate = EngineCandidate(request, moved.output_interval)
+                candidate.held.attach(moved.held, passes_next=moved.passes_next)
+                candidate.weights = [*moved.weights]
+                taken.append(candidate)
+                groups.attach(candidate, CandidateId(group_id, moved.index), group)
                 core.add_request(request, ANY_WAVE)
         except Exception:
             if group is not None:
@@ -280,14 +294,3 @@ def queue_again(scheduler: Scheduler, requests: Sequence[Request]) -> None:
     """Put stopped requests that have not ended back into the queue. They run next."""
     for request in reversed([request for request in requests if not request.is_finished()]):
         scheduler.waiting.prepend_request(request)
-
-
-class MovingCore(CorePart):
-    answers: ClassVar[Answers] = {
-        RANK_STATE: lambda core, _: core.scheduler.moves.state(core.scheduler.load),
-        HOLD: lambda core, wanted: core.scheduler.moves.hold(wanted),
-        RELEASE_GROUP: lambda core, wanted: core.scheduler.moves.release(core, wanted),
-        KEEP_GROUP: lambda core, wanted: core.scheduler.moves.keep(core, wanted),
-        ADOPT_GROUP: lambda core, wanted: core.scheduler.moves.adopt(core, wanted),
-        CONFIRM_MOVE: lambda core, wanted: core.scheduler.moves.confirm(core, wanted),
-    }

@@ -62,17 +62,16 @@ class TokenCost(NamedTuple):
 
 @dataclass(slots=True)
 class RankWork:
-    """Sums of the work on a rank, with and without predictions."""
+    """Sums of the predicted work on a rank."""
 
     num_predicted: int = 0
-    num_others: int = 0
+    """Candidates with a prediction."""
     tokens: int = 0
     contexts: int = 0
 
     def add(self, work: Work, sign: int = 1) -> None:
-        """Add work. `sign` -1: remove it."""
+        """Add work, unless it has no prediction. `sign` -1: remove it."""
         if work.tokens is None:
-            self.num_others += sign * work.num_candidates
             return
         self.num_predicted += sign * work.num_candidates
         self.tokens += sign * work.tokens

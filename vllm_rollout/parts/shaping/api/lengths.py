@@ -6,7 +6,7 @@ Invariant: every rank that this API process can reach gets the same data.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,8 @@ class EngineShaping(ShapingPart):
     def __init__(self, client: RolloutAsyncLLM, calls: EngineCalls) -> None:
         self._client = client
         self._calls = calls
+        self.when_weighed: list[Callable[[CostModel], None]] = []
+        """Functions of other parts that are called with each new cost model."""
 
     async def start(self, settings: Namespace) -> None:
         await self.use_costs(settings)
@@ -67,7 +69,8 @@ class EngineShaping(ShapingPart):
 
     def _weigh(self, cost: CostModel) -> CostModel:
         weighed = self.cost_model = replace(cost, max_num_seqs=self._client.max_candidates)
-        self._client.routes.weigh(weighed)
+        for hear in self.when_weighed:
+            hear(weighed)
         return weighed
 
     async def use_profile(self, path: str) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_rollout.parts.moving.rules.placement import OtherRequests
+from vllm_rollout.kernel.rules.other_requests import OtherRequests
 
 
 def test_a_count_that_has_not_heard_of_what_was_sent_or_has_ended_takes_nothing_away():
