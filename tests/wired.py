@@ -1,16 +1,13 @@
-"""Counts the wiring between the kernel and its parts: names that one imports from the other.
+"""Finds the wiring between the kernel and its parts: names that one imports from the other. There is none.
 
-    kernel/http/engine.py moving 8     the kernel names a part: 0 is the aim
-    rounds -> moving 10                a part names another part, though its `needs` do not: 0 is the aim
-    page -> simulator 6                a part names a tool: 0 is the aim
+    kernel/http/engine.py moving 8     the kernel names a part
+    rounds -> moving 10                a part names another part, though its `needs` do not
+    page -> simulator 6                a part names a tool
 
 Files that need another part beside the needs of their own stand in a folder `with_OTHER`, and are reached by `also` of
 their part. They may name the other part and its needs. The rest of their part may not name them.
 
 Files that only a tool loads have the name of the tool's face (`TOOLS`), and may name the tool.
-
-`tests/wired.txt` has the counts. A test fails if a count differs: a larger one is new wiring, a smaller one is written
-down, so that it stays small. Run from the repository root: python -m tests.wired --write
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from pathlib import Path
 from vllm_rollout.kernel.parts import parts
 
 ROOT = Path(__file__).parents[1]
-COUNTS = Path(__file__).with_suffix(".txt")
 TOOLS = {
     **dict.fromkeys(("integrations", "profiling", "training")),
     "demo": "demo",
@@ -69,14 +65,7 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def written() -> dict[str, int]:
-    lines = COUNTS.read_text().splitlines()
-    return {what: int(count) for what, _, count in (line.rpartition(" ") for line in lines)}
-
-
 if __name__ == "__main__":
-    counts = wiring(ROOT / "vllm_rollout")
-    if "--write" in sys.argv:
-        COUNTS.write_text("".join(f"{what} {count}\n" for what, count in counts.items()))
-    kernel = sum(count for what, count in counts.items() if what.startswith(("adapter/", "kernel/")))
-    print(f"{kernel} names of parts and tools in the kernel, {sum(counts.values()) - kernel} between parts and tools")
+    for what, count in (found := wiring(ROOT / "vllm_rollout")).items():
+        print(what, count)
+    sys.exit(bool(found))

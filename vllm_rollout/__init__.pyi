@@ -8,6 +8,7 @@ from vllm_rollout.kernel.client.connection import RolloutError
 from vllm_rollout.kernel.client.weights import GivenWeights
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
 from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
+from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success
@@ -17,7 +18,6 @@ from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearnin
 from vllm_rollout.parts.in_process.with_pruning.api.teaching import teach
 from vllm_rollout.parts.moving.client import AsyncRankCalls, RankCalls
 from vllm_rollout.parts.pruning.client import AsyncLearningCalls, LearningCalls, QualityHead
-from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.rounds.client.methods import AsyncRunCalls, RunCalls
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
 from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRound, AgentRounds

@@ -176,7 +176,7 @@ def list_parts() -> None:
     there = {part.name for part in parts()}
     for name, part in sorted(installed_parts().items()):
         presence = "yes" if name in there else "left out"
-        table.add_row(name, part.purpose, ", ".join(part.needs), "always" if part.always_served else presence)
+        table.add_row(name, part.purpose, ", ".join(part.needs), presence)
     Console().print(table)
 
 

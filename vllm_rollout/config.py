@@ -107,6 +107,9 @@ MAX_REMEMBERED_CANDIDATES = 65_536
 REWARD_THRESHOLD = 0.5
 """A posted reward above it is positive: right for rewards of 0 and 1, of -1 and 1, and for scores in [0, 1]."""
 
+MAX_REWARD_S = 86_400.0
+"""Largest time limit, in seconds, of a reward of one trajectory."""
+
 MAX_STATE_BYTES = 1024 * 1024 * 1024
 """Largest learning state that can be sent back, in bytes.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from vllm_rollout.kernel.parts import faces, faces_left_out
@@ -24,17 +24,17 @@ def check_given(table: type, fields: Collection[str], names: Mapping[str, str]) 
         _reader(table, fields, names)[1].given(fields, names)
 
 
-def check_read(table: type, field: str) -> None:
-    """Check that a part reads the table, since `field` is for that part. Raises: PlanError that names the field."""
-    _reader(table, [field], {})
-
-
 def _reader(table: type, fields: Collection[str], names: Mapping[str, str]) -> tuple[str, TermsPart]:
     """The part that reads the table, with its name. Raises: PlanError if it is not there."""
     for name, part in faces("terms"):
         if part.table is table:
             return name, part()
     field = next(iter(fields))
-    gone = next((name for name, part in faces_left_out("terms") if part.table is table), None)
+    raise PlanError(names.get(field, field), why_unread("terms", lambda part: part.table is table))
+
+
+def why_unread(face: str, reads: Callable[[Any], bool]) -> str:
+    """The reason why nobody reads a field, and the remedy. `reads`: true of the face that would read it."""
+    gone = next((name for name, part in faces_left_out(face) if reads(part)), None)
     lacks = "no part of this server reads it" if gone is None else f"this server runs without the part {gone!r}"
-    raise PlanError(names.get(field, field), f"{lacks}. Leave the field out, or start the server with the part.")
+    return f"{lacks}. Leave the field out, or start the server with the part."

@@ -45,8 +45,6 @@ class Part:
     """Faces that the part has only if another part is there: name of that part -> face -> "module:attribute".
 
     Their files stand in the folder `with_NAME` of the part."""
-    always_served: bool = False
-    """True if the kernel still asks for the part in a server (docs/contributing/architecture.md)."""
 
 
 @cache
@@ -91,14 +89,6 @@ def chosen(installed: Mapping[str, Part], without: frozenset[str], said_by: str 
         order += sorted(ready := sorter.get_ready())
         sorter.done(*ready)
     return tuple(there[name] for name in order)
-
-
-def check_served(said_by: str = WITHOUT) -> None:
-    """Raises: ValueError if a part that every server has is left out. `said_by`: as in `leave_out`."""
-    installed = installed_parts()
-    if gone := sorted(name for name, part in installed.items() if part.always_served and not has(name)):
-        others = ", ".join(sorted(name for name, part in installed.items() if not part.always_served))
-        raise ValueError(f"{said_by}: a server cannot leave out the part {gone[0]!r} yet. Leave out some of: {others}.")
 
 
 def _with_dependents(names: frozenset[str], installed: Mapping[str, Part]) -> frozenset[str]:

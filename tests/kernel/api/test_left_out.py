@@ -114,15 +114,6 @@ def test_what_the_environment_leaves_out_is_refused_with_a_remedy(refusal, in_en
     assert f"belongs to the part pears, which {WITHOUT} leaves out" in refusal("--rollout-pear", "f")
 
 
-def test_a_part_that_every_server_has_is_refused(refusal, in_environment, monkeypatch):
-    listed = {part.name: part for part in (*LISTED, Part("salt", "", always_served=True))}
-    monkeypatch.setattr(parts, "installed_parts", lambda: listed)
-    said = "a server cannot leave out the part 'salt' yet. Leave out some of: apples, jam, pears."
-    assert f"--without: {said}" in refusal("--without", "salt")
-    in_environment("salt")
-    assert f"{WITHOUT}: {said}" in refusal()
-
-
 @pytest.mark.parametrize(
     ("flags", "groups"),
     [
@@ -161,9 +152,7 @@ def test_the_command_parts_lists_the_parts(monkeypatch):
     assert rows.keys() >= installed.keys()
     assert rows[last.name][1:] == [", ".join(last.needs), "left out"]
     others = {name: part for name, part in installed.items() if name != last.name}
-    assert {name: rows[name][-1] for name in others} == {
-        name: "always" if part.always_served else "yes" for name, part in others.items()
-    }
+    assert {rows[name][-1] for name in others} == {"yes"}
 
 
 def test_a_command_with_an_unknown_name_in_the_environment_says_so():

@@ -27,10 +27,6 @@ def without_pruning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     parts.parts.cache_clear()
 
 
-def test_a_server_may_leave_pruning_out():
-    parts.check_served()
-
-
 async def test_rollouts_run_and_have_no_scores(engine: FakeEngine):
     async with http_of(make_app(engine, audit_ratio=1.0)) as http:
         answer = (await http.post("/v1/rollouts", json={**BODY, "audit_ratio": 0.0})).json()

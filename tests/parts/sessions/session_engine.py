@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.kernel.xargs import TurnSaid
-from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.sessions.http.groups import OpenTurn
 from vllm_rollout.parts.sessions.http.service import SessionService
 from vllm_rollout.parts.sessions.http.trajectory import Comparison, Continuation, Conversation, Decode

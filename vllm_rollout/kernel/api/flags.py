@@ -78,7 +78,7 @@ def leave_parts_out(arguments: Sequence[str], program: str) -> str:
     the flag or variable that says what is left out.
 
     Call this before the parser is made, because parts decide which flags there are. Raises: SystemExit with status 2
-    for a name that no part has, for a part that every server has, and for a part that remains and needs one of those.
+    for a name that no part has, and for a part that remains and needs one of those.
     """
     parser = argparse.ArgumentParser(program, f"{program} [model_tag] [options]", add_help=False, allow_abbrev=False)
     add_without(parser)
@@ -90,11 +90,9 @@ def leave_parts_out(arguments: Sequence[str], program: str) -> str:
         if named:
             parts.leave_out(",".join(named), FLAG)
         parts.parts()
-        said_by = FLAG if named else parts.WITHOUT
-        parts.check_served(said_by)
     except ValueError as error:
         parser.error(str(error))
-    return said_by
+    return FLAG if named else parts.WITHOUT
 
 
 def refuse_flags_left_out(arguments: Sequence[str], parser: argparse.ArgumentParser, said_by: str) -> None:

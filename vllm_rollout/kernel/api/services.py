@@ -22,7 +22,6 @@ from vllm_rollout.kernel.api.open_paths import lacks_key
 from vllm_rollout.kernel.api.state_folder import FolderLock
 from vllm_rollout.kernel.http.first import HandOn
 from vllm_rollout.kernel.http.service import RolloutService
-from vllm_rollout.kernel.parts import check_served
 
 logger = init_logger("vllm.vllm_rollout")
 
@@ -34,9 +33,8 @@ async def build_services(client: RolloutAsyncLLM, app: FastAPI, settings: Namesp
     """Build the services and put them into the app's state. Returns the engine that they share.
 
     The state already has models and renderer. `settings`: our flags. Raises: RuntimeError, which ends the start, for
-    flags that do not work here. ValueError if a part is left out that every server has.
+    flags that do not work here.
     """
-    check_served()
     state, is_first = app.state, client.client_index == 0
     engine = VLLMEngine(client, state)
     folder = None if settings.rollout_state is None or not is_first else Path(settings.rollout_state)

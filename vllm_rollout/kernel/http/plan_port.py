@@ -31,9 +31,9 @@ Invariant: the kernel has recorded a report before parts hear it. Parts hear one
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_rollout.kernel.http.answers import Event, GroupAnswer, RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
@@ -46,6 +46,14 @@ from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan
 from vllm_rollout.kernel.rules.rewards import Grade, Reward
 from vllm_rollout.kernel.rules.types import Ending, GroupResult
 
+ASKS_A_PART: Mapping[str, Callable[[RolloutRequest], bool]] = {
+    "audit_ratio": lambda request: bool(request.audit_ratio),
+    "migration": lambda request: request.migration != "off",
+    "redundancy": lambda request: request.tradeoff is not None,
+    "reward": lambda request: request.reward is not None,
+    "scale_down": lambda request: request.scale_down != "off",
+}
+"""Field of a request that a part obeys -> True if its value needs the part. It is refused if the part is not there."""
 Launch = Callable[[GroupOrder], AsyncGenerator[Happening, None]]
 """Launches the candidates of a group, and yields their tokens and ends."""
 Tell = Callable[[Event], Awaitable[None]]
@@ -231,6 +239,9 @@ class Given:
 
 class PlanPart:
     """A part in the service of rollouts."""
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of a request that nobody else obeys (`ASKS_A_PART`)."""
 
     def __init__(self, given: Given) -> None:
         """Made once, with the service."""

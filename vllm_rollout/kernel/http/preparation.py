@@ -16,8 +16,7 @@ from vllm_rollout.kernel.http.plan_port import Draft, RolloutPart
 from vllm_rollout.kernel.http.protocol import DualEnd, DualEndSelection, RolloutRequest
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
-from vllm_rollout.kernel.part_terms import check_read
-from vllm_rollout.kernel.rules.fields import PLAN_FIELDS, PruningFields
+from vllm_rollout.kernel.rules.fields import PLAN_FIELDS
 from vllm_rollout.kernel.rules.plan import GroupPlan, PromptPlan, make_plan, upper_bound
 from vllm_rollout.kernel.rules.prompt_key import history_key
 from vllm_rollout.kernel.rules.request_names import rollout_id
@@ -104,8 +103,6 @@ class Preparation:
         if request.tradeoff is not None:
             group["redundancy"] = max(0, upper_bound(request.group_size, most) - request.group_size)
         try:
-            if request.audit_ratio:
-                check_read(PruningFields, "audit_ratio")
             return make_plan(
                 request.group_size,
                 **group,

@@ -20,10 +20,10 @@ from pydantic import (
 
 from vllm_rollout.config import MAX_PROMPTS
 from vllm_rollout.kernel.http.body import MAX_INT, Body, check_json, of_table
+from vllm_rollout.kernel.http.reward_body import RewardField
 from vllm_rollout.kernel.part_terms import terms_of
 from vllm_rollout.kernel.rules import fields
 from vllm_rollout.kernel.rules.terms_port import PartTerms
-from vllm_rollout.parts.rewards.http.body import RewardField
 
 MAX_STREAM_TOKENS = 1_000_000
 

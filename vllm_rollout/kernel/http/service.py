@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -17,18 +18,19 @@ from vllm_rollout.background import survived, to_its_end
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.admin import AdminKey
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RanksFreeEvent, RolloutAnswer
-from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook
+from vllm_rollout.kernel.http.engine import Engine, EngineStopped, GroupOrder, Outlook, RequestError
 from vllm_rollout.kernel.http.fan_in import FanIn
 from vllm_rollout.kernel.http.gauges import EngineGauges
 from vllm_rollout.kernel.http.launch import Launcher, Places
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.plan_port import Given, Over, PlanPart
+from vllm_rollout.kernel.http.plan_port import ASKS_A_PART, Given, Over, PlanPart
 from vllm_rollout.kernel.http.preparation import Preparation
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.serialised import GroupsInJson
 from vllm_rollout.kernel.http.started_group import StartedGroup
+from vllm_rollout.kernel.part_terms import why_unread
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.rewards import Reward
 
@@ -49,6 +51,10 @@ SEE_OUT_INTERVAL_S = 0.1
 
 OF_PARTS = "a part at the end of a rollout"
 """The name of an exception of a part there. The other parts go on, and give back what they hold."""
+
+
+def _obeys(field: str, part: type[PlanPart]) -> bool:
+    return field in part.fields
 
 
 class RolloutService:
@@ -81,8 +87,16 @@ class RolloutService:
 
         Raises: RequestError that names the field.
         """
+        self._check_fields(request)
         parts = [made for part in self._parts if (made := part.asked(request)) is not None]
         return await self._preparation.rollout(request, parts)
+
+    def _check_fields(self, request: RolloutRequest) -> None:
+        """Raises: RequestError for a field whose part is not there."""
+        obeyed = frozenset().union(*(part.fields for part in self._parts))
+        for field, asks in ASKS_A_PART.items():
+            if field not in obeyed and asks(request):
+                raise RequestError(f"{field}: {why_unread('plan', partial(_obeys, field))}", param=field)
 
     def part(self, kind: type[Kind]) -> Kind:
         """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""

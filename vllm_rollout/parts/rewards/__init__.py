@@ -5,7 +5,6 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "rewards",
     "Grades answers while rollouts run.",
-    always_served=True,
     faces={
         "api": "vllm_rollout.parts.rewards.api.part:RewardsApi",
         "doctor": "vllm_rollout.parts.rewards.doctor:check_sandbox",

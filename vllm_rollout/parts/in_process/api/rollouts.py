@@ -6,7 +6,7 @@ Invariant: bodies, checks, answers and errors are those of the endpoints, becaus
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -31,13 +31,12 @@ from vllm_rollout.kernel.http.errors import error_body, explain_invalid
 from vllm_rollout.kernel.http.parsed import checked
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.routes import router
-from vllm_rollout.parts.rewards.grading.functions import RewardFunction
 
 T = TypeVar("T")
 
 URL = "http://in-process"
 
-Rewards = Mapping[str, RewardFunction | str]
+Rewards = Mapping[str, Callable[..., Any] | str]
 """Reward functions by name, as `vllm_rollout.parts.rewards.grading.Grader` takes them."""
 
 

@@ -14,7 +14,14 @@ from vllm_rollout.parts.moving.http.scaling import ScaleDownWatch, check
 
 
 class MovingPlan(PlanPart):
-    """All rollouts of the service. Overrides: asked."""
+    """All rollouts of the service. Overrides: fields, asked."""
+
+    fields = frozenset(
+        (
+            "migration",
+            "scale_down",
+        )
+    )
 
     def __init__(self, given: Given) -> None:
         self._given = given

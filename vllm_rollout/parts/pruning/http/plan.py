@@ -24,7 +24,9 @@ from vllm_rollout.parts.pruning.rules.terms import PruningTerms
 
 
 class LearningPlan(PlanPart):
-    """All rollouts of the service. Overrides: asked."""
+    """All rollouts of the service. Overrides: fields, asked."""
+
+    fields = frozenset(("audit_ratio",))
 
     def __init__(self, given: Given) -> None:
         self.learning = LearningService.of(given.engine, given.metrics, given.clock)

@@ -22,12 +22,12 @@ from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
 from vllm_rollout.kernel.http.clients import client_namespace
 from vllm_rollout.kernel.http.ended import reward_of
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.xargs import NAMES
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
-from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.rewards.http.service import GradingService
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]

@@ -8,18 +8,20 @@ from vllm_rollout.kernel.http.clients import owned_name
 from vllm_rollout.kernel.http.engine import PreparedPrompt
 from vllm_rollout.kernel.http.plan_port import Given, GroupPart, GroupRecord, PlanPart, RolloutPart, Tell
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
+from vllm_rollout.kernel.http.reward_body import RewardOptions, options_of
 from vllm_rollout.kernel.http.rollout import Rollout
 from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
-from vllm_rollout.parts.rewards.http.body import RewardOptions, options_of
 from vllm_rollout.parts.rewards.http.candidates import LaunchedCandidates
 from vllm_rollout.parts.rewards.http.group import GradedGroup
 from vllm_rollout.parts.rewards.http.service import Grading, GradingService, Question, RewardsPart
 
 
 class RewardsPlan(PlanPart):
-    """All rollouts of the service. Overrides: asked."""
+    """All rollouts of the service. Overrides: fields, asked."""
+
+    fields = frozenset(("reward",))
 
     def __init__(self, given: Given) -> None:
         part = given.engine.find(RewardsPart)

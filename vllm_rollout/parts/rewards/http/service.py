@@ -17,12 +17,12 @@ from vllm_rollout.background import begin
 from vllm_rollout.kernel.http.engine import CandidateEnd, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.ports import ApiPart
+from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.rules.checks import shown
 from vllm_rollout.kernel.rules.rewards import Grade
 from vllm_rollout.parts.rewards.grading.kept_limits import KeptLimits
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Message, Trajectory, failed
-from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.rewards.http.metrics import GradingMetrics
 from vllm_rollout.parts.rewards.rules.time_limits import TimeLimits
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from vllm_rollout.config import MAX_REWARD_S
 from vllm_rollout.kernel.rules.checks import number, shown
 
 MAX_FACTOR = 1000.0
-MAX_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class LimitTerms:
     def __post_init__(self) -> None:
         number(self.factor, "factor", 1, MAX_FACTOR)
         for name in ("shortest_s", "longest_s"):
-            number(getattr(self, name), name, 0, MAX_SECONDS, above=True)
+            number(getattr(self, name), name, 0, MAX_REWARD_S, above=True)
         if self.shortest_s > self.longest_s:
             raise ValueError(f"shortest_s ({self.shortest_s:g}) must not be above longest_s ({self.longest_s:g}).")
 
@@ -87,7 +87,7 @@ class TimeLimits:
     def restore(self, anchors: Mapping[str, float]) -> None:
         """Replace all anchors by those of `export`. Raises: ValueError for an anchor that is no number of seconds."""
         for case, seconds in anchors.items():
-            number(seconds, f"the anchor of {shown(case)}", 0, MAX_SECONDS)
+            number(seconds, f"the anchor of {shown(case)}", 0, MAX_REWARD_S)
         self._anchors = OrderedDict(list(anchors.items())[-self.max_cases :])
 
     def _from_anchor(self, anchor_s: float) -> float:

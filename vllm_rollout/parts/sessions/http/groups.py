@@ -15,11 +15,11 @@ from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.rules.fields import PlannedPruning, SelectionRule
 from vllm_rollout.kernel.rules.plan import GroupPlan, pruning_of
 from vllm_rollout.kernel.rules.terms_port import PartTerms
 from vllm_rollout.kernel.rules.types import GroupStatus
-from vllm_rollout.parts.rewards.http.body import RewardOptions
 from vllm_rollout.parts.sessions.http.body import (
     GroupOverEvent,
     SegmentAnswer,

@@ -25,12 +25,12 @@ from vllm_rollout.config import MAX_OPEN_SESSIONS, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.clients import client_namespace, client_session
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.reward_body import RewardOptions, options_of
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.xargs import NAMES, TurnSaid
 from vllm_rollout.parts.rewards.grading.slots import Urgency
 from vllm_rollout.parts.rewards.grading.values import Trajectory
-from vllm_rollout.parts.rewards.http.body import RewardOptions, options_of
 from vllm_rollout.parts.rewards.http.service import GradingService
 from vllm_rollout.parts.sessions.http.asked import asked_terms, check_same, most_sessions, said_terms
 from vllm_rollout.parts.sessions.http.body import (

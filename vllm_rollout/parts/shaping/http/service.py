@@ -31,7 +31,9 @@ from vllm_rollout.parts.shaping.rules.moments import LengthMoments, LengthStatis
 
 
 class ShapingPlan(PlanPart):
-    """Reads an engine's history of lengths for rollouts, and adds to it. Overrides: asked."""
+    """Reads an engine's history of lengths for rollouts, and adds to it. Overrides: fields, asked."""
+
+    fields = frozenset(("redundancy",))
 
     def __init__(self, given: Given) -> None:
         self._engine = given.engine

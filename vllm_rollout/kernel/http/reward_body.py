@@ -6,10 +6,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, Discriminator, Field, StrictFloat, StrictStr, Tag
 
-from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.config import MAX_REWARD_S, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.body import Body
 from vllm_rollout.kernel.rules.rewards import Estimator
-from vllm_rollout.parts.rewards.rules.time_limits import MAX_SECONDS
 
 RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
@@ -20,7 +19,7 @@ class RewardOptions(Body):
     name: RewardName = Field(
         description="Name of a built-in reward (exact, regex, math), or of a --rollout-reward of the server."
     )
-    timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_SECONDS)] | None = Field(
+    timeout_s: Annotated[StrictFloat, Field(gt=0, le=MAX_REWARD_S)] | None = Field(
         default=None,
         description="Upper bound, in seconds, of the time to grade a trajectory, with reward code of the time for "
         "each test. It holds even if the server has learned that more time is needed. Default: the server's limits.",

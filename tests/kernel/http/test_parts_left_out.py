@@ -1,0 +1,53 @@
+"""A server without a part: rollouts run, and a field that only this part obeys is refused with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.kernel.http.fake_engine import FakeEngine
+from vllm_rollout.kernel import parts
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.metrics import Metrics
+from vllm_rollout.kernel.http.plan_port import ASKS_A_PART
+from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.service import RolloutService
+
+BODY = {"prompts": [{"prompt": "a"}], "group_size": 2}
+VALUES = {"audit_ratio": 0.5, "migration": "auto", "redundancy": "auto", "reward": "exact", "scale_down": "auto"}
+
+
+def fields_of(name: str) -> frozenset[str]:
+    plan = parts.face(name, "plan")
+    return frozenset() if plan is None else plan.fields
+
+
+@pytest.fixture(params=sorted(parts.installed_parts()))
+def left_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[frozenset[str]]:
+    """Fields of a part that is left out, and of all that need it."""
+    gone = parts._with_dependents(frozenset({request.param}), parts.installed_parts())
+    fields = frozenset().union(*map(fields_of, gone))
+    monkeypatch.setenv(parts.WITHOUT, ",".join(gone))
+    parts.parts.cache_clear()
+    yield fields
+    monkeypatch.undo()
+    parts.parts.cache_clear()
+
+
+def test_each_field_that_asks_a_part_has_one():
+    obeyed = frozenset().union(*map(fields_of, parts.installed_parts()))
+    assert VALUES.keys() == ASKS_A_PART.keys() == obeyed
+
+
+async def test_rollouts_run_and_fields_of_the_part_are_refused(engine: FakeEngine, left_out: frozenset[str]):
+    service = RolloutService(engine, Metrics(CollectorRegistry()))
+    rollout = await service.prepare(RolloutRequest.model_validate(BODY))
+    async with aclosing(service.events(rollout)) as events:
+        assert [event.status async for event in events if event.type == "group"] == ["complete"]
+    for field in left_out:
+        with pytest.raises(RequestError, match=f"^{field}: this server runs without the part ") as error:
+            await service.prepare(RolloutRequest.model_validate({**BODY, field: VALUES[field]}))
+        assert error.value.param == field
