@@ -51,10 +51,15 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_trainer_actors.py": ("in_process",),
     "engine/test_weights.py": ("sessions",),
     "kernel/api/test_flags.py": ("front_ends", "moving"),
+    "kernel/api/test_keys.py": ("moving",),
     "parts/emulation/test_fate.py": ("shaping",),
     "parts/page/test_recorder.py": ("pruning",),
     "parts/rounds/test_parallelism.py": ("moving", "shaping"),
     "tools/integrations/test_trl_colocated.py": ("in_process",),
+    "tools/simulator/test_command.py": ("moving",),
+    "tools/simulator/test_recording.py": ("moving",),
+    "tools/simulator/test_rounds.py": ("moving",),
+    "tools/simulator/test_sessions.py": ("moving",),
 }
 """File below `tests/` -> parts that the file needs and does not import. An engine test asks a server, so that its
 imports do not show its needs."""
