@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 
+from tests.support.steps import pruned_by
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.shaping.rules.allocation import BatchPrompt, allocate_batch
@@ -40,7 +41,7 @@ def test_spares_go_where_answers_are_alike_and_stay_where_they_differ():
         pytest.param(512, {}, id="all have places"),
         pytest.param(16, {"early_stop": False}, id="nobody is stopped"),
         pytest.param(16, {"patience": 1.5}, id="the longest is waited for"),
-        pytest.param(16, {"pruning": PruningPlan(16)}, id="scores stop them, too"),
+        pytest.param(16, {"parts": pruned_by(PruningPlan(16))}, id="scores stop them, too"),
         pytest.param(16, {"redundancy": 0}, id="no spares"),
     ],
 )

@@ -1,7 +1,6 @@
 """The port of parts in the terms of groups: the face `terms`.
 
-A part makes its terms from the fields of a request (`kernel/part_terms.py`). Plans and tags carry terms by
-part.
+A part makes its terms from the fields of a request (`kernel/part_terms.py`). Plans and tags carry them, by part.
 
     TermsPart  given         fields of the part's table are in a request; their values are not read yet
                terms         the values of these fields are read
@@ -11,8 +10,9 @@ part.
                with_audits   the audit is drawn when the group's first candidate arrives
                said          a candidate outside a rollout is about to start
                resumed       a candidate goes on with tokens of an earlier round
+               pruning, scored_lengths, observes_last: at any time
 
-Invariant: the kernel carries terms without a look into them. It asks them by these methods.
+Invariant: the kernel asks terms by these names only.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PartTerms:
 
 
 class TermsPart:
-    """A part that has terms with groups. Each engine client makes its own."""
+    """A part that has terms with groups. An engine client keeps one of its own, since `audits` counts."""
 
     table: ClassVar[type]
     """Table of the fields that the part reads (`kernel/rules/fields.py::PART_TABLES`)."""
