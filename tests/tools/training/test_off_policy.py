@@ -1,7 +1,10 @@
 """Corrections of older samples follow from closed forms, and no batch makes them nan."""
 
 import math
+import re
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from vllm_rollout.training.off_policy import (
     truncated_logprobs,
 )
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "off-policy.md"
 BEHAVIOR = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 TARGET = torch.tensor([0.2, 0.2, 0.25, 0.35], dtype=torch.float64)
 VALUES = torch.tensor([1.0, 3.0, 2.0, 7.0], dtype=torch.float64)
@@ -370,3 +374,41 @@ def test_settings_of_sampling_that_are_not_allowed_are_refused():
         kept_tokens(logits, top_p=1.5)
     with pytest.raises(ValueError, match=r"token_ids \[\.\.\.\], got \[1, 3\], \[1, 3\] and \[3\]"):
         truncated_logprobs(logits, torch.zeros(3, dtype=torch.long), logits > -1)
+
+
+def trajectory_of(logprobs, spans):
+    rows = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+    return SimpleNamespace(logprobs=logprobs, num_tokens=len(logprobs), weight_versions=rows)
+
+
+def test_the_example_of_the_guide_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    trajectories = [
+        trajectory_of([-1.0, -2.0], [("7", 0, 2)]),
+        trajectory_of([-1.0, -1.0, -1.0], [("5", 0, 1), ("7", 1, 3)]),
+    ]
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    given = {
+        "answer": SimpleNamespace(groups=[SimpleNamespace(trajectories=trajectories)]),
+        "step": 7,
+        "model": None,
+        "token_logprobs": lambda model, trajectories: logprobs,
+        "advantages": torch.tensor([[1.0], [-1.0]]),
+    }
+    exec(code, given)
+    assert given["losses"].tolist() == [[-1.0, -2.0, 0.0], [1.0, 1.0, 1.0]]
+    table = given["diagnostics_by_staleness"](given["importance"], torch.tensor([[0, 0, 0], [2, 0, 0]]))
+    assert capsys.readouterr().out == f"{table}\n"
+
+
+def test_corrections_of_the_guide_are_accepted():
+    rows = re.findall(r"^\| .* \| `(Correction\(.*\))` \|", GUIDE.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    assert all(isinstance(eval(row, {"Correction": Correction}), Correction) for row in rows)
+
+
+def test_diagnostics_of_the_guide_are_there():
+    section = GUIDE.read_text().partition("## Read the diagnostics")[2]
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
+    assert len(named) > 5
+    assert named < diagnostics(of_ratios([[1.0]])).keys()
