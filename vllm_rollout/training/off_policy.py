@@ -119,7 +119,7 @@ def importance_weights(
     counted = mask.bool()
     tokens = log_ratios(logprobs, behavior, counted)
     chosen = at_level(tokens, counted, correction.rollout_is or "token")
-    kept = counted & tokens.isfinite() & chosen.isfinite()
+    kept = counted & chosen.isfinite()
     for level, (low, high) in correction.rollout_rs.items():
         ratios = bounded_exp(at_level(tokens, counted, level))
         kept = kept & (ratios >= low) & (ratios <= high)
@@ -162,7 +162,7 @@ def decoupled_loss(
             " Advantages of samples need advantages[:, None]."
         )
     trained = importance.mask & logs.isfinite()
-    ratios = bounded_exp(logs.masked_fill(~trained, 0.0))
+    ratios = bounded_exp(logs)
     advantages = widened(advantages).detach()
     clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -importance.weights * torch.minimum(ratios * advantages, clipped * advantages)
@@ -272,10 +272,10 @@ def truncated_logprobs(logits: Tensor, token_ids: Tensor, kept: Tensor, *, tempe
             "logits and kept must be [..., vocabulary], and token_ids [...], got"
             f" {list(logits.shape)}, {list(kept.shape)} and {list(token_ids.shape)}"
         )
-    nothing = ~kept.any(-1, keepdim=True)  # padding: a softmax over nothing would have nan gradients
-    scaled = scaled_by(logits, temperature).masked_fill(~(kept | nothing), -math.inf)
-    found = scaled.log_softmax(-1).gather(-1, token_ids[..., None])
-    return found.masked_fill(nothing, -math.inf)[..., 0]
+    scaled = scaled_by(logits, temperature).masked_fill(~kept, -math.inf)
+    sampled = token_ids[..., None]
+    found = scaled.log_softmax(-1).gather(-1, sampled)
+    return found.masked_fill(~kept.gather(-1, sampled), -math.inf)[..., 0]  # nan if nothing is kept, as in padding
 
 
 def scaled_by(logits: Tensor, temperature: float) -> Tensor:

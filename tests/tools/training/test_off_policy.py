@@ -118,6 +118,7 @@ def test_masks_of_several_levels_hold_together():
         ({"rollout_rs": {"turn": (0, 1)}}, "levels of rollout_rs must be among"),
         ({"rollout_rs": {"token": (2.0, 1.0)}}, r"rollout_rs\['token'\] must be \(low, high\)"),
         ({"rollout_rs": {"token": (math.nan, 1.0)}}, "must be"),
+        ({"rollout_rs": {"token": (-1.0, 1.0)}}, "with 0 <= low <= high"),
     ],
 )
 def test_options_that_are_not_allowed_are_refused(arguments, message):
@@ -349,6 +350,12 @@ def test_ties_at_the_last_place_of_top_k_are_all_kept():
     assert kept_tokens(logits).tolist() == [[True] * 4 + [False]]
 
 
+def test_top_p_keeps_the_fewest_tokens_that_have_its_mass():
+    assert kept_tokens(torch.zeros(1, 4), top_p=0.5).sum() == 2
+    logits = torch.randn(200, 9, generator=torch.Generator().manual_seed(0))
+    assert (kept_tokens(logits, top_k=3, top_p=1 - 1e-9).sum(-1) <= 3).all()
+
+
 def test_a_recorded_set_gives_one_support_for_both_policies():
     """With the engine's set the ratio is 1 for equal logits. A token outside of the trainer's own set is masked."""
     logits = torch.tensor([[2.0, 1.0, 0.5, -3.0], [0.0, 0.1, 0.2, 0.3], [5.0, 4.0, 3.0, 2.0]], requires_grad=True)
@@ -358,6 +365,7 @@ def test_a_recorded_set_gives_one_support_for_both_policies():
     engines = torch.tensor([[-math.log(1 + math.e), -math.log(1 + math.exp(0.1)), -0.5]])
     found = importance_weights(ours, engines, torch.ones(1, 3), UNTRUNCATED)
     assert found.weights.tolist() == [pytest.approx([1.0, 1.0, 0.0])]
+    assert ours.isneginf().tolist() == [[False, False, True]]
     decoupled_loss(ours, ours, torch.ones(1, 1), found).sum().backward()
     assert logits.grad.isfinite().all()
     assert (logits.grad[~recorded] == 0).all()
@@ -397,7 +405,7 @@ def test_the_example_of_the_guide_runs(capsys):
     }
     exec(code, given)
     assert given["losses"].tolist() == [[-1.0, -2.0, 0.0], [1.0, 1.0, 1.0]]
-    table = given["diagnostics_by_staleness"](given["importance"], torch.tensor([[0, 0, 0], [2, 0, 0]]))
+    table = diagnostics_by_staleness(given["importance"], torch.tensor([[0, 0, 0], [2, 0, 0]]))
     assert capsys.readouterr().out == f"{table}\n"
 
 
