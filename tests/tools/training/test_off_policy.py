@@ -187,6 +187,18 @@ def test_masked_values_and_unknown_log_probabilities_leave_no_nan(bad, place):
     assert gradient.isfinite().all()
 
 
+def test_a_log_probability_that_is_not_finite_makes_the_ratio_0():
+    found = log_ratios(torch.tensor([[-1.0, -math.inf]]), torch.tensor([[-math.inf, -math.inf]]), torch.ones(1, 2))
+    assert found.isneginf().all()
+
+
+def test_a_token_that_left_the_current_policys_support_has_no_loss():
+    proximal = torch.tensor([[-1.0, -1.0]])
+    importance = importance_weights(proximal, proximal, torch.ones(1, 2))
+    current = torch.tensor([[-math.inf, -1.0]])
+    assert decoupled_loss(current, proximal, -torch.ones(1, 1), importance).tolist() == [[0.0, 1.0]]
+
+
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_a_token_outside_the_trainers_support_takes_its_sequence_out_at_a_level_of_sequences(level):
     logs = torch.tensor([[-1.0, -math.inf], [-1.0, -2.0]])
