@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.conftest import Server, race_joined, serve_command
 from tests.engine.run_rounds import VARIED, assert_groups_whole, make_run, play_out
-from vllm_rollout.parts.moving.rules.placement import LATE_S
+from vllm_rollout.kernel.rules.other_requests import LATE_S
 
 NUM_RANKS = 2
 
