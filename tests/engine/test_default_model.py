@@ -1,6 +1,6 @@
 """`vllm-rollout serve` without a MODEL: the embedded default, through our own client.
 
-It runs without all parts that can be left out, so that nothing here needs one.
+It runs without any part: the kernel alone.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine.conftest import Server
-from tests.without import WHOLE
 from vllm_rollout import RolloutClient
-from vllm_rollout.kernel.parts import WITHOUT
+from vllm_rollout.kernel.parts import WITHOUT, installed_parts
 
 FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "32")
 
@@ -22,7 +21,7 @@ FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "32")
 def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(
-        [sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log, **{WITHOUT: ",".join(WHOLE)}
+        [sys.executable, "-m", "vllm_rollout.cli", "serve", *FLAGS], log, **{WITHOUT: ",".join(installed_parts())}
     ) as server:
         yield server
 
