@@ -48,6 +48,7 @@ help:
 	@echo "  make test-fast   the tests that start no engine and are not slow"
 	@echo "  make test-nightly  the tests without an engine in a random order, with random examples, in one process   SEED=7 repeats both"
 	@echo "  make without PART=drafts  lint and tests on a copy without that part, its folder and its tests; four minutes"
+	@echo "  make kernel      lint and tests of the kernel alone, without a folder of a part, and an engine that runs without any"
 	@echo "  make test-versions  tests that use vLLM and some engine tests on every supported vLLM, each in an environment of"
 	@echo "                   its own (.venvs, half a GB each)   VERSIONS=\"0.29 newest\" ARGS=\"--suites adapter\""
 	@echo "  make test-wheel  the wheel beside vLLM for CPUs, in fresh environments without a compiler (Python 3.11, 3.12)"
@@ -151,6 +152,11 @@ PART ?=
 .PHONY: without
 without: install
 	$(PY) -m tests.without $(PART) $(ARGS)
+
+.PHONY: kernel
+kernel: install
+	$(PY) -m tests.without --all $(ARGS)
+	$(PY) -m pytest -q tests/engine/test_default_model.py
 
 VERSIONS ?=
 

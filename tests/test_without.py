@@ -7,14 +7,13 @@ import pytest
 
 from tests import without
 from tests.without import (
-    WHOLE,
     affected_tests,
     imports_of_what_is_gone,
     of_the_day,
+    tools_with,
     typed_files,
     with_dependents,
 )
-from vllm_rollout.kernel.parts import parts
 
 
 @pytest.fixture
@@ -30,13 +29,11 @@ def write(tmp_path: Path):
     return write
 
 
-def test_every_part_that_is_whole_has_its_day(monkeypatch):
-    assert set(WHOLE) <= {part.name for part in parts()}
-    monkeypatch.setattr(without, "WHOLE", ("a", "b", "c", "d", "e"))
-    days = [of_the_day(2, date(2026, 1, 1) + timedelta(number)) for number in range(5)]
+def test_every_part_has_its_day():
+    days = [of_the_day("abcde", 2, date(2026, 1, 1) + timedelta(number)) for number in range(5)]
     assert all(len(set(day)) == 2 for day in days)
     assert sorted(name for day in days for name in day) == sorted("abcde" * 2)
-    assert sorted(of_the_day(9, date(2026, 1, 1))) == list("abcde")
+    assert sorted(of_the_day("abcde", 9, date(2026, 1, 1))) == list("abcde")
 
 
 def test_a_part_goes_with_those_that_need_it():
@@ -48,10 +45,17 @@ def test_an_import_of_what_is_gone_is_found_wherever_it_stands(tmp_path, write):
     write("vllm_rollout/kernel/a.py", "if TYPE_CHECKING:\n    from vllm_rollout.parts.gone.rules import X")
     write("vllm_rollout/kernel/b.py", "def f():\n    from vllm_rollout.parts import gone")
     write("vllm_rollout/kernel/c.py", "from vllm_rollout.parts.gone_not.rules import X")
-    assert imports_of_what_is_gone(tmp_path, ["gone"]) == [
+    assert imports_of_what_is_gone(tmp_path / "vllm_rollout", ["gone"]) == [
         "vllm_rollout/kernel/a.py: vllm_rollout.parts.gone.rules.X",
         "vllm_rollout/kernel/b.py: vllm_rollout.parts.gone",
     ]
+
+
+def test_a_tool_that_imports_a_part_goes_with_it(tmp_path, write, monkeypatch):
+    monkeypatch.setattr(without, "ROOT", tmp_path)
+    for name in ("kernel/a.py", "parts/one/b.py", "gauge/c.py", "stays/d.py"):
+        write(f"vllm_rollout/{name}", "" if "stays" in name else "from vllm_rollout.parts.gone import rules")
+    assert [path.name for path in tools_with(["gone"])] == ["gauge"]
 
 
 def test_types_are_checked_of_the_files_that_are_left(tmp_path, write):

@@ -6,7 +6,7 @@ part has sources of it. Then it looks for imports of what is gone, and runs ruff
 notice run: those that reach the list of parts by their imports or fixtures, and start no engine. Tests of pages and
 tools for contributors stay out, since pages name all parts.
 
-`--of-the-day N` takes N of `WHOLE`, others on the next day.
+Tools that import a part go with it. `--of-the-day N` takes N parts, others on the next day.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +33,6 @@ from vllm_rollout.kernel import parts
 ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_rollout"
 EXTENSION = "_C.abi3.so"
-
-WHOLE = ("drafts", "emulation", "fleet", "front_ends", "in_process", "moving", "pruning", "rounds", "trainers")
-"""Parts without which all of this succeeds. The others are used by tools: the simulator, profiling, integrations."""
 
 TESTED = ("tests/kernel", "tests/parts", "tests/tools", "tests/test_architecture.py", "tests/test_parts.py")
 ABOUT_THE_WHOLE = (
@@ -64,23 +61,26 @@ class Check(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="a part that is left out, together with the others")
-    parser.add_argument("--of-the-day", type=int, metavar="N", help="N parts of those that are whole, each by itself")
+    parser.add_argument("--of-the-day", type=int, metavar="N", help="N parts, each by itself")
+    parser.add_argument("--all", action="store_true", help="all parts together: the kernel alone")
     parser.add_argument("--no-tests", action="store_true", help="only imports, ruff and mypy: a minute, not ten")
     parser.add_argument("--keep", action="store_true", help="do not delete the copy")
     options = parser.parse_args()
-    if unknown := set(options.parts) - {part.name for part in parts.parts()}:
+    every = [part.name for part in parts.parts()]
+    if unknown := set(options.parts) - set(every):
         parser.error(f"there is no part {sorted(unknown)[0]!r}")
-    alone = of_the_day(options.of_the_day or 0, datetime.date.today())
-    runs = [*([options.parts] if options.parts else []), *([name] for name in alone)]
+    alone = of_the_day(every, options.of_the_day or 0, datetime.date.today())
+    together = every if options.all else options.parts
+    runs = [*([together] if together else []), *([name] for name in alone)]
     if not runs:
-        parser.error("name a part, or --of-the-day")
+        parser.error("name a part, or say --all or --of-the-day")
     failed = [names for names in runs if not succeeds(names, options.keep, tested=not options.no_tests)]
     sys.exit(f"failed without {', '.join(map(' '.join, failed))}" if failed else 0)
 
 
-def of_the_day(num: int, day: datetime.date) -> list[str]:
-    """`num` parts, the next ones on the next day."""
-    return [WHOLE[(day.toordinal() * num + place) % len(WHOLE)] for place in range(min(num, len(WHOLE)))]
+def of_the_day(names: Sequence[str], num: int, day: datetime.date) -> list[str]:
+    """`num` of the names, the next ones on the next day."""
+    return [names[(day.toordinal() * num + place) % len(names)] for place in range(min(num, len(names)))]
 
 
 def succeeds(names: list[str], keep: bool, *, tested: bool) -> bool:
@@ -119,7 +119,7 @@ def copy(target: Path, gone: Iterable[str], tests: Iterable[Path]) -> None:
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True, timeout=MOST_SECONDS,
     ).stdout.split("\0")  # fmt: skip
-    dropped = [*folders_of(gone), *tests]
+    dropped = [*folders_of(gone), *tools_with(gone), *tests]
     for name in filter(None, listed):
         source = ROOT / name
         if source.is_file() and not any(source.is_relative_to(each) for each in dropped):
@@ -138,11 +138,18 @@ def folders_of(names: Iterable[str]) -> Iterator[Path]:
         yield from folder.glob(f"*/with_{name}")
 
 
+def tools_with(gone: Iterable[str]) -> Iterator[Path]:
+    """Tools that import one of these parts: folders and files beside kernel and parts."""
+    for place in sorted((ROOT / PACKAGE).iterdir()):
+        if place.name not in ("adapter", "kernel", "parts") and imports_of_what_is_gone(place, gone):
+            yield place
+
+
 def checks_of(folder: Path, gone: list[str], *, tested: bool) -> Iterator[Check]:
     if any((ROOT / PACKAGE / "parts" / name / "csrc").exists() for name in gone):
         yield run("C++", folder, build_command(folder))
     start = time.monotonic()
-    imports = imports_of_what_is_gone(folder, gone)
+    imports = imports_of_what_is_gone(folder / PACKAGE, gone)
     yield Check("imports", "".join(f"\n  {each}" for each in imports), not imports, time.monotonic() - start)
     if imports:
         return  # nearly every test would say the same
@@ -163,12 +170,12 @@ def build_command(folder: Path) -> list[str]:
     return ["sh", "-ec", "\n".join(commands)]
 
 
-def imports_of_what_is_gone(folder: Path, gone: Iterable[str]) -> list[str]:
-    """Imports of the package that nothing answers, also those for types only."""
+def imports_of_what_is_gone(place: Path, gone: Iterable[str]) -> list[str]:
+    """Imports in a file, or below a folder, that nothing answers. Those for types only count, too."""
     modules = tuple(f"{PACKAGE}.parts.{name}" for name in gone)
     return [
-        f"{path.relative_to(folder)}: {name}"
-        for path in sorted((folder / PACKAGE).rglob("*.py"))
+        f"{path.relative_to(place.parent)}: {name}"
+        for path in ([place] if place.suffix == ".py" else sorted(place.rglob("*.py")))
         for name in sorted(imported_modules(path.read_text()))
         if name.startswith(tuple(f"{module}." for module in modules)) or name in modules
     ]
