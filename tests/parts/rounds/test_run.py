@@ -17,9 +17,10 @@ from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.support.waiting import WAIT_S, wait_until
 from vllm_rollout import AsyncRolloutClient, AsyncRun, RolloutClient, RolloutError, Run
-from vllm_rollout.kernel.http.answers import DeferredEvent, GroupEvent, RoundDoneEvent, RoundEvent
+from vllm_rollout.kernel.http.answers import GroupEvent
 from vllm_rollout.parts.rounds.client import run as run_module
 from vllm_rollout.parts.rounds.client.run_calls import named
+from vllm_rollout.parts.rounds.http.answers import DeferredEvent, RoundDoneEvent, RoundEvent
 
 
 def make_run(client: RolloutClient, **options: object) -> Run:

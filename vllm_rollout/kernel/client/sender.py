@@ -77,7 +77,7 @@ class Sender(Connection):
             if not response.is_success:
                 await response.aread()
                 raise_for_error(response)
-            reader = EventReader(streams_tokens="stream_tokens" in call.body)
+            reader = EventReader(call.events, streams_tokens="stream_tokens" in call.body)
             async for chunk in response.aiter_bytes():
                 for event in reader.feed(chunk):
                     yield event

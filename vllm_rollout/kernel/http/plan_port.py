@@ -35,7 +35,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from vllm_rollout.kernel.http.answers import Event, GroupAnswer, RedundancyBudget
+from vllm_rollout.kernel.http.answers import Event, GroupAnswer, PartEvent, RedundancyBudget
 from vllm_rollout.kernel.http.engine import CandidateEnd, Engine, GroupOrder, Happening, PreparedPrompt
 from vllm_rollout.kernel.http.launch import Places
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -118,6 +118,8 @@ class Over:
     result: GroupResult
     deferred_because: str | None = None
     """The reason if the group is deferred."""
+    event: PartEvent | None = None
+    """The last event of the group, in place of the kernel's."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Fields that parts add to the event of a group that is returned."""
     final: Sequence[Ending] = ()

@@ -14,7 +14,6 @@ from typing import Any
 from vllm_rollout.kernel.http.answers import (
     Allocation,
     CandidateEvent,
-    DeferredEvent,
     Event,
     GroupEvent,
     GroupLengths,
@@ -161,8 +160,8 @@ class StartedGroup(GroupRecord):
 
     def last_event(self, over: Over) -> Event:
         result = over.result
-        if over.deferred_because is not None:
-            return DeferredEvent(**{**self._names, "reason": over.deferred_because})
+        if over.event is not None:
+            return over.event
         off_policy = not self._off_policy.isdisjoint(result.selected)
         self._rollout.outcome.off_policy |= off_policy
         return GroupEvent(

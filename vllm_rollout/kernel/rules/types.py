@@ -37,38 +37,6 @@ race                   its siblings decided the group without it
 cancel                 the group was cancelled
 """
 
-RoundKind = Literal["short", "long"]
-
-DeferReason = Literal["cut", "tie", "incomplete"]
-"""Reason why a prompt was deferred: enough others were complete, it completed too late to count, or candidates were
-lost."""
-
-SizeReason = Literal[
-    "start",
-    "profile",
-    "rise",
-    "quiet",
-    "steady",
-    "settling",
-    "at_largest",
-    "at_smallest",
-    "failed_before",
-    "slower_below",
-]
-"""Reason for the tensor-parallel size of the next round.
-
-start          no round was run, and the costs of sizes are unknown
-profile        no round was run: the size with the best forecast for the first run's rounds
-rise           preemptions rose, or reached the rate that is too high: the next larger size
-quiet          enough rounds without preemptions: the next smaller size
-steady         neither rise nor quiet
-settling       the first comparable round since the size grew
-at_largest     a rise, and there is no larger size
-at_smallest    quiet, and there is no smaller size
-failed_before  quiet, with as many tokens as a round in which the smaller size preempted
-slower_below   quiet, and the round would have taken longer at the smaller size
-"""
-
 
 class CandidateId(NamedTuple):
     group_id: str
