@@ -1,6 +1,5 @@
 """The runner mixins on runners without a model: what they show the tracker, and what rides on the step's output."""
 
-import inspect
 import pickle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from tests.support.scoring import ScoringTracker
 from tests.support.steps import group_terms, said
 from vllm_rollout.adapter.weights import Changes
 from vllm_rollout.kernel.rules.types import HeadKey
-from vllm_rollout.kernel.tracker import ops
 from vllm_rollout.kernel.tracker import warm_up as warm_up_module
 from vllm_rollout.kernel.tracker.ops import token_confidence
 from vllm_rollout.kernel.tracker.step_values import StepValues
@@ -378,13 +376,13 @@ def test_operators_are_warmed_with_the_model_s_logits_where_vllm_warms_its_sampl
 def test_warming_up_calls_every_operator_for_whatever_the_model_makes(monkeypatch, dtype):
     """With tensors of the model's dtype, and the head with few rows and with many: each compiles its own kernel."""
     calls = []
-    operators = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} - {"active_implementation"}
-    for name in operators:
-        module = warm_up_module if hasattr(warm_up_module, name) else scorer_module
-        monkeypatch.setattr(module, name, called(name, getattr(ops, name), calls))
+    places = {"token_confidence": warm_up_module, "update_confidence": warm_up_module}
+    places |= {"quality_head": scorer_module, "windowed_confidence": scorer_module}
+    for name, module in places.items():
+        monkeypatch.setattr(module, name, called(name, getattr(module, name), calls))
     parts = ScoringTracker(torch.device("cpu")).parts
     warm_up(torch.zeros(2, VOCAB_SIZE, dtype=dtype), torch.zeros(2, HIDDEN_SIZE, dtype=dtype), parts)
-    assert {name for name, _ in calls} == operators
+    assert {name for name, _ in calls} == places.keys()
     assert {tensors[0].dtype for name, tensors in calls if name in ("token_confidence", "quality_head")} == {dtype}
     nums_due = [len(tensors[1]) for name, tensors in calls if name == "quality_head"]
     assert min(nums_due) <= 16 < max(nums_due), "FEW_DUE of kernels/triton/quality_head.py"

@@ -12,6 +12,7 @@ PART = Part(
         "flags": "vllm_rollout.parts.pruning.api.flags:FLAGS",
         "memory": "vllm_rollout.parts.pruning.rules.memory:PruningMemory",
         "metrics": "vllm_rollout.parts.pruning.http.metrics:PruningMetrics",
+        "operators": "vllm_rollout.parts.pruning.worker.operators:OPERATORS",
         "plan": "vllm_rollout.parts.pruning.http.plan:LearningPlan",
         "routes": "vllm_rollout.parts.pruning.http.routes:ROUTES",
         "simulated": "vllm_rollout.parts.pruning.simulated",

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
-from vllm_rollout.kernel.tracker.ops import quality_head
 from vllm_rollout.kernel.wire import CandidateTag, LastLogits, RunnerReport
 from vllm_rollout.parts.emulation.worker.ports import EmulatedPart, SaidRow
 from vllm_rollout.parts.emulation.worker.request import NO_NUMBER, EmulatedRequest
@@ -20,6 +19,7 @@ from vllm_rollout.parts.pruning.rules.step import TERMS
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.features import attach, detach
 from vllm_rollout.parts.pruning.worker.last_states import EndedStates
+from vllm_rollout.parts.pruning.worker.operators import quality_head
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 from vllm_rollout.parts.pruning.worker.scored_rows import DUE_COLUMNS
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
