@@ -16,11 +16,11 @@ from tests.support.steps import group_terms, judge_of, said
 from vllm_rollout.adapter.options import Options, ServeOptions
 from vllm_rollout.kernel.core.scheduler import AsyncRolloutScheduler, RolloutScheduler
 from vllm_rollout.kernel.rules.step import GroupSteps
-from vllm_rollout.kernel.rules.types import Assessment, Observation
+from vllm_rollout.kernel.rules.types import Assessment
 from vllm_rollout.kernel.wire import CandidateTag, EndingNote
 from vllm_rollout.parts.pruning.rules.learning import Learning, Siblings
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import Observation, PruningPlan
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.rounds.rules.race import RacePlace
 

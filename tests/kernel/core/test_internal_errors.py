@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, PRUNED, WON, TracedRun, add_group, assert_nothing_left, prune_by_sign
 from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring, observe
-from tests.support.steps import judge_of, races_of
+from tests.support.steps import judge_of, races_of, scores_in
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
@@ -195,7 +195,7 @@ def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch,
     monkeypatch.undo()
     report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3, 1),))
     assert not report.failed
-    assert list(report.due) == ["c"]
+    assert list(scores_in(report).request_ids) == ["c"]
 
 
 def test_an_exception_on_the_way_to_the_scheduler_fails_who_was_seen(runner, monkeypatch):

@@ -36,18 +36,20 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
 from vllm_rollout.kernel.rules.types import (
     BASE_MODEL,
-    WHOLE,
     CandidateId,
     CandidateState,
     Ending,
     EndReason,
     HeldGroups,
     RankCounts,
+    Scores,
+    TooLate,
 )
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
-from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORING
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE
+from vllm_rollout.parts.pruning.rules.step import PRUNING, SCORES, SCORING
 from vllm_rollout.parts.rounds.calls import CUT_RACE, FORGET_RACE, NUM_RACES, WIDEN_RACE
-from vllm_rollout.parts.rounds.rules.step import PLACE, RoundsStep
+from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 
 VOCAB_SIZE = 1000
 
@@ -395,6 +397,9 @@ class FakeEngine:
         truncated = by_itself and candidate.end_reason == "length"
         exact = state != "pruned" and candidate.end_reason == "stop" and num_tokens == len(candidate.token_ids)
         tokens = candidate.token_ids[:num_tokens]
+        notes = LOST.value(TooLate()) if is_lost(group) else {}
+        if (its := judged(group)) is not None:
+            notes |= SCORES.value(Scores(its.assessments.get(candidate.index), its.finals.get(candidate.index)))
         return CandidateEnd(
             ending=Ending(
                 candidate.index,
@@ -412,10 +417,8 @@ class FakeEngine:
             stop_reason=state if state in ("surplus", "pruned") else None,
             confidence=None,
             weight_versions=self._spans(num_tokens),
-            assessment=None if judged(group) is None else judged(group).assessments.get(candidate.index),
-            final=None if judged(group) is None else judged(group).finals.get(candidate.index),
+            parts=notes,
             is_replaced=group.is_replaced(candidate.index),
-            group_lost=is_lost(group),
         )
 
     def _tokenize(self, prompt: PromptInput) -> list[int]:

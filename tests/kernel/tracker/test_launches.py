@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.scoring import ScoringTracker
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import arguments, dispatch
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights
 from vllm_rollout.parts.pruning.worker.scorer import PublishedHead
 

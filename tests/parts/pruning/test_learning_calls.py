@@ -32,7 +32,7 @@ from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, CandidateId, Confidence, HeadKey, Observation
+from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, Confidence
 from vllm_rollout.kernel.worker.worker import RolloutWorker
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
@@ -42,7 +42,7 @@ from vllm_rollout.parts.pruning.options import PruningOptions
 from vllm_rollout.parts.pruning.rules.judge import Judge, JudgedGroup
 from vllm_rollout.parts.pruning.rules.ledger import Scoring
 from vllm_rollout.parts.pruning.rules.memory import MAX_DETECTION_LENGTHS
-from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey, Observation, PruningPlan
 from vllm_rollout.parts.pruning.worker.feature_ring import FeatureRing, StateKey
 from vllm_rollout.parts.pruning.worker.quality_heads import QualityHeads
 from vllm_rollout.parts.shaping.calls import LENGTH_HISTORY, OBSERVE_LENGTHS, LengthsToLookUp, ObservedGroup

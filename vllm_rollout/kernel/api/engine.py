@@ -50,7 +50,7 @@ from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
 from vllm_rollout.kernel.rules.request_names import names_of_request
-from vllm_rollout.kernel.rules.types import Ending, RankCounts, is_too_late, scores_of
+from vllm_rollout.kernel.rules.types import Ending, RankCounts
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -314,8 +314,7 @@ class _CandidateLog:
         if isinstance(completion.logprobs, FlatLogprobs):
             self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
         if candidate.output.finished:
-            said = {} if candidate.note is None else candidate.note.parts
-            scores = scores_of(said)
+            note = candidate.note
             self.end = CandidateEnd(
                 ending=ending_of(candidate, len(self._token_ids)),
                 token_ids=self._token_ids,
@@ -323,13 +322,11 @@ class _CandidateLog:
                 text=self._text,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
-                confidence=None if candidate.note is None else candidate.note.confidence,
+                confidence=None if note is None else note.confidence,
                 weight_versions=self._weight_versions(candidate),
-                assessment=scores.assessment,
-                final=scores.final,
-                is_replaced=candidate.note is not None and candidate.note.is_replaced,
-                group_lost=is_too_late(said),
-                error=None if candidate.note is None else candidate.note.error,
+                parts={} if note is None else note.parts,
+                is_replaced=note is not None and note.is_replaced,
+                error=None if note is None else note.error,
             )
 
     def _weight_versions(self, candidate: CandidateOutput) -> list[dict[str, Any]]:

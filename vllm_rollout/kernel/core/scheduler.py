@@ -42,7 +42,7 @@ from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
-from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, Observation, RunningGroup
+from vllm_rollout.kernel.rules.types import CandidateId, EngineLoad, RunningGroup
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, TAG_KEY, CandidateTag, EndingNote, RunnerReport
 from vllm_rollout.kernel.xargs import as_written
 
@@ -408,8 +408,8 @@ class GroupSchedulerMixin:
         """Get the groups' verdicts, stop candidates accordingly, and pass outputs on."""
         if self._num_with_stop_strings:
             self._end_by_stop_strings(outputs)
-        due = {} if report is None else self._due(report)
-        verdicts = self._close_step(due, model_runner_output)
+        seen = {} if report is None else self._seen(report)
+        verdicts = self._close_step(seen, model_runner_output)
         if verdicts.stop:
             self._stop(verdicts, outputs)
         self._pass_outputs(outputs, verdicts, model_runner_output)
@@ -418,26 +418,27 @@ class GroupSchedulerMixin:
         for group_id in verdicts.over:
             self.parts.forget(group_id)
 
-    def _due(self, report: RunnerReport) -> dict[CandidateId, Observation]:
-        """Observations of the step by candidate. Candidates that could not be observed fail."""
-        due: dict[CandidateId, Observation] = {}
-        if not (report.due or report.failed):
-            return due
+    def _seen(self, report: RunnerReport) -> dict[str, dict[CandidateId, Any]]:
+        """Observations of the step, by part and candidate. Candidates that could not be observed fail."""
+        seen: dict[str, dict[CandidateId, Any]] = {}
         failed = dict(report.failed)
-        try:
-            for request_id, observation in report.observations():
-                candidate = self._candidates.get(request_id)
-                if candidate is not None and candidate.end_reason is None:
-                    due[candidate.id] = observation
-        except Exception as error:
-            failed |= dict.fromkeys(report.due, self.faults.caught("observations", error))
-            due.clear()
+        for name, its in report.parts.items():
+            try:
+                for request_id, observation in its.observations():
+                    candidate = self._candidates.get(request_id)
+                    if candidate is not None and candidate.end_reason is None:
+                        seen.setdefault(name, {})[candidate.id] = observation
+            except Exception as error:
+                failed |= dict.fromkeys(its.request_ids, self.faults.caught("observations", error))
+                seen.pop(name, None)
         for request_id, reason in failed.items():
             if (candidate := self._candidates.get(request_id)) is not None:
                 self._fail(candidate, reason)
-        return due
+        return seen
 
-    def _close_step(self, due: Mapping[CandidateId, Observation], model_runner_output: ModelRunnerOutput) -> Verdicts:
+    def _close_step(
+        self, seen: Mapping[str, Mapping[CandidateId, Any]], model_runner_output: ModelRunnerOutput
+    ) -> Verdicts:
         """Report ended candidates to the groups, and get their verdicts."""
         for candidate in self._ended:
             if candidate.is_told:
@@ -445,17 +446,13 @@ class GroupSchedulerMixin:
             candidate.is_told = True
             if not candidate.is_launched:
                 continue
-            seen: Mapping[str, Observation] = {}
+            last: Mapping[str, Any] = {}
             try:
-                seen = last_observations(candidate, model_runner_output)
+                last = last_observations(candidate, model_runner_output)
             except Exception as error:
                 candidate.error, candidate.end_reason = self.faults.caught("last_observations", error), "failed"
-            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, seen)  # type: ignore[arg-type]
-        verdicts = self.group_steps.close_step(
-            dict.fromkeys(self.group_steps.observing, due) if due else {},
-            lambda id: self._by_id[id].num_tokens,
-            now_s=self.clock(),
-        )
+            self.group_steps.ended(candidate.id, candidate.group, candidate.end_reason, candidate.num_tokens, last)  # type: ignore[arg-type]
+        verdicts = self.group_steps.close_step(seen, lambda id: self._by_id[id].num_tokens, now_s=self.clock())
         for group_id, error in verdicts.broken.items():
             self._break(group_id, self.faults.caught("a group's rules", error))
         return verdicts

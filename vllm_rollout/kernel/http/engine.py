@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from vllm_rollout.kernel.call_table import Argument, Operation, Result
 from vllm_rollout.kernel.rules.fields import Migration
 from vllm_rollout.kernel.rules.plan import GroupPlan
-from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts
+from vllm_rollout.kernel.rules.types import Assessment, Ending, RankCounts, is_too_late, scores_of
 
 Kind = TypeVar("Kind")
 
@@ -151,18 +151,24 @@ class CandidateEnd:
     """Mean and standard deviation of its token confidences, in nats. None if the engine did not observe them."""
     weight_versions: Sequence[dict[str, Any]]
     """Spans `{"version", "start", "end"}` over the output tokens."""
-    assessment: Assessment | None = None
-    """None if never scored: without pruning, or because it ended before `detection_length`."""
-    final: Assessment | None = None
-    """Assessment at its last token, if that was requested."""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    """Values that parts say of its end, by part."""
     is_replaced: bool = False
     """True if it was lost and another candidate takes its place."""
-    group_lost: bool = False
-    """True if its group completed in the step of its end, but after as many groups as its race wanted."""
     survival_before: float = 1.0
     """Probability with which it was kept in earlier rounds."""
     error: str | None = None
     """The error, if it failed for a known reason."""
+
+    @property
+    def assessment(self) -> Assessment | None:
+        """None if never scored: without pruning, or because it ended before `detection_length`."""
+        return scores_of(self.parts).assessment
+
+    @property
+    def group_lost(self) -> bool:
+        """True if its group completed in the step of its end, but after as many groups as its race wanted."""
+        return is_too_late(self.parts)
 
 
 Happening = CandidateTokens | CandidateEnd

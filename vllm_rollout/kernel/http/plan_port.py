@@ -18,6 +18,7 @@ started group. Each of them may be None: the part then hears nothing of it.
     GroupPart    ordered         before its candidates are launched
                  launching       another way to launch them
                  ended, graded   a candidate
+                 fields_of       the client is told of a candidate
                  launch_over     all candidates that were launched together have ended
                  restarted       all earlier reports are void
                  stopped         no reports follow
@@ -142,6 +143,10 @@ class GroupPart:
 
     def ended(self, end: CandidateEnd) -> None:
         """A candidate has ended."""
+
+    def fields_of(self, end: CandidateEnd, *, selected: bool) -> Mapping[str, Any]:
+        """Fields to add to the answer about a candidate. `selected`: it is one of the group's trajectories."""
+        return {}
 
     def graded(self, index: int, grade: Grade) -> None:
         """The grade of an ended candidate has come."""

@@ -92,8 +92,6 @@ class StepPart:
     """A part in the engine core, for all groups of one engine. It has what it has learned, and nothing of vLLM."""
 
     name: ClassVar[str]
-    observes = False
-    """True if it needs the observations of running candidates (`Step.seen`)."""
 
     def fresh(self) -> StepPart:
         """This part without any group, but with all that it has learned."""
@@ -192,8 +190,6 @@ class GroupSteps:
         if memories is not None:
             for part in self.parts.values():
                 part.remember_in(memories)
-        self.observing = [name for name, part in self.parts.items() if part.observes]
-        """Names of the parts that need observations of running candidates."""
         self._phases: dict[Phase, list[Callable[[Step], None]]] = {}
         for part in self.parts.values():
             for phase, decide in part.phases().items():

@@ -43,19 +43,8 @@ class CandidateId(NamedTuple):
     index: int  # type: ignore[assignment]  # of a tuple's methods nobody here needs `index`
 
 
-WHOLE = 0
-"""Value in place of a detection length: the whole trajectory, scored at its end (ARRoL section 4.4)."""
-
 BASE_MODEL = ""
 """Value in place of an adapter's name: the base model."""
-
-
-class HeadKey(NamedTuple):
-    """Key of a quality head, and of the calibration of its scores."""
-
-    detection_length: int
-    adapter: str = BASE_MODEL
-    """Name under which the LoRA adapter is served. `BASE_MODEL`: no adapter."""
 
 
 Signal = Literal["head", "confidence"]
@@ -70,19 +59,6 @@ class Confidence(NamedTuple):
     """The lowest mean over any window of consecutive tokens, in nats."""
     bottom_windows: float
     """The mean over the lowest tenth of the windows, in nats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Measurement of a candidate in the step that produced token `detection_length`, or its last token."""
-
-    confidence: Confidence
-    logit: float | None = None
-    """Output of the quality head. None while the head is untrained."""
-    head_version: int = 0
-    """Version of the quality head. 0: untrained."""
-    detection_length: int | None = None
-    """Output tokens at the measurement, or `WHOLE`. None: the plan's `detection_length`."""
 
 
 @dataclass(frozen=True, slots=True)

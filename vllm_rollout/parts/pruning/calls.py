@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from vllm_rollout.kernel.call_table import Features, Operation
 from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
-from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.judge import Label
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
+from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, RewardedCandidate
 

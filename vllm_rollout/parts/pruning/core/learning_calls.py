@@ -26,7 +26,6 @@ from vllm_rollout.kernel.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.memories import PROMPTS_PER_ROW
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
-from vllm_rollout.kernel.rules.types import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,
@@ -56,6 +55,7 @@ from vllm_rollout.parts.pruning.rules.judge import Judge, Label
 from vllm_rollout.parts.pruning.rules.known_prompts import prompt_rows
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
+from vllm_rollout.parts.pruning.rules.pruning_plan import WHOLE, HeadKey
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 from vllm_rollout.parts.pruning.rules.step import PruningStep
 from vllm_rollout.parts.pruning.saved_state import END, head_line, parse_state, state_header

@@ -20,7 +20,7 @@ from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan, make_prun
 class PruningTerms(PartTerms):
     """Terms of a group with pruning.
 
-    Overrides: pruning, scored_lengths, observes_last, check, audited, with_audits, said, resumed."""
+    Overrides: pruning, scored_lengths, check, audited, with_audits, said, resumed."""
 
     plan: PruningPlan
     audit_ratio: float = 0.0
@@ -33,10 +33,6 @@ class PruningTerms(PartTerms):
     @property
     def scored_lengths(self) -> Sequence[int]:
         return self.plan.scored_lengths
-
-    @property
-    def observes_last(self) -> bool:
-        return self.plan.final_score
 
     def check(self, group_size: int, num_candidates: int, spare_field: str, names: Mapping[str, str]) -> None:
         """Raises: PlanError if no candidate could ever be pruned."""
