@@ -12,7 +12,7 @@ travels each way. An error that concerns the client is a value. An exception is 
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,14 +23,6 @@ CALL_METHOD = "rollout_call"
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-
-
-class Features(NamedTuple):
-    """Hidden states, [num_states, hidden_size]."""
-
-    data: bytes
-    """The bytes row by row."""
-    dtype: Literal["float32", "float16", "bfloat16"]
 
 
 class NamedChoices(NamedTuple):

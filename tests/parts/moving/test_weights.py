@@ -112,7 +112,7 @@ class KnownKV:
     def recompute(self) -> None:
         """All groups: from now on none of their candidates may read KV of older weights."""
         running = {request.request_id for request in self.run.scheduler.running}
-        of_groups = {candidate.request.request_id for candidate in self.run.scheduler._by_id.values()}
+        of_groups = {candidate.request.request_id for candidate in self.run.scheduler.launched.values()}
         self.run.scheduler.recompute(None)
         self.born |= dict.fromkeys(running & of_groups, Changes.num)
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from vllm_rollout.kernel.call_table import Features, Operation
+from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.rules.rewards import NamedReward, RewardStatus
 from vllm_rollout.parts.pruning.rules.judge import Label
 from vllm_rollout.parts.pruning.rules.length_trial import TriedCandidate
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey
 from vllm_rollout.parts.pruning.rules.race_bias import AuditReport
 from vllm_rollout.parts.pruning.rules.report import HeadInfo, RewardedCandidate
+
+
+class Features(NamedTuple):
+    """Hidden states, [num_states, hidden_size]."""
+
+    data: bytes
+    """The bytes row by row."""
+    dtype: Literal["float32", "float16", "bfloat16"]
 
 
 class Refusal(NamedTuple):

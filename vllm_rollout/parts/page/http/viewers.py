@@ -21,7 +21,6 @@ from vllm_rollout.background import begin, heard, spawn, survived
 from vllm_rollout.kernel.http.engine import CandidateTokens, Engine, EngineStopped, PreparedPrompt, RequestError
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.rewards import Reward
-from vllm_rollout.kernel.rules.types import EngineLoad
 from vllm_rollout.parts.page.http.events import COMMENT, CandidateText, GroupTexts, event_of
 from vllm_rollout.parts.page.http.seen import SeenGroup
 from vllm_rollout.parts.page.http.watched import WatchedRollout
@@ -273,7 +272,7 @@ class Viewers:
     async def _tick(self) -> None:
         while True:
             with survived("the page"):
-                ranks: Sequence[tuple[str, EngineLoad]] = ()
+                ranks: Sequence[tuple[str, Any]] = ()
                 with survived("the page"), suppress(EngineStopped, TimeoutError):  # the engine is dead or busy
                     async with asyncio.timeout(LOOK_S):
                         ranks = [] if RANKS is None else await RANKS(self._engine)
@@ -292,7 +291,7 @@ class Viewers:
         for viewer in self._viewers:
             viewer.tell(tick)
 
-    def _look(self, ranks: Sequence[tuple[str, EngineLoad]]) -> None:
+    def _look(self, ranks: Sequence[tuple[str, Any]]) -> None:
         """Record the load of each rank, and the progress of the groups on it."""
         rows = []
         for rank, (state, load) in enumerate(ranks):
