@@ -24,10 +24,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_rollout.adapter.names import learned_name
 from vllm_rollout.background import survived
-from vllm_rollout.kernel.api.client import RolloutAsyncLLM
+from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.kernel.api.lost_weights import UNNAMED_WEIGHTS
 from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
@@ -116,7 +115,8 @@ class VLLMEngine:
     ) -> tuple[str, list[PreparedPrompt]]:
         await self.client.door.opened()  # a rebuilt engine has lost its weights
         try:
-            await self.client.lost_weights.found(self.client.get_weight_version)
+            if (before := self.client.before_rollouts) is not None:
+                await before()
         except GracefulHTTPError as error:
             raise RequestError(str(error), status=error.http_status) from error
         except EngineDeadError as error:
