@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm.logger import init_logger
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_rollout.adapter.options import ServeOptions
 from vllm_rollout.background import spawn, survived
@@ -319,7 +320,7 @@ def _last_one(rank: int, why: str) -> RequestError:
     )
 
 
-def _send_to(core: Any, rank: int, request_ids: Iterable[str]) -> None:
+def _send_to(core: DPLBAsyncMPClient, rank: int, request_ids: Iterable[str]) -> None:
     """Send later messages about these requests to another rank."""
     target = core.core_engines[rank]
     for request_id in request_ids:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_rollout.kernel.worker.runner import RunnerV1Mixin
+from vllm_rollout.kernel.worker.runner import RunnerMixin, RunnerV1Mixin
 from vllm_rollout.parts.moving.wire import MovedCandidate, WorkerState
 
 
@@ -42,16 +42,18 @@ def attach(runner: Any, candidates: Sequence[MovedCandidate]) -> None:
         runner.parts.arrived(request, candidate.output_token_ids)
 
 
-def _generator_state(runner: Any, request_id: str) -> bytes | None:
+def _generator_state(runner: RunnerMixin, request_id: str) -> bytes | None:
     """State of the request's own generator. None if it has none."""
-    request = runner.requests.get(request_id) if isinstance(runner, RunnerV1Mixin) else None
+    if not isinstance(runner, RunnerV1Mixin):
+        return None
+    request = runner.requests.get(request_id)
     if request is None or request.generator is None:
         return None
     state: bytes = request.generator.get_state().numpy().tobytes()
     return state
 
 
-def _know(runner: Any, candidate: MovedCandidate) -> None:
+def _know(runner: RunnerV1Mixin, candidate: MovedCandidate) -> None:
     """Register a request with a runner, before the scheduler resumes it."""
     request, generator = candidate.request, None
     if candidate.state.generator is not None:

@@ -14,6 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from vllm_rollout.kernel.worker.runner import RunnerMixin
 from vllm_rollout.parts.moving.options import MovingOptions
 from vllm_rollout.parts.moving.wire import KVSegment, KVWay
 from vllm_rollout.parts.moving.worker.device_kv import DeviceKV, DeviceMemory
@@ -75,7 +76,7 @@ class KVCalls:
                 self.kv_transfers[segment.way].drop(segment.name)
 
 
-def kv_blocks(runner: Any) -> list[torch.Tensor]:
+def kv_blocks(runner: RunnerMixin) -> list[torch.Tensor]:
     """The KV cache of a model runner, one tensor per layer, [num_blocks, kernel blocks in each, ...]."""
     num_blocks = runner.kv_cache_config.num_blocks
     caches = {cache.data_ptr(): cache for cache in runner.kv_caches}.values()  # layers may share one
