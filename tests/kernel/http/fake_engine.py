@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from tests.kernel.http.fake_parts import FakeMoves, FakeShaping
 from tests.parts.pruning.fake_learning import MODEL, FakeLearning
 from tests.support.steps import group_steps, is_lost, judged, races_of, said
-from vllm_rollout.kernel.call_table import Argument, Operation, Result
+from vllm_rollout.kernel.call_table import RECOMPUTE, Argument, Operation, Result
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -178,6 +178,7 @@ class FakeEngine:
             WIDEN_RACE: lambda race: races_of(self.races[race.race_id]).widen(*race),
             FORGET_RACE: lambda race_id: self.races.pop(race_id, None),
             NUM_RACES: lambda _: len(self.races),
+            RECOMPUTE: self._recompute,
         }
         return [answers[operation](argument)]
 
@@ -303,9 +304,8 @@ class FakeEngine:
         self.learning.check_alive()
         return self.weight_version
 
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        self.learning.check_alive()
-        self.recomputed.append(request_ids)
+    def _recompute(self, names: Sequence[str] | None) -> int:
+        self.recomputed.append(names)
         return 3
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:

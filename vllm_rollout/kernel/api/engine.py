@@ -31,7 +31,7 @@ from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, en
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
-from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS, RECOMPUTE
+from vllm_rollout.kernel.call_table import CANCEL_GROUPS, GIVE_UP, LAST_TOKENS, RANK_COUNTS
 from vllm_rollout.kernel.http.engine import (
     CandidateEnd,
     CandidateTokens,
@@ -48,7 +48,6 @@ from vllm_rollout.kernel.http.slices import Slices
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.launch import num_launch_places
 from vllm_rollout.kernel.rules.prompt_key import seed_for
-from vllm_rollout.kernel.rules.request_names import names_of_request
 from vllm_rollout.kernel.rules.types import Ending, RankCounts
 
 LOWEST_LOGPROB = -9999.0
@@ -209,10 +208,6 @@ class VLLMEngine:
         except EngineDeadError as error:
             raise engine_stopped() from error
         return None if version == UNNAMED_WEIGHTS else version
-
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        names = None if request_ids is None else sorted(set().union(*map(names_of_request, request_ids)))
-        return sum(await self.calls.call_all(RECOMPUTE, names))
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         await self.calls.tell_groups(CANCEL_GROUPS, list(group_ids))

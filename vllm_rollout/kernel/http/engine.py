@@ -262,15 +262,6 @@ class Engine(Protocol):
     async def current_weight_version(self) -> str | None:
         """Version of the weights in use. None if they have no name. Raises: RequestError (503) for a dead engine."""
 
-    async def recompute(self, request_ids: Sequence[str] | None) -> int:
-        """Compute KV of older weights again, for candidates of groups. Returns the number of candidates that do.
-
-        `request_ids`: requests that made the groups, by the ids that clients know. None: all groups.
-
-        Raises: RequestError (503) for a dead engine.
-        """
-        ...
-
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         """Stop groups: candidates that run or still come end as `deferred`.
 

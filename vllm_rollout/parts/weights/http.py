@@ -7,14 +7,17 @@ from typing import Literal
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 
+from vllm_rollout.kernel.call_table import RECOMPUTE
 from vllm_rollout.kernel.http.admin import require_admin
 from vllm_rollout.kernel.http.body import Body
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import ERRORS, errors_of
 from vllm_rollout.kernel.http.serialised import json_response
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.kernel.rules.request_names import names_of_request
 
 router = APIRouter(route_class=RolloutRoute, tags=["weights"])
+ROUTES = {70: router}
 
 MAX_REQUEST_IDS = 4096
 
@@ -53,4 +56,6 @@ async def recompute(request: Request, body: RecomputeRequest = ALL) -> Response:
     before they go on. Other requests go on undisturbed, and the prefix cache is kept.
     """
     service: RolloutService = request.app.state.rollout_service
-    return json_response(RecomputeAnswer(num_candidates=await service.recompute(body.request_ids)))
+    ids = body.request_ids
+    names = None if ids is None else sorted(set().union(*map(names_of_request, ids)))
+    return json_response(RecomputeAnswer(num_candidates=sum(await service.engine.calls.call_all(RECOMPUTE, names))))
