@@ -41,8 +41,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_resume.py": ("pruning", "rounds"),
     "engine/test_rounds.py": ("pruning", "rounds"),
     "engine/test_serve.py": (
-        "moving", "page", "pruning", "rewards", "rounds", "sessions", "shaping", "trainers", "weights",
-    ),  # fmt: skip
+        "moving",
+        "page",
+        "pruning",
+        "rewards",
+        "rounds",
+        "sessions",
+        "shaping",
+        "trainers",
+        "weights",
+    ),
     "engine/test_server.py": ("pruning", "rewards"),
     "engine/test_session_rounds.py": ("emulation", "rounds", "sessions"),
     "engine/test_sessions.py": ("emulation", "moving", "page", "rewards", "sessions", "shaping"),

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from benchmarks.shaping.records import GroupRecord, Run
 from benchmarks.shaping.setup import BASELINE, WAYS, Sizes, Way, WayName
 from vllm_rollout.kernel.parts import faces
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.rules.prompt_key import history_key
+from vllm_rollout.parts.memories.rules import Memories
 from vllm_rollout.parts.pruning.saved_state import parse_state
 from vllm_rollout.parts.rounds.http.saved import parse_saved
 from vllm_rollout.parts.shaping.rules.allocation import BatchAllocation, BatchPrompt, allocate_batch, allocated

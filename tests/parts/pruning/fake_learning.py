@@ -22,9 +22,9 @@ from safetensors.numpy import save
 from tests.parts.pruning.reports import report_of
 from tests.support.steps import lengths_of, new_judge
 from vllm_rollout.kernel.http.engine import EngineStopped, RequestError
-from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, Confidence
+from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.http.engine import KeepState, LearningPart, RewardsReceipt
 from vllm_rollout.parts.pruning.rules.advice import advise
 from vllm_rollout.parts.pruning.rules.judge import Judge

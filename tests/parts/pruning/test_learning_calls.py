@@ -30,10 +30,10 @@ from vllm_rollout.kernel.core.calls import answered, rollout_call
 from vllm_rollout.kernel.core.readings import MAX_READINGS, Readings
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memory
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, Confidence
 from vllm_rollout.kernel.worker.worker import RolloutWorker
+from vllm_rollout.parts.memories.rules import Memory
 from vllm_rollout.parts.pruning.api.learning import REWARDS_PER_CALL, EngineLearning
 from vllm_rollout.parts.pruning.calls import POST_REWARDS
 from vllm_rollout.parts.pruning.core import learning_calls

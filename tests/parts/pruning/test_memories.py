@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.steps import lengths_of, new_judge, new_memories
 from vllm_rollout.config import MAX_ADAPTERS
-from vllm_rollout.kernel.rules.memories import Memories, Memory
 from vllm_rollout.kernel.rules.types import BASE_MODEL
+from vllm_rollout.parts.memories.rules import Memories, Memory
 from vllm_rollout.parts.pruning.rules.judge import Judge
 from vllm_rollout.parts.pruning.rules.memory import MEMORY, PruningMemory
 from vllm_rollout.parts.pruning.rules.pruning_plan import HeadKey

@@ -39,7 +39,6 @@ from vllm_rollout.kernel.core.weights import Weights
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.request_names import names_of_group
 from vllm_rollout.kernel.rules.step import GroupSteps, LaunchRefused, Verdicts
 from vllm_rollout.kernel.rules.types import CandidateId
@@ -79,7 +78,7 @@ class GroupSchedulerMixin:
         self.faults = Faults()
         self.weights = Weights(self, scheduler=self)  # type: ignore[arg-type]
         self.readings = Readings()
-        memories = Memories(dict(faces("memory")))
+        memories = next((make(dict(faces("memory"))) for _, make in faces("memories")), None)
         self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True, memories=memories)
         """Decides. All other code here translates and obeys."""
         self.clock = time.monotonic

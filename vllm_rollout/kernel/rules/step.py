@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 from vllm_rollout.config import MAX_IDLE_GROUPS
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.rules.memories import Memories
 from vllm_rollout.kernel.rules.sibling_table import SiblingTable
 from vllm_rollout.kernel.rules.terms import GroupTerms
 from vllm_rollout.kernel.rules.types import BASE_MODEL, CandidateId, EndReason, HeldGroups, StopState
@@ -97,7 +96,7 @@ class StepPart:
         """This part without any group, but with all that it has learned."""
         return type(self)()
 
-    def remember_in(self, memories: Memories) -> None:
+    def remember_in(self, memories: Any) -> None:
         """Learn in these memories of the engine from now on."""
 
     def phases(self) -> Mapping[Phase, Callable[[Step], None]]:
@@ -181,7 +180,7 @@ class GroupSteps:
         max_idle: int = MAX_IDLE_GROUPS,
         *,
         contains: bool = False,
-        memories: Memories | None = None,
+        memories: Any = None,
     ) -> None:
         """`contains`: an exception in the rules of one group breaks that group (`Verdicts.broken`), not the step.
         `memories`: of the engine. None: each part has its own."""

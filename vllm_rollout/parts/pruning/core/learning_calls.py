@@ -24,8 +24,8 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.readings import MAX_PIECE_BYTES, Readings
 from vllm_rollout.kernel.parts import face
-from vllm_rollout.kernel.rules.memories import PROMPTS_PER_ROW
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
+from vllm_rollout.parts.memories.rules import PROMPTS_PER_ROW
 from vllm_rollout.parts.pruning.calls import (
     HEADS,
     LEARN_FEATURES,

@@ -1,0 +1,9 @@
+"""Keeps what other parts learn, for each served name."""
+
+from vllm_rollout.kernel.parts import Part
+
+PART = Part(
+    "memories",
+    "Keeps what other parts learn, for each served name.",
+    faces={"memories": "vllm_rollout.parts.memories.rules:Memories"},
+)
