@@ -5,7 +5,6 @@ from typing import Any, TypedDict
 
 from vllm_rollout.kernel.client.client import AsyncClient, Client
 from vllm_rollout.kernel.client.connection import RolloutError
-from vllm_rollout.kernel.client.weights import GivenWeights
 from vllm_rollout.kernel.core.scheduler import make_scheduler as Scheduler
 from vllm_rollout.kernel.http.protocol import DualEndSelection, Pruning
 from vllm_rollout.kernel.http.reward_body import RewardOptions
@@ -24,6 +23,7 @@ from vllm_rollout.parts.rounds.with_sessions.client.agent_rounds import AgentRou
 from vllm_rollout.parts.sessions.client.agent_group import AgentGroup, AgentResult
 from vllm_rollout.parts.sessions.client.agent_session import AgentSession, SessionLost, Void
 from vllm_rollout.parts.sessions.client.agents import AsyncAgentCalls
+from vllm_rollout.parts.weights.client import AsyncWeightCalls, GivenWeights, WeightCalls
 
 class GroupOptions(TypedDict, total=False):
     """Options for the groups of a rollout or a round. None leaves an option out."""
@@ -57,7 +57,9 @@ class LLMMethods(Learning):
 class AsyncLLMMethods(AsyncLearning):
     """Methods of `AsyncLLM` that need another part."""
 
-class AsyncRolloutClient(AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient):
+class AsyncRolloutClient(
+    AsyncLearningCalls, AsyncRunCalls, AsyncWeightCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient
+):
     """Async client of a server, or of several. Use as an async context manager, or await `close`."""
 
     def __init__(
@@ -73,7 +75,7 @@ class AsyncRolloutClient(AsyncLearningCalls, AsyncRunCalls, AsyncRankCalls, Asyn
         transport: Any = None,
     ) -> None: ...
 
-class RolloutClient(LearningCalls, RunCalls, RankCalls, Client):
+class RolloutClient(LearningCalls, RunCalls, WeightCalls, RankCalls, Client):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(

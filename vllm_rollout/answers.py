@@ -45,4 +45,9 @@ __all__ = [
     "Usage",
     *OF_PARTS,
 ]
-globals().update(OF_PARTS)
+
+
+def __getattr__(name: str) -> type:
+    if name not in OF_PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return OF_PARTS[name]

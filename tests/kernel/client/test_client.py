@@ -31,6 +31,7 @@ from vllm_rollout.kernel.http.answers import (
     GroupAnswer,
     RestartedEvent,
     RewardEvent,
+    RolloutEvent,
     TokensEvent,
     Trajectory,
     TrajectoryEvent,
@@ -51,7 +52,7 @@ def test_importing_the_package_and_the_client_stays_light():
 
 
 def test_every_event_of_a_stream_is_a_public_answer():
-    assert {event.__name__ for event in get_args(Event)} <= {*answers.__all__}
+    assert {event.__name__ for event in get_args(RolloutEvent)} <= {*answers.__all__}
     assert all(getattr(answers, name) for name in answers.__all__)
 
 

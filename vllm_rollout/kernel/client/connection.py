@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import cache
 from http import HTTPStatus
 from types import UnionType
@@ -235,10 +235,13 @@ class Connection:
         return self._backoff_s * 2.0**attempt
 
 
-@cache
-def adapter(form: Any) -> TypeAdapter[Any]:
-    """The parser of a form, which is made once. Members of a union differ by `type`."""
-    return TypeAdapter(Annotated[form, Discriminator("type")] if get_origin(form) is UnionType else form)
+def _made(form: Any) -> TypeAdapter[Any]:
+    tagged: Any = Annotated[form, Discriminator("type")]
+    return TypeAdapter(tagged if get_origin(form) is UnionType else form)
+
+
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(_made)
+"""The parser of a form, which is made once. Members of a union differ by `type`."""
 
 
 def parse(form: TypeAdapter[Any], content: bytes) -> Any:
