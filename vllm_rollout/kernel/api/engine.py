@@ -27,7 +27,7 @@ from vllm_rollout.background import survived
 from vllm_rollout.kernel.api.client import UNNAMED_WEIGHTS, RolloutAsyncLLM
 from vllm_rollout.kernel.api.continued import prompt_text, resume_refusal, text_of
 from vllm_rollout.kernel.api.engine_calls import EngineCalls, engine_stopped
-from vllm_rollout.kernel.api.outputs import CandidateFailed, CandidateOutput, ending_of
+from vllm_rollout.kernel.api.outputs import NO_NOTE, CandidateFailed, CandidateOutput, ending_of
 from vllm_rollout.kernel.api.rank_died import RankDied
 from vllm_rollout.kernel.api.sampling import sampling_field, sampling_params
 from vllm_rollout.kernel.api.versions import REJECTIONS, version_spans, weight_spans
@@ -309,7 +309,7 @@ class _CandidateLog:
         if isinstance(completion.logprobs, FlatLogprobs):
             self._logprobs = (self._logprobs or []) + sampled_logprobs(completion.logprobs)
         if candidate.output.finished:
-            note = candidate.note
+            note = candidate.note or NO_NOTE
             self.end = CandidateEnd(
                 ending=ending_of(candidate, len(self._token_ids)),
                 token_ids=self._token_ids,
@@ -317,11 +317,11 @@ class _CandidateLog:
                 text=self._text,
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
-                confidence=None if note is None else note.confidence,
+                confidence=note.confidence,
                 weight_versions=self._weight_versions(candidate),
-                parts={} if note is None else note.parts,
-                is_replaced=note is not None and note.is_replaced,
-                error=None if note is None else note.error,
+                parts=note.parts,
+                is_replaced=note.is_replaced,
+                error=note.error,
             )
 
     def _weight_versions(self, candidate: CandidateOutput) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from vllm_rollout.kernel.api.engine_calls import EngineCalls
 from vllm_rollout.kernel.api.group_routes import GroupRoutes
 from vllm_rollout.kernel.api.open_paths import refuse_on_open_path
 from vllm_rollout.kernel.api.outputs import (
+    NO_NOTE,
     CandidateFailed,
     CandidateOutput,
     choices_of,
@@ -312,8 +313,7 @@ class GroupClient:
                         continue
                     finals[candidate.index] = candidate.output
                     endings[candidate.index] = ending_of(candidate)
-                    if candidate.note is not None:
-                        self.rollout_metrics.noted(candidate.note.parts)
+                    self.rollout_metrics.noted((candidate.note or NO_NOTE).parts)
         except (asyncio.CancelledError, GeneratorExit):
             unread = [self.unread[id] for index, id in ids.items() if index not in endings]
             spawn(self._count_left("choices", endings.values(), unread), "a client that left")

@@ -146,14 +146,15 @@ class EventReader:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Events that this chunk completes. Raises: RolloutError at an `error` event, and if tokens do not join."""
-        return [self._event(data) for data in self._data.feed(chunk)]
+        return [self.read(data) for data in self._data.feed(chunk)]
 
     def close(self) -> None:
         """Note that the stream has ended. Raises: RolloutError if it ended before its `done` event."""
         if not self._done:
             raise RolloutError(None, "the stream ended before its done event; the rollout is incomplete.", INCOMPLETE)
 
-    def _event(self, data: bytes) -> Event:
+    def read(self, data: bytes) -> Event:
+        """The event with this data. Raises: as `feed`."""
         event: Event = parse(self._form, data)
         if isinstance(event, ErrorEvent):
             raise RolloutError.from_body(event.error)
