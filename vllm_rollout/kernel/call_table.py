@@ -35,13 +35,6 @@ class NamedChoices(NamedTuple):
     """Index of the candidate, by choice."""
 
 
-class Piece(NamedTuple):
-    """The next bytes of a reading."""
-
-    data: bytes
-    is_last: bool
-
-
 class LastTokens(NamedTuple):
     """The newest output tokens of a running candidate."""
 
@@ -77,8 +70,6 @@ class Operation(Generic[Argument, Result]):
 
 NAME_CHOICES: Operation[NamedChoices, None] = Operation("name_choices", NamedChoices, None)
 """Names for the candidates of a group, by which clients refer to them from now on."""
-READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
-"""The next piece for a reader. None if newer readings have replaced it."""
 CANCEL_GROUPS: Operation[list[str], None] = Operation("cancel_groups", list[str], None)
 """Stop the running candidates of these groups as `deferred`, in the next step. Unknown groups are ignored."""
 ABORT_REQUESTS: Operation[list[str], list[str]] = Operation("abort_requests", list[str], list[str])

@@ -31,7 +31,6 @@ from vllm_rollout.kernel.core.held_outputs import HeldOutputs, keep_first
 from vllm_rollout.kernel.core.joining import Joining, JoinRefused
 from vllm_rollout.kernel.core.parent import end_with_parent
 from vllm_rollout.kernel.core.ports import CoreParts
-from vllm_rollout.kernel.core.readings import Readings
 from vllm_rollout.kernel.core.slots import answer_for_room
 from vllm_rollout.kernel.core.stop_strings import StopStrings
 from vllm_rollout.kernel.core.versions import admitting, num_deferred
@@ -77,7 +76,6 @@ class GroupSchedulerMixin:
         answer_for_room(self.kv_cache_manager)
         self.faults = Faults()
         self.weights = Weights(self, scheduler=self)  # type: ignore[arg-type]
-        self.readings = Readings()
         memories = next((make(dict(faces("memory"))) for _, make in faces("memories")), None)
         self.group_steps = GroupSteps([part() for _, part in faces("step")], contains=True, memories=memories)
         """Decides. All other code here translates and obeys."""

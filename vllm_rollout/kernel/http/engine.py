@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
@@ -187,13 +187,6 @@ class CoreCalls(Protocol):
 
         Raises: EngineStopped.
         """
-
-    async def read(self, open_operation: Operation[Any, Any], argument: Callable[[str], Any]) -> bytes | None:
-        """Read data that the first rank writes in parts. `argument`: of the opening operation, from a reader's name.
-
-        Returns None if there is nothing to open. Raises: EngineStopped.
-        """
-        ...
 
 
 class Engine(Protocol):

@@ -84,6 +84,13 @@ class LearningWindow:
     audit: AuditReport = field(default_factory=AuditReport)
 
 
+class Piece(NamedTuple):
+    """The next bytes of a reading."""
+
+    data: bytes
+    is_last: bool
+
+
 class HeadToRead(NamedTuple):
     reader: str
     head: HeadKey
@@ -115,6 +122,9 @@ LEARN_FEATURES: Operation[LabelledFeatures, None] = Operation("learn_features", 
 """Features of another engine core's candidates, for the head. Rank 0 only, because it trains."""
 TRAIN: Operation[float, int] = Operation("train", float, int)
 """Train for this many seconds. Returns the number of optimizer steps that are left."""
+# -- data that is read in pieces
+READ: Operation[str, Piece | None] = Operation("read", str, Piece | None)
+"""The next piece for a reader. None if newer readings have replaced it."""
 # -- quality heads
 HEADS: Operation[None, list[HeadInfo]] = Operation("heads", None, list[HeadInfo])
 PUT_HEAD: Operation[HeadToPut, HeadInfo | Refusal] = Operation("put_head", HeadToPut, HeadInfo | Refusal)
