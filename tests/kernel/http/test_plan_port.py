@@ -78,7 +78,8 @@ async def test_a_part_hears_each_moment_in_the_documented_order(service: Rollout
     names: list[str] = []
     await run(service, Listening(names, lambda record: heard(GroupPart, names)()))
     before = ["choose", "check", "shape", "audit", "ready", "begun"]
-    group = ["ordered", "launching", *["ended"] * 3, "stopped", "over", "decided", "keep", "account", "told"]
+    candidates = ["ended", "fields_of"] * 3
+    group = ["ordered", "launching", *candidates, "stopped", "over", "decided", "keep", "account", "told"]
     assert names == [*before, *group, "finished", "warn", "leave", "over", "close"]
 
 
