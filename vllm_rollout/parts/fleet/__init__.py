@@ -7,6 +7,7 @@ PART = Part(
     "One client of several servers, which chooses the server of each group.",
     needs=(
         "moving",
+        "posted",
         "shaping",
         "weights",
     ),
