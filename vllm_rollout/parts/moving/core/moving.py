@@ -25,7 +25,7 @@ from vllm_rollout.kernel.core.calls import call_worker
 from vllm_rollout.kernel.core.candidate import EngineCandidate
 from vllm_rollout.kernel.core.ports import Answers, CorePart
 from vllm_rollout.kernel.core.versions import leave_deferred
-from vllm_rollout.kernel.core.weights import Weights, salt_to_move
+from vllm_rollout.kernel.core.weights import OWN_SALT, Weights, has_own_hashes
 from vllm_rollout.kernel.rules.detached import DetachedGroup, StayReason
 from vllm_rollout.kernel.rules.lifecycle import Group
 from vllm_rollout.kernel.rules.step import GroupSteps
@@ -303,6 +303,19 @@ def move_refusal(request: Request) -> str | None:
     if request.kv_transfer_params is not None:
         return "its KV cache comes from elsewhere"
     return None
+
+
+def salt_to_move(request: Request) -> str | None:
+    """Salt with which a request continues in another engine. If its blocks depend on KV of several weights, it is a
+    salt of its own.
+
+    Blocks that it left there before it was computed again have another salt.
+    """
+    salt = request.cache_salt
+    own = f"{OWN_SALT}{request.request_id}/"
+    if not has_own_hashes(request._block_hasher) or (salt is not None and salt.startswith(own)):
+        return salt
+    return own + (salt or "").removeprefix(OWN_SALT)
 
 
 def stop(groups: MovableGroups, scheduler: Scheduler, requests: Sequence[Request]) -> None:
