@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from math import exp, isfinite
 from typing import Any, TypeVar
 
+from vllm_rollout.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.config import MAX_DETECTION_LENGTH
-from vllm_rollout.kernel.rules.checks import fields_of, flag, integer, listed, shown
 from vllm_rollout.kernel.rules.types import Assessment, Signal
 from vllm_rollout.parts.pruning.rules.calibration import Calibrator
 from vllm_rollout.parts.pruning.rules.gradient import Population, gradient_rule, population_of

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
-from vllm_rollout.kernel.rules.checks import listed, shown
+from vllm_rollout.checks import listed, shown
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.parts.memories.rules import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row
 from vllm_rollout.parts.pruning.rules.learning import REPORT_WINDOW, Learning

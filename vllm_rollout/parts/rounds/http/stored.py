@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from vllm_rollout.checks import MAX_SHOWN, integer, is_writable, text
 from vllm_rollout.kernel.http.clients import id_of
 from vllm_rollout.kernel.http.engine import RequestError
-from vllm_rollout.kernel.rules.checks import MAX_SHOWN, integer, is_writable, text
 from vllm_rollout.parts.rounds.http.answers import (
     OpenGroupAnswer,
     OpenRoundAnswer,

@@ -17,8 +17,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from vllm_rollout.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.config import HISTORY_KEY_CHARS
-from vllm_rollout.kernel.rules.checks import MAX_COUNT, fields_of, integer, listed, number, shown, text
 from vllm_rollout.kernel.rules.keys import Key
 from vllm_rollout.kernel.rules.types import Ending
 from vllm_rollout.parts.memories.rules import MAX_HISTORY_PROMPTS, PROMPTS_PER_ROW, Row, rows_in_parts
