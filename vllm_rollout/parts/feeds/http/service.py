@@ -96,6 +96,7 @@ class FeedService:
         if (kept := found.kept(key)) is not None:
             return kept
         async with found.turn:  # trainers of one feed get batches in the order of their requests
+            await self._look()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 left_s = began + request.timeout_s - time.monotonic()
                 if left_s <= 0:
