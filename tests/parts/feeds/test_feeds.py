@@ -231,6 +231,53 @@ async def test_bad_fields_are_refused_when_the_feed_is_made(http, fields, param)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+async def test_too_many_waiting_prompts_are_refused(http, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.service.MAX_WAITING_BYTES", 100)
+    await make(http, batch=1, max_staleness=0)
+    error = (await put(http, 0, 9, 507))["error"]
+    assert (error["param"], "at most 100 may" in error["message"]) == ("prompts", True)
+    assert (await look(http))["num_waiting"] == 0
+
+
+async def test_a_group_that_the_engine_cannot_take_starts_again(http, engine, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_rollout.parts.feeds.http.live.AGAIN_S", 0.01)
+    await make(http, batch=1)
+    engine.dies_at_step = 0
+    await put(http, 0, 1)
+    await asyncio.sleep(0.05)
+    engine.dies_at_step = None
+    assert ids(await take(http)) == ["q0"]
+
+
+async def test_older_groups_have_a_lower_priority_number(app, http, engine) -> None:
+    seen = []
+    prepare = app.state.rollout_service.prepare
+
+    async def noted(request):
+        seen.append((request.prompts[0].id, request.priority))
+        return await prepare(request)
+
+    app.state.rollout_service.prepare = noted
+    await make(http, batch=1)
+    await put(http, 0, 3)
+    await take(http)
+    update(app, engine, "1")
+    await take(http)
+    await take(http, drain=True)
+    assert seen[1:] == [("q0", 0), ("q1", 0), ("q2", 1)]
+
+
+async def test_a_trainer_that_never_takes_leaves_no_more_groups_than_there_are_places(app, http, engine) -> None:
+    await make(http, on_stale="finish")
+    await put(http, 0, 40)
+    for step in range(5):
+        update(app, engine, str(step))
+        await asyncio.sleep(0.05)
+    feed = await look(http)
+    assert feed["num_running"] + feed["num_complete"] == 6
+    assert feed["num_waiting"] == 34
+
+
 async def test_races_hold_inside_a_feed(http, engine) -> None:
     engine.lengths = {0: 40, 1: 3, 2: 4, 3: 40}
     await make(http, batch=2, redundancy=2)

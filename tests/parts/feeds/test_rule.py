@@ -170,6 +170,14 @@ def test_wait_takes_no_batch_without_older_groups_that_would_become_too_old():
     assert feed.take() == [(1, 0, 1)]
 
 
+def test_wait_does_not_wait_for_groups_that_are_as_young_as_the_batch():
+    feed = started(FeedTerms(1, 1), 2)
+    feed.updated()  # without a batch: one of the two groups will be too old
+    feed.completed(0)
+    assert feed.take() == [(0, 0, 1)]
+    assert feed.updated() == [1]
+
+
 @pytest.mark.parametrize(("on_stale", "dropped", "taken"), [("drop", [0], [(1, 2, 0)]), ("finish", [], [(0, 0, 2)])])
 def test_a_group_that_is_too_old_is_dropped_or_returned_over_the_bound(on_stale, dropped, taken):
     feed = started(FeedTerms(1, 1, on_stale), 1)

@@ -76,9 +76,6 @@ class Batches:
             del self._answers[next(iter(self._answers))]
         return answer
 
-    async def close(self) -> None:
-        await self.feed.close()
-
 
 def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, FeedRollout]], key: str, waited_s: float) -> list[bytes]:
     since, meter, bound = feed.report(), feed_meter(feed), feed.rule.terms.max_staleness

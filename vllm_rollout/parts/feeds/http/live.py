@@ -146,6 +146,7 @@ class LiveFeed:
     async def close(self) -> None:
         """Stop all groups."""
         self.waiting.clear()
+        self._notify()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -183,6 +184,8 @@ class LiveFeed:
         if number not in self.rule.running:  # it was dropped at its very end
             return
         self.generated_tokens += group.usage.generated_tokens
+        for warning in group.warnings:
+            self._warn(warning)
         name = group.prompt.id or ""
         if group.event is None or group.event.status != "complete":
             reason = reason or (group.event and group.event.reason) or "its candidates were stopped."

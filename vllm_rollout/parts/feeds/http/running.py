@@ -33,6 +33,8 @@ class FeedRollout:
     json: bytes = b""
     """The complete group as JSON."""
     usage: Usage = field(default_factory=Usage)
+    warnings: list[str] = field(default_factory=list)
+    """Warnings of its rollout."""
     num_ended: int = 0
     """Candidates that have ended."""
     num_tokens: int = 0
@@ -67,7 +69,7 @@ class FeedRollout:
                 if isinstance(event, GroupEvent):
                     self.event, self.json = event, groups.of(event.prompt_id)
                 elif isinstance(event, DoneEvent):
-                    self.usage = event.usage
+                    self.usage, self.warnings = event.usage, event.warnings
 
 
 class _Lengths(RolloutPart):

@@ -49,7 +49,7 @@ class FeedService:
         """Create a feed. Returns it, and True if it is new. Raises: RequestError, 409 if a feed of that id has other
         terms."""
         id = request.id or f"feed-{uuid.uuid4().hex[:12]}"
-        name = owned_name(client_namespace(), id)
+        name = _name(id)
         if name not in self._feeds:
             check = await self._rollouts.prepare(_rollout_request(request))
             version = await self._engine.current_weight_version()
@@ -71,8 +71,8 @@ class FeedService:
     async def delete(self, id: str) -> None:
         """Delete a feed, and stop its groups. Raises: RequestError (404)."""
         found = self._find(id)
-        del self._feeds[owned_name(client_namespace(), id)]
-        await found.close()
+        del self._feeds[_name(id)]
+        await found.feed.close()
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 507 if too many wait."""
@@ -103,7 +103,8 @@ class FeedService:
                     raise _no_batch(found.feed, request.timeout_s)
                 await found.feed.changed(min(left_s, LOOK_S))
                 await self._look()
-                self._find(id)
+                if self._feeds.get(_name(id)) is not found:  # it was deleted meanwhile
+                    raise _unknown(id)
         self._metrics.waited(time.monotonic() - began)
         return answer
 
@@ -116,13 +117,8 @@ class FeedService:
         self.weights_named(await self._engine.current_weight_version())
 
     def _find(self, id: str) -> Batches:
-        found = self._feeds.get(owned_name(client_namespace(), id))
-        if found is None:
-            raise RequestError(
-                f"feed {id!r:.140} is not known here: it was deleted, or the server has started anew. POST /v1/feeds "
-                "creates it.",
-                status=HTTPStatus.NOT_FOUND,
-            )
+        if (found := self._feeds.get(_name(id))) is None:
+            raise _unknown(id)
         return found
 
     def _check_num_feeds(self) -> None:
@@ -142,6 +138,19 @@ class FeedService:
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
                 param="prompts",
             )
+
+
+def _name(id: str) -> str:
+    """Name of a feed, from the id that the current client has for it."""
+    return owned_name(client_namespace(), id)
+
+
+def _unknown(id: str) -> RequestError:
+    return RequestError(
+        f"feed {id!r:.140} is not known here: it was deleted, or the server has started anew. Create it by POST "
+        "/v1/feeds.",
+        status=HTTPStatus.NOT_FOUND,
+    )
 
 
 def _rollout_request(request: FeedRequest) -> RolloutRequest:
