@@ -19,6 +19,7 @@ from vllm_rollout.parts.feeds.http.answers import (
 )
 from vllm_rollout.parts.feeds.http.live import LiveFeed
 from vllm_rollout.parts.feeds.http.running import FeedRollout
+from vllm_rollout.parts.feeds.http.store import StoredFeed
 from vllm_rollout.parts.feeds.rules.bias import Share, share_of
 from vllm_rollout.parts.feeds.rules.feed import TakenGroup
 
@@ -48,7 +49,7 @@ class Batches:
 
     def __init__(self, feed: LiveFeed) -> None:
         self.feed = feed
-        self.turn = asyncio.Lock()
+        self.turn, self.putting = asyncio.Lock(), asyncio.Lock()
         self.puts, self._used = Keys(), Keys()
         self._answers: dict[str, list[bytes]] = {}
 
@@ -71,10 +72,25 @@ class Batches:
         if taken is None:
             return None
         self._used.add(key)
-        answer = self._answers[key] = _batch(self.feed, taken, key, waited_s)
+        answer = _batch(self.feed, taken, key, waited_s)
+        self._keep(key, answer)
+        turns = [group.turn for _, group in taken]
+        self.feed.kept.take(turns, self.feed.num_batches - 1, key, b"".join(answer), NUM_KEPT)
+        return answer
+
+    def take_up(self, stored: StoredFeed) -> None:
+        """Continue with the keys and answers on disk."""
+        for key in stored.puts:
+            self.puts.add(key)
+        for key in stored.keys:
+            self._used.add(key)
+        for key, answer in stored.answers.items():
+            self._keep(key, [answer])
+
+    def _keep(self, key: str, answer: list[bytes]) -> None:
+        self._answers[key] = answer
         if len(self._answers) > NUM_KEPT:
             del self._answers[next(iter(self._answers))]
-        return answer
 
 
 def _batch(feed: LiveFeed, taken: Sequence[tuple[TakenGroup, FeedRollout]], key: str, waited_s: float) -> list[bytes]:

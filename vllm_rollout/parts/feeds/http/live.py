@@ -11,19 +11,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_rollout.background import spawn
+from vllm_rollout.kernel.http.clients import act_for
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.protocol import Prompt
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.feeds.http.answers import FailedPrompt
 from vllm_rollout.parts.feeds.http.body import FeedRequest
+from vllm_rollout.parts.feeds.http.kept import Kept
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
 from vllm_rollout.parts.feeds.http.running import FeedRollout
-from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate
+from vllm_rollout.parts.feeds.http.store import StoredFeed
+from vllm_rollout.parts.feeds.rules.bias import BiasMeter, Fate, GroupSize
 from vllm_rollout.parts.feeds.rules.feed import Feed, TakenGroup, Versions
 
 AGAIN_S = 1.0
@@ -44,6 +47,8 @@ class SinceBatch:
 
 
 class WaitingPrompt(NamedTuple):
+    turn: int
+    """Number of the prompt among all that were put."""
     prompt: Prompt
     num_bytes: int
     """Size as JSON."""
@@ -60,8 +65,12 @@ class LiveFeed:
         rollouts: RolloutService,
         metrics: FeedMetrics,
         version: str | None,
+        kept: Kept,
     ) -> None:
         self.id, self.request, self.model, self.created = id, request, model, int(time.time())
+        self.kept = kept
+        self.is_held = False
+        """True after a restart until weights are named. They may not be those of the feed before."""
         self.rule = Feed(request.terms)
         self.versions = Versions(version)
         self.meter = BiasMeter()
@@ -76,8 +85,8 @@ class LiveFeed:
         """Groups start in the context of the feed's client, whoever makes room for them."""
         self._changed = asyncio.Event()
 
-    def put(self, prompts: list[Prompt]) -> None:
-        """Add prompts with ids of their own. Raises: RequestError (409) for an id that is in the feed."""
+    def checked(self, prompts: list[Prompt]) -> list[WaitingPrompt]:
+        """Prompts with ids and turns of their own. Raises: RequestError (409) for an id that is in the feed."""
         alive = {each.prompt.id for each in self.waiting} | {each.prompt.id for each in self.groups.values()}
         named = []
         for position, prompt in enumerate(prompts):
@@ -90,21 +99,61 @@ class LiveFeed:
                     param=f"prompts.{position}.id",
                 )
             alive.add(name)
-            named.append(waiting_prompt(prompt.model_copy(update={"id": name})))
-        self.num_put += len(named)
-        self.waiting.extend(named)
+            named.append(waiting_prompt(self.num_put + position, prompt.model_copy(update={"id": name})))
+        return named
+
+    def put(self, prompts: list[WaitingPrompt]) -> None:
+        """Add checked prompts."""
+        self.num_put += len(prompts)
+        self.waiting.extend(prompts)
         self._admit()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Numbers that a restart needs."""
+        return {
+            "version": self.rule.version,
+            "weight_version": self.versions.name,
+            "num_used": self.rule.num_used,
+            "num_put": self.num_put,
+            "num_batches": self.num_batches,
+        }
+
+    def take_up(self, stored: StoredFeed, namespace: str) -> None:
+        """Continue from disk. Groups that ran when the server ended run again. Raises: ValueError, KeyError."""
+        self._context.run(act_for, namespace)
+        state, rule = stored.state, self.rule
+        self.created = stored.created
+        self.num_put, self.num_batches = state["num_put"], state["num_batches"]
+        rule.version, rule.num_used = state["version"], state["num_used"]
+        self.is_held = True
+        for turn, body, born, fields, group in stored.prompts:
+            prompt = Prompt.model_validate_json(body)
+            if born is None:
+                self.waiting.append(waiting_prompt(turn, prompt))
+                continue
+            number, rule.num_admitted = rule.num_admitted, rule.num_admitted + 1
+            rule.complete[number] = born
+            size = GroupSize(fields["tokens"], fields["reward"])
+            names = fields["born_version"], fields["rollout_id"]
+            self.groups[number] = FeedRollout(
+                prompt, turn, self.request.group_size, born, *names, json=group, known_size=size
+            )
 
     def weights_named(self, name: str | None) -> None:
         """Note the name of the current weights. Another name than before is a weights update."""
         before = self.versions.name
         if name is not None and self.versions.goes_back(name):
             self._warn(f"the weights went back from {before!r} to {name!r}. This counts as an update.")
-        if not self.versions.is_new(name):
-            return
-        for number in self.rule.updated():
-            self._drop(number)
-        self._admit()
+        was_held = self.is_held
+        self.is_held = was_held and name is None and before is not None
+        if self.versions.is_new(name):
+            for number in self.rule.updated():
+                self._drop(number)
+            self.kept.left([], self.state)
+            self._admit()
+        elif was_held and not self.is_held:
+            self._admit()
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has changed, but not longer than `timeout_s`."""
@@ -154,10 +203,12 @@ class LiveFeed:
 
     def _admit(self) -> None:
         """Start as many groups as there is room for."""
-        while self.waiting and self.rule.capacity:
+        while self.waiting and self.rule.capacity and not self.is_held:
             number = self.rule.admit()
-            prompt = self.waiting.popleft().prompt
-            group = FeedRollout(prompt, self.request.group_size, self.rule.running[number], self.versions.name)
+            waiting = self.waiting.popleft()
+            group = FeedRollout(
+                waiting.prompt, waiting.turn, self.request.group_size, self.rule.running[number], self.versions.name
+            )
             self.groups[number] = group
             task = self._context.run(spawn, self._run(number, group), "a group of a feed")
             task.add_done_callback(partial(self._forget, number))
@@ -196,6 +247,9 @@ class LiveFeed:
             self._gave_up(number, "filtered")
         else:
             self.rule.completed(number)
+            size, born = group.size, self.rule.complete[number]
+            fields = {"born_version": group.born_version, "rollout_id": group.rollout_id, **asdict(size)}
+            self.kept.completed(group.turn, born, fields, group.json)
         self._admit()
 
     def _forget(self, number: int, _: asyncio.Task[None]) -> None:
@@ -205,7 +259,8 @@ class LiveFeed:
         """Put the prompt of a group that could not start before all others."""
         if number in self.rule.running:
             self.rule.gave_up(number)
-            self.waiting.appendleft(waiting_prompt(self.groups.pop(number).prompt))
+            group = self.groups.pop(number)
+            self.waiting.appendleft(waiting_prompt(group.turn, group.prompt))
             self._admit()
 
     def _gave_up(self, number: int, fate: Fate) -> None:
@@ -236,6 +291,8 @@ class LiveFeed:
         self.wasted_tokens += usage.wasted_tokens if fate == "trained" else usage.generated_tokens
         self.meter.over(fate, group.size)
         self._metrics.over(fate)
+        if fate != "trained":
+            self.kept.left([group.turn], self.state)
 
     def _warn(self, warning: str) -> None:
         if warning not in self.since.warnings and len(self.since.warnings) < MAX_WARNINGS:
@@ -246,5 +303,5 @@ class LiveFeed:
         self._changed = asyncio.Event()
 
 
-def waiting_prompt(prompt: Prompt) -> WaitingPrompt:
-    return WaitingPrompt(prompt, len(prompt.model_dump_json(exclude_none=True)))
+def waiting_prompt(turn: int, prompt: Prompt) -> WaitingPrompt:
+    return WaitingPrompt(turn, prompt, len(prompt.model_dump_json(exclude_none=True)))

@@ -24,6 +24,8 @@ class FeedRollout:
     """The group of one prompt while it runs, and after."""
 
     prompt: Prompt
+    turn: int
+    """Number of the prompt among all that were put."""
     group_size: int
     born: int
     born_version: str | None
@@ -32,6 +34,8 @@ class FeedRollout:
     """The end of the group. None while it runs, and for a group that was stopped."""
     json: bytes = b""
     """The complete group as JSON."""
+    known_size: GroupSize | None = None
+    """Length and reward of a group that was complete before the server started."""
     usage: Usage = field(default_factory=Usage)
     warnings: list[str] = field(default_factory=list)
     """Warnings of its rollout."""
@@ -43,6 +47,8 @@ class FeedRollout:
     @property
     def size(self) -> GroupSize:
         """Length and reward. For a group that was not returned: a lower bound of the length."""
+        if self.known_size is not None:
+            return self.known_size
         if self.event is None:
             return GroupSize(self.num_tokens / max(self.group_size, self.num_ended))
         return GroupSize(self.event.lengths.mean, self._rewards.mean if self._rewards is not None else None)

@@ -7,17 +7,20 @@ import time
 import uuid
 from collections.abc import Iterable
 from http import HTTPStatus
+from typing import Any
 
-from vllm_rollout.kernel.http.clients import client_namespace, owned_name
+from vllm_rollout.kernel.http.clients import client_namespace, id_of, owned_name
 from vllm_rollout.kernel.http.engine import Engine, RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
-from vllm_rollout.kernel.http.protocol import Prompt, RolloutRequest
+from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.parts.feeds.http.answers import FeedAnswer
 from vllm_rollout.parts.feeds.http.batches import Batches, feed_answer
 from vllm_rollout.parts.feeds.http.body import BatchRequest, FeedRequest, PutRequest
-from vllm_rollout.parts.feeds.http.live import LiveFeed, waiting_prompt
+from vllm_rollout.parts.feeds.http.kept import Kept
+from vllm_rollout.parts.feeds.http.live import LiveFeed, WaitingPrompt
 from vllm_rollout.parts.feeds.http.metrics import FeedMetrics
+from vllm_rollout.parts.feeds.http.store import FeedStore, StoredFeed
 
 CHECK = {"id": "check", "prompt_token_ids": [0]}
 """Stands for a feed's prompts when its fields are checked."""
@@ -39,11 +42,20 @@ WAITS = {
 class FeedService:
     """Serves the endpoints of feeds."""
 
-    def __init__(self, rollouts: RolloutService, engine: Engine, metrics: Metrics) -> None:
+    def __init__(
+        self, rollouts: RolloutService, engine: Engine, metrics: Metrics, store: FeedStore | None = None
+    ) -> None:
+        """`store`: feeds on disk. None: a feed ends with the server.
+
+        Raises: RuntimeError for feeds that cannot be read.
+        """
         self._rollouts, self._engine = rollouts, engine
         self._metrics = metrics.of(FeedMetrics)
         self._feeds: dict[str, Batches] = {}
         """Feeds by their clients' names for them."""
+        self._store = store
+        for stored in () if store is None else store.load():
+            self._take_up(stored)
 
     async def create(self, request: FeedRequest) -> tuple[FeedAnswer, bool]:
         """Create a feed. Returns it, and True if it is new. Raises: RequestError, 409 if a feed of that id has other
@@ -55,8 +67,13 @@ class FeedService:
             version = await self._engine.current_weight_version()
             if name not in self._feeds:  # another request may have been faster
                 self._check_num_feeds()
-                feed = LiveFeed(id, request, check.model, self._rollouts, self._metrics, version)
+                feed = self._feed(name, request, check.model, version)
                 self._feeds[name] = Batches(feed)
+                try:
+                    await feed.kept.created(feed.created, feed.model, _as_json(request), feed.state)
+                except RequestError:
+                    del self._feeds[name]
+                    raise
                 return feed_answer(feed), True
         feed = self._feeds[name].feed
         _check_same(feed, request)
@@ -73,17 +90,24 @@ class FeedService:
         found = self._find(id)
         del self._feeds[_name(id)]
         await found.feed.close()
+        async with found.putting:
+            await found.feed.kept.deleted()
 
     async def put(self, id: str, request: PutRequest) -> FeedAnswer:
         """Add prompts. Raises: RequestError, 507 if too many wait."""
         found = self._find(id)
         await self._look()
         key = request.idempotency_key
-        if key is None or key not in found.puts:
-            self._check_room(request.prompts)
-            found.feed.put(request.prompts)
-            if key is not None:
-                found.puts.add(key)
+        async with found.putting:
+            self._check_there(id, found)
+            if key is None or key not in found.puts:
+                prompts = found.feed.checked(request.prompts)
+                self._check_room(prompts)
+                rows = [(each.turn, each.prompt.model_dump_json(exclude_none=True)) for each in prompts]
+                await found.feed.kept.put(key, rows)
+                found.feed.put(prompts)
+                if key is not None:
+                    found.puts.add(key)
         return feed_answer(found.feed)
 
     async def take(self, id: str, request: BatchRequest) -> list[bytes]:
@@ -94,8 +118,10 @@ class FeedService:
         found, began = self._find(id), time.monotonic()
         key = request.idempotency_key or f"batch-{uuid.uuid4().hex}"
         if (kept := found.kept(key)) is not None:
+            await found.feed.kept.written(found.feed.state)
             return kept
         async with found.turn:  # trainers of one feed get batches in the order of their requests
+            await found.feed.kept.written(found.feed.state)
             await self._look()
             while (answer := found.take(key, drain=request.drain, waited_s=time.monotonic() - began)) is None:
                 left_s = began + request.timeout_s - time.monotonic()
@@ -103,8 +129,8 @@ class FeedService:
                     raise _no_batch(found.feed, request.timeout_s)
                 await found.feed.changed(min(left_s, LOOK_S))
                 await self._look()
-                if self._feeds.get(_name(id)) is not found:  # it was deleted meanwhile
-                    raise _unknown(id)
+                self._check_there(id, found)
+            await found.feed.kept.written(found.feed.state)
         self._metrics.waited(time.monotonic() - began)
         return answer
 
@@ -121,6 +147,11 @@ class FeedService:
             raise _unknown(id)
         return found
 
+    def _check_there(self, id: str, found: Batches) -> None:
+        """Raises: RequestError (404) if the feed was deleted meanwhile."""
+        if self._feeds.get(_name(id)) is not found:
+            raise _unknown(id)
+
     def _check_num_feeds(self) -> None:
         if len(self._feeds) >= MAX_FEEDS:
             raise RequestError(
@@ -128,9 +159,24 @@ class FeedService:
                 status=HTTPStatus.CONFLICT,
             )
 
-    def _check_room(self, prompts: Iterable[Prompt]) -> None:
+    def _feed(self, name: str, request: FeedRequest, model: str, version: str | None) -> LiveFeed:
+        kept = Kept(self._store, name)
+        return LiveFeed(id_of(name), request, model, self._rollouts, self._metrics, version, kept)
+
+    def _take_up(self, stored: StoredFeed) -> None:
+        """Continue a feed from disk. Raises: RuntimeError."""
+        try:
+            request = FeedRequest.model_validate(stored.settings)
+            feed = self._feed(stored.name, request, stored.model, stored.state["weight_version"])
+            found = self._feeds[stored.name] = Batches(feed)
+            found.take_up(stored)
+            feed.take_up(stored, stored.name.rpartition("/")[0])
+        except (ValueError, KeyError) as error:
+            raise RuntimeError(f"feed {stored.name!r} cannot be read from disk ({error}).") from error
+
+    def _check_room(self, prompts: Iterable[WaitingPrompt]) -> None:
         waiting = sum(found.feed.num_waiting_bytes for found in self._feeds.values())
-        num = sum(waiting_prompt(prompt).num_bytes for prompt in prompts)
+        num = sum(prompt.num_bytes for prompt in prompts)
         if waiting + num > MAX_WAITING_BYTES:
             raise RequestError(
                 f"prompts: {num} bytes would make {waiting + num} that wait in feeds, at most {MAX_WAITING_BYTES} may. "
@@ -138,6 +184,11 @@ class FeedService:
                 status=HTTPStatus.INSUFFICIENT_STORAGE,
                 param="prompts",
             )
+
+
+def _as_json(request: FeedRequest) -> dict[str, Any]:
+    """The request as it was made, without defaults."""
+    return request.model_dump(mode="json", exclude_unset=True)
 
 
 def _name(id: str) -> str:
