@@ -14,6 +14,7 @@ from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.feeds.test_feeds import ids, look, make, put, take, update
 from tests.support.waiting import eventually
+from vllm_rollout.kernel.http.clients import ClientNamespaces, namespace_of
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.parts.feeds.http.service import FeedService
 from vllm_rollout.parts.feeds.http.store import FeedStore
@@ -112,3 +113,28 @@ def test_a_file_that_is_no_database_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "feeds.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(RuntimeError, match="cannot be used for feeds"):
         FeedStore(tmp_path / "feeds.sqlite")
+
+
+async def test_a_client_finds_its_feed_again_and_its_groups_are_its_own(start: Start) -> None:
+    mine = {"Authorization": "Bearer mine"}
+    before = start(FakeEngine())
+    before.add_middleware(ClientNamespaces)
+    async with http_of(before) as http:
+        http.headers.update(mine)
+        await make(http)
+        await put(http, 0, 8)
+    after = start(FakeEngine())
+    after.add_middleware(ClientNamespaces)
+    async with http_of(after) as http:
+        assert (await http.get("/v1/feeds/a")).status_code == 404
+        http.headers.update(mine)
+        seen, prepare = [], after.state.rollout_service.prepare
+
+        async def noted(request):
+            rollout = await prepare(request)
+            seen.append(rollout.namespace)
+            return rollout
+
+        after.state.rollout_service.prepare = noted
+        assert len((await take(http))["groups"]) == 3
+        assert set(seen) == {namespace_of("Bearer mine")}
