@@ -221,6 +221,8 @@ async def test_a_feed_is_made_once_and_deleted_with_its_groups(http, engine) -> 
         ({"on_stale": "x"}, "on_stale"),
         ({"filter": "zero_variance"}, "filter"),
         ({"redundancy": 100}, "redundancy"),
+        ({"max_candidates": False}, "max_candidates"),
+        ({"early_stop": 1}, "early_stop"),
         ({"sampling_params": {"n": 2}}, "sampling_params.n"),
         ({"pruning": {"detection_length": 8, "allow_fewer": True}}, "pruning.allow_fewer"),
         ({"prompts": []}, "prompts"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
-from vllm_rollout.kernel.http.body import Body
+from vllm_rollout.kernel.http.body import Body, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields
 from vllm_rollout.kernel.http.rewards import Filter
 from vllm_rollout.parts.feeds.rules.feed import FeedTerms, OnStale
@@ -20,6 +20,7 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_TIMEOUT_S = 86_400.0
 
 
+@of_table
 class FeedRequest(RolloutFields):
     """Create a feed."""
 
