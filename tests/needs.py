@@ -57,6 +57,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "parts/rounds/test_parallelism.py": ("moving", "shaping"),
     "tools/integrations/test_trl_colocated.py": ("in_process",),
     "tools/simulator/test_command.py": ("moving",),
+    "tools/simulator/test_left_out.py": ("shaping",),
     "tools/simulator/test_recording.py": ("moving",),
     "tools/simulator/test_rounds.py": ("moving",),
     "tools/simulator/test_sessions.py": ("moving",),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.imports import imported_modules
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "conformance", "docs_tools", "examples", "kernels", "tests", "vllm_rollout")
 OURS = ("benchmarks", "docs_tools", "tests", "vllm_rollout")
@@ -39,16 +41,14 @@ def defined_in(path: Path) -> frozenset[str] | None:
 
 
 def missing(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+    for name in sorted(imported_modules(source)):
+        module, _, attribute = name.rpartition(".")
+        if name.partition(".")[0] not in OURS or file_of(name) is not None:
             continue
-        if node.module.partition(".")[0] not in OURS:
-            continue
-        path = file_of(node.module)
+        path = file_of(module)
         defined = frozenset[str]() if path is None else defined_in(path)
-        for alias in node.names:
-            if defined is not None and alias.name not in defined and file_of(f"{node.module}.{alias.name}") is None:
-                yield f"{node.module}.{alias.name}"
+        if defined is not None and attribute not in defined:
+            yield name
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -21,9 +21,9 @@ from vllm_rollout.parts.rounds.rules.step import LOST, PLACE, RoundsStep
 from vllm_rollout.parts.shaping.rules.history import LENGTHS, LengthHistory
 
 
-def pruned_by(plan: PruningPlan, audit_ratio: float = 0.0) -> dict[str, PruningTerms]:
-    """Terms of a group with this plan of pruning, by part."""
-    return TERMS.value(PruningTerms(plan, audit_ratio))
+def pruned_by(plan: PruningPlan | None, audit_ratio: float = 0.0) -> dict[str, PruningTerms]:
+    """Terms of a group with this plan of pruning, by part. Empty without one."""
+    return {} if plan is None else TERMS.value(PruningTerms(plan, audit_ratio))
 
 
 def group_terms(
@@ -36,7 +36,7 @@ def group_terms(
     num_replaceable: int = 0,
     audit_ratio: float = 0.0,
 ) -> GroupTerms:
-    parts = {} if pruning is None else pruned_by(pruning, audit_ratio)
+    parts = pruned_by(pruning, audit_ratio)
     return GroupTerms(group_size, num_candidates, early_stop, patience, num_replaceable, parts)
 
 

@@ -9,6 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.support.left_out import parts_left_out
+from tests.without import with_dependents
 from vllm_rollout.kernel import parts
 from vllm_rollout.kernel.http.engine import RequestError
 from vllm_rollout.kernel.http.metrics import Metrics
@@ -26,15 +28,12 @@ def fields_of(name: str) -> frozenset[str]:
 
 
 @pytest.fixture(params=sorted(parts.installed_parts()))
-def left_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[frozenset[str]]:
+def left_out(request: pytest.FixtureRequest) -> Iterator[frozenset[str]]:
     """Fields of a part that is left out, and of all that need it."""
-    gone = parts._with_dependents(frozenset({request.param}), parts.installed_parts())
+    gone = with_dependents([request.param])
     fields = frozenset().union(*map(fields_of, gone))
-    monkeypatch.setenv(parts.WITHOUT, ",".join(gone))
-    parts.parts.cache_clear()
-    yield fields
-    monkeypatch.undo()
-    parts.parts.cache_clear()
+    with parts_left_out(gone):
+        yield fields
 
 
 def test_each_field_that_asks_a_part_has_one():

@@ -9,8 +9,7 @@ import pytest
 
 from tests.kernel.http.conftest import http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel import parts
-from vllm_rollout.kernel.parts import WITHOUT
+from tests.support.left_out import parts_left_out
 from vllm_rollout.kernel.rules.rows import PlanError
 from vllm_rollout.kernel.xargs import plan_from_xargs
 
@@ -19,12 +18,9 @@ BODY: dict[str, Any] = {"prompts": [{"prompt": "a"}], "group_size": 2, "redundan
 
 
 @pytest.fixture(autouse=True)
-def without_pruning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(WITHOUT, "pruning")
-    parts.parts.cache_clear()
-    yield
-    monkeypatch.undo()
-    parts.parts.cache_clear()
+def without_pruning() -> Iterator[None]:
+    with parts_left_out(["pruning"]):
+        yield
 
 
 async def test_rollouts_run_and_have_no_scores(engine: FakeEngine):

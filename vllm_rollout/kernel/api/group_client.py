@@ -121,18 +121,18 @@ class GroupClient:
             raise VLLMValidationError(NO_PROMPT_LOGPROBS, parameter="prompt_logprobs")
         if kwargs.get("lora_request") is not None:
             kwargs["lora_request"] = self._adapters.told_apart(kwargs["lora_request"])
-        xargs: dict[str, object] = {}
-        if extra_args := sampling_params.extra_args:
+        extra_args = sampling_params.extra_args or {}
+        if extra_args:
             refuse_unwritable(extra_args)
             if TAG_KEY in extra_args:
                 raise VLLMValidationError(f"extra_args.{TAG_KEY} is set by the server; send rollout_* fields instead.")
             self._check_arguments(extra_args)
-            xargs = rollout_xargs(extra_args)
+        xargs = rollout_xargs(extra_args)
         asked = AskedRequest(prompt, sampling_params, request_id, xargs, kwargs)
         for claim in self.claims:
             if (outputs := claim(asked)) is not None:
                 return outputs
-        if not extra_args or not xargs:
+        if not xargs:
             return super().generate(prompt, sampling_params, request_id, **kwargs)
         refuse_on_open_path(xargs)
         try:

@@ -1,7 +1,4 @@
-"""The port of parts in the engine core: the face `core`.
-
-Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM.
-"""
+"""The port of parts in the engine core: the face `core`."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.hooks import HookPart, Hooks
 from vllm_rollout.kernel.call_table import Operation
 from vllm_rollout.kernel.parts import faces
 
@@ -21,8 +19,8 @@ Answers = Mapping[Operation[Any, Any], Callable[[EngineCore, Any], Any]]
 Kind = TypeVar("Kind")
 
 
-class CorePart:
-    """A part in the engine core. Each scheduler makes one object of it. Only the hooks that it overrides are called."""
+class CorePart(HookPart):
+    """A part in the engine core. Each scheduler makes one object of it."""
 
     answers: ClassVar[Answers] = {}
     """The part's answers to calls of API processes."""
@@ -49,24 +47,17 @@ class CorePart:
     def forget(self, group_id: str) -> None:
         """Forget a group that is over."""
 
-    def begin_again(self) -> None:
-        """Drop what an exception in a hook has left half done. It must not raise."""
-
 
 HOOKS = ("most_running", "stepped", "interrupted", "cache_reset", "forget")
 
 
-class CoreParts:
+class CoreParts(Hooks[CorePart]):
     """The parts of one scheduler, by the hooks that they have."""
 
     def __init__(self, parts: Sequence[tuple[str, CorePart]], faults: Faults) -> None:
         """`parts`: with their names. `faults`: the scheduler's, which API processes count."""
-        self._faults = faults
+        super().__init__(CorePart, HOOKS, parts, faults)
         self._parts = [part for _, part in parts]
-        self._with: dict[str, list[tuple[str, CorePart]]] = {
-            hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not getattr(CorePart, hook)]
-            for hook in HOOKS
-        }
 
     @classmethod
     def of(cls, scheduler: Any) -> CoreParts:
@@ -99,11 +90,3 @@ class CoreParts:
 
     def forget(self, group_id: str) -> None:
         self._call("forget", group_id)
-
-    def _call(self, hook: str, *args: Any) -> None:
-        for name, part in self._with[hook]:
-            try:
-                getattr(part, hook)(*args)
-            except Exception as error:
-                self._faults.caught(name, error)
-                part.begin_again()

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -53,8 +52,8 @@ OF_PARTS = "a part at the end of a rollout"
 """The name of an exception of a part there. The other parts go on, and give back what they hold."""
 
 
-def _obeys(field: str, part: type[PlanPart]) -> bool:
-    return field in part.fields
+def _why_unread(field: str) -> str:
+    return why_unread("plan", lambda part: field in part.fields)
 
 
 class RolloutService:
@@ -93,10 +92,9 @@ class RolloutService:
 
     def _check_fields(self, request: RolloutRequest) -> None:
         """Raises: RequestError for a field whose part is not there."""
-        obeyed = frozenset().union(*(part.fields for part in self._parts))
         for field, asks in ASKS_A_PART.items():
-            if field not in obeyed and asks(request):
-                raise RequestError(f"{field}: {why_unread('plan', partial(_obeys, field))}", param=field)
+            if asks(request) and not any(field in part.fields for part in self._parts):
+                raise RequestError(f"{field}: {_why_unread(field)}", param=field)
 
     def part(self, kind: type[Kind]) -> Kind:
         """A part's object for all rollouts, by its class. Raises: LookupError if there is none."""

@@ -2,7 +2,7 @@
 
 A part makes its terms from the fields of a request (`kernel/part_terms.py`). Plans and tags carry them, by part.
 
-    TermsPart  given         fields of the part's table are in a request; their values are not read yet
+    TermsPart  given         fields of the part's table are in a request, with values not read yet
                terms         the values of these fields are read
                audits        a group of an answer is about to start
     PartTerms  check         the group's plan is made

@@ -1,7 +1,7 @@
 """Hooks by which a part takes part in a worker, and the parts of one worker.
 
-Invariant: a hook that no part has is never called. An exception in a hook is counted, and never reaches vLLM. A group
-whose candidate cannot leave or come does not move: exceptions of `take` and `put` are raised.
+Invariant: a group whose candidate cannot leave or come does not move. Exceptions of `take` and `put` are raised, and
+those of other hooks are not.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_rollout.adapter.faults import Faults
+from vllm_rollout.adapter.hooks import HookPart, Hooks
 from vllm_rollout.kernel.parts import faces
 from vllm_rollout.kernel.tracker.rows import RowsPart
 
 
-class WorkerPart:
-    """A part beside the model runner. Only the hooks that it overrides are called.
+class WorkerPart(HookPart):
+    """A part beside the model runner.
 
     Its face `worker` is a function that makes it of a worker whose model runner exists, and returns None if the part
     has nothing to do there.
@@ -46,24 +47,17 @@ class WorkerPart:
     def stop(self) -> None:
         """Keep what must outlive the server, which ends next."""
 
-    def begin_again(self) -> None:
-        """Drop what an exception in a hook has left half done. It must not raise."""
-
 
 HOOKS = ("see_step", "arrived", "new_weights", "stop")
 TRAVEL_HOOKS = ("take", "put")
 
 
-class WorkerParts:
+class WorkerParts(Hooks[WorkerPart]):
     """The parts of one worker, by the hooks that they have."""
 
     def __init__(self, parts: Sequence[tuple[str, WorkerPart]] = (), faults: Faults | None = None) -> None:
         """`parts`: with their names. `faults`: the model runner's, which its reports count."""
-        self._faults = faults or Faults()
-        self._with: dict[str, list[tuple[str, WorkerPart]]] = {
-            hook: [(name, part) for name, part in parts if getattr(type(part), hook) is not getattr(WorkerPart, hook)]
-            for hook in (*HOOKS, *TRAVEL_HOOKS)
-        }
+        super().__init__(WorkerPart, (*HOOKS, *TRAVEL_HOOKS), parts, faults or Faults())
         self.rows: Sequence[RowsPart] = [part.rows for _, part in parts if part.rows is not None]
         """Parts that see rows."""
 
@@ -94,11 +88,3 @@ class WorkerParts:
 
     def stop(self) -> None:
         self._call("stop")
-
-    def _call(self, hook: str, *args: Any) -> None:
-        for name, part in self._with[hook]:
-            try:
-                getattr(part, hook)(*args)
-            except Exception as error:
-                self._faults.caught(name, error)
-                part.begin_again()
