@@ -134,6 +134,11 @@ class FeedService:
         self._metrics.waited(time.monotonic() - began)
         return answer
 
+    @property
+    def live(self) -> list[LiveFeed]:
+        """All feeds."""
+        return [found.feed for found in self._feeds.values()]
+
     def weights_named(self, version: str | None) -> None:
         """The engine has weights of this name."""
         for found in self._feeds.values():
