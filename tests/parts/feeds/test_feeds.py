@@ -100,6 +100,15 @@ async def test_two_trainers_on_one_feed_get_different_groups(http) -> None:
     assert sorted(ids(batches[0]) + ids(batches[1])) == [f"q{i}" for i in range(6)]
 
 
+async def test_a_trainer_waits_no_longer_than_it_says_also_behind_another(http) -> None:
+    await make(http)
+    first = asyncio.create_task(take(http))
+    await asyncio.sleep(0.01)
+    assert "no prompt waits" in (await take(http, 504, timeout_s=0.05))["message"]
+    await put(http, 0, 3)
+    assert len((await first)["groups"]) == 3
+
+
 async def test_a_client_that_leaves_takes_nothing(app, http) -> None:
     await make(http)
     waiting = asyncio.create_task(take(http))
