@@ -65,10 +65,10 @@ def check(batch: FeedBatch, step: int) -> list[str]:
         assert group.staleness == step - group.born <= STALENESS
         assert group.born_version == f"step-{group.born}"
         for trajectory in group.trajectories:
-            spans = [int(span.version.removeprefix("step-")) for span in trajectory.weight_versions]
+            spans = [int(span["version"].removeprefix("step-")) for span in trajectory.weight_versions]
             assert spans == sorted(set(spans))
             assert group.born <= spans[0] <= spans[-1] <= step
-            assert trajectory.weight_versions[-1].end == trajectory.num_tokens == len(trajectory.logprobs)
+            assert trajectory.weight_versions[-1]["end"] == trajectory.num_tokens == len(trajectory.logprobs)
     return [group.prompt_id for group in batch.groups]
 
 
@@ -88,6 +88,7 @@ def test_batches_come_while_weights_change_and_others_are_served_and_after_a_kil
             batch = feed.batch(key=f"batch-{step}")
             seen += check(batch, step)
             assert len(batch.groups) == BATCH
+            assert batch.max_staleness == min(step, STALENESS)  # places are always taken
             client.give_weights(folders[step % 2], f"step-{step + 1}", kv="keep" if step % 3 else "recompute")
         assert beside[0].result().status_code == 200
         assert [group["status"] for group in beside[1].result()["groups"]] == ["complete"] * 3
