@@ -11,6 +11,8 @@ from vllm_rollout.kernel.http.reward_body import RewardOptions
 from vllm_rollout.kernel.worker.worker import RolloutWorker as Worker
 from vllm_rollout.parts.drafts.worker.drafts import Drafts
 from vllm_rollout.parts.emulation.tokens import succeeded as emulated_success
+from vllm_rollout.parts.feeds.client.feed import AsyncFeed, Feed
+from vllm_rollout.parts.feeds.client.methods import AsyncFeedCalls, FeedCalls
 from vllm_rollout.parts.in_process.api.async_llm import AsyncLLM
 from vllm_rollout.parts.in_process.api.llm import LLM
 from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearning, Learning
@@ -59,7 +61,14 @@ class AsyncLLMMethods(AsyncLearning):
     """Methods of `AsyncLLM` that need another part."""
 
 class AsyncRolloutClient(
-    AsyncPostedCalls, AsyncLearningCalls, AsyncRunCalls, AsyncWeightCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient
+    AsyncPostedCalls,
+    AsyncLearningCalls,
+    AsyncRunCalls,
+    AsyncWeightCalls,
+    AsyncFeedCalls,
+    AsyncRankCalls,
+    AsyncAgentCalls,
+    AsyncClient,
 ):
     """Async client of a server, or of several. Use as an async context manager, or await `close`."""
 
@@ -76,7 +85,7 @@ class AsyncRolloutClient(
         transport: Any = None,
     ) -> None: ...
 
-class RolloutClient(PostedCalls, LearningCalls, RunCalls, WeightCalls, RankCalls, Client):
+class RolloutClient(PostedCalls, LearningCalls, RunCalls, WeightCalls, FeedCalls, RankCalls, Client):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(
@@ -98,10 +107,12 @@ __all__ = [
     "AgentResult",
     "AgentRound",
     "AgentSession",
+    "AsyncFeed",
     "AsyncLLM",
     "AsyncRolloutClient",
     "AsyncRun",
     "Drafts",
+    "Feed",
     "GivenWeights",
     "GroupOptions",
     "Pruning",

@@ -22,6 +22,7 @@ from vllm_rollout import RolloutClient
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.routes import router
 from vllm_rollout.kernel.http.service import RolloutService
+from vllm_rollout.parts.feeds.http.service import FeedService
 from vllm_rollout.parts.page.http.part import PagePart
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
 from vllm_rollout.parts.pruning.http.plan import LearningPlan
@@ -102,6 +103,7 @@ def make_app(
         pruning_refusal=lambda: app.state.rollout_service.part(LearningPlan).learning.pruning_refusal,
         observers=observers(app.state.rollout_service),
     )
+    app.state.feed_service = FeedService(app.state.rollout_service, engine, metrics)
     app.state.run_service = RunService(app.state.rollout_service, engine, RunStore(database), metrics)
     app.state.run_service.sessions = app.state.session_service
     app.state.run_service.length_history = lambda *asked: engine.shaping.length_history(*asked)

@@ -201,10 +201,11 @@ async def test_requests_and_calls_on_their_way_are_answered_by_the_old_engine_an
 async def test_a_call_that_is_not_answered_leaves_the_engine_as_it_is(started, monkeypatch):
     monkeypatch.setattr(rebuilding, "CALLS_TIMEOUT_S", 0.0)
     client, _, resizer = make()
-    core = client.engine_core
+    core, reader = client.engine_core, client.output_handler
     core.utility_results[0] = "asked"
     assert (await resizer.resize(2, 0.0)).outcome == "busy"
-    assert (client.engine_core, client.output_handler, started) == (core, "reads", [])
+    assert (client.engine_core, client.output_handler, started) == (core, reader, [])
+    assert not reader.done()
 
 
 async def test_when_the_size_does_not_start_the_engine_that_was_comes_back(started):
@@ -219,13 +220,14 @@ async def test_when_the_size_does_not_start_the_engine_that_was_comes_back(start
 async def test_when_none_starts_the_engine_is_dead_and_whoever_waits_is_told(started):
     end_within(10)
     client, _, resizer = make()
-    client.vllm_config = config_of(None, 8)
+    client.vllm_config, reader = config_of(None, 8), client.output_handler
     with pytest.raises(RequestError, match="the engine has stopped") as error:
         await resizer.resize(4, 0.0)
     assert error.value.status == 503
     assert started == [4, 8]
     assert client.engine_core.resources.engine_dead
-    assert client.output_handler == "reads"  # ended: so vLLM's watch sees it
+    assert client.output_handler is reader
+    assert reader.done()  # so vLLM's watch sees it
     with pytest.raises(EngineDeadError):
         await client.engine_core.call()
     async with client.door.passing():

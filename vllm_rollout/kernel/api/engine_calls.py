@@ -42,6 +42,18 @@ class CalledClient(Protocol):
     def errored(self) -> bool: ...
 
 
+class CalledCores:
+    """Engine cores without an engine client of ours, as the part of a client that calls need."""
+
+    def __init__(self, engine_core: Any, vllm_config: VllmConfig, num_ranks: int = 1) -> None:
+        self.engine_core, self.vllm_config, self.num_ranks = engine_core, vllm_config, num_ranks
+        self.living_ranks = range(num_ranks)
+
+    @property
+    def errored(self) -> bool:
+        return bool(self.engine_core.resources.engine_dead)
+
+
 class EngineCalls:
     """Implements `kernel.http.engine.CoreCalls` through one engine client."""
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from prometheus_client import CollectorRegistry
-from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_rollout.kernel.api.engine_calls import EngineCalls
+from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import RewardDoor
 from vllm_rollout.kernel.rules.types import BASE_MODEL
@@ -19,18 +17,6 @@ from vllm_rollout.parts.posted.client import NamedRewardLike, post_named_rewards
 from vllm_rollout.parts.posted.http import post_named
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.http.service import LearningService
-
-
-class CalledCores:
-    """Engine cores without an engine client of ours, as the part of a client that calls need."""
-
-    def __init__(self, engine_core: Any, vllm_config: VllmConfig, num_ranks: int = 1) -> None:
-        self.engine_core, self.vllm_config, self.num_ranks = engine_core, vllm_config, num_ranks
-        self.living_ranks = range(num_ranks)
-
-    @property
-    def errored(self) -> bool:
-        return bool(self.engine_core.resources.engine_dead)
 
 
 async def teach(
