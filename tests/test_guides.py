@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_rollout.kernel.http.protocol import RolloutRequest
-from vllm_rollout.parts.posted.body import RewardsRequest
+from vllm_rollout.kernel.http.rewards import RewardsRequest
 from vllm_rollout.parts.pruning.http.votes import VoteRequest
 from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
 from vllm_rollout.parts.sessions.http.body import FinishRequest, SessionGroupRequest

@@ -18,7 +18,6 @@ from vllm_rollout.parts.in_process.api.llm import LLM
 from vllm_rollout.parts.in_process.with_pruning.api.learning import AsyncLearning, Learning
 from vllm_rollout.parts.in_process.with_pruning.api.teaching import teach
 from vllm_rollout.parts.moving.client import AsyncRankCalls, RankCalls
-from vllm_rollout.parts.posted.client import AsyncPostedCalls, PostedCalls
 from vllm_rollout.parts.pruning.client import AsyncLearningCalls, LearningCalls, QualityHead
 from vllm_rollout.parts.rounds.client.methods import AsyncRunCalls, RunCalls
 from vllm_rollout.parts.rounds.client.run import AsyncRun, Run
@@ -61,14 +60,7 @@ class AsyncLLMMethods(AsyncLearning):
     """Methods of `AsyncLLM` that need another part."""
 
 class AsyncRolloutClient(
-    AsyncPostedCalls,
-    AsyncLearningCalls,
-    AsyncRunCalls,
-    AsyncWeightCalls,
-    AsyncFeedCalls,
-    AsyncRankCalls,
-    AsyncAgentCalls,
-    AsyncClient,
+    AsyncLearningCalls, AsyncRunCalls, AsyncWeightCalls, AsyncFeedCalls, AsyncRankCalls, AsyncAgentCalls, AsyncClient
 ):
     """Async client of a server, or of several. Use as an async context manager, or await `close`."""
 
@@ -85,7 +77,7 @@ class AsyncRolloutClient(
         transport: Any = None,
     ) -> None: ...
 
-class RolloutClient(PostedCalls, LearningCalls, RunCalls, WeightCalls, FeedCalls, RankCalls, Client):
+class RolloutClient(LearningCalls, RunCalls, WeightCalls, FeedCalls, RankCalls, Client):
     """Sync client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(

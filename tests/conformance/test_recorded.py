@@ -20,9 +20,9 @@ from vllm.sampling_params import SamplingParams
 
 from conformance.recording import samples
 from vllm_rollout.kernel.http.protocol import RolloutRequest
+from vllm_rollout.kernel.http.rewards import RewardsRequest
 from vllm_rollout.kernel.rules.plan import GroupPlan
 from vllm_rollout.kernel.xargs import plan_from_xargs, rollout_xargs
-from vllm_rollout.parts.posted.body import RewardsRequest
 
 RECORDED = sorted((Path(__file__).parents[2] / "conformance" / "recorded").glob("*.json"))
 MAX_CANDIDATES = 64

@@ -28,8 +28,8 @@ from vllm_rollout.kernel.http.answers import (
     TrajectoryEvent,
     Usage,
 )
+from vllm_rollout.kernel.http.rewards import RewardCounts, RewardResult, RewardsAnswer
 from vllm_rollout.kernel.http.slices import each
-from vllm_rollout.parts.posted.body import RewardCounts, RewardResult, RewardsAnswer
 
 LISTS = st.lists(st.integers(0, 2**40), max_size=5)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)

@@ -9,7 +9,7 @@ import httpx
 
 from tests.parts.pruning.fake_learning import succeeded
 from vllm_rollout.kernel.http.answers import RolloutAnswer
-from vllm_rollout.parts.posted.body import RewardsAnswer
+from vllm_rollout.kernel.http.rewards import RewardsAnswer
 
 DETECTION_LENGTH = 8
 PRUNING: Mapping[str, Any] = {"detection_length": DETECTION_LENGTH, "min_labels": 8}

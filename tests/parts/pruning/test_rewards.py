@@ -18,8 +18,8 @@ from tests.parts.pruning.learning_steps import PRUNING, post, rewards_of, roll, 
 from vllm_rollout import RolloutClient, RolloutError
 from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
 from vllm_rollout.kernel.http.clients import ClientNamespaces, client_namespace
+from vllm_rollout.kernel.http.rewards import MAX_REWARDS, NamedRewardsAnswer, RewardEntry
 from vllm_rollout.kernel.rules.rewards import RewardStatus, request_name
-from vllm_rollout.parts.posted.body import MAX_REWARDS, NamedRewardsAnswer, RewardEntry
 from vllm_rollout.parts.pruning.http.plan import LearningPlan
 
 

@@ -25,12 +25,14 @@ class RolloutEndpoints:
         from vllm_rollout.kernel.api.refusals import refuse_our_fields_in_beam_search
         from vllm_rollout.kernel.http.clients import ClientNamespaces
         from vllm_rollout.kernel.http.gauges import FreshGauges
+        from vllm_rollout.kernel.http.misplaced import MisplacedFields
         from vllm_rollout.kernel.http.origins import OwnPages
         from vllm_rollout.kernel.http.routes import router
         from vllm_rollout.kernel.parts import faces
 
         refuse_our_fields_in_beam_search()
         app.include_router(router)
+        app.add_middleware(MisplacedFields)
         app.add_middleware(OpenPaths)
         app.add_middleware(FreshGauges)
         for _, attach in faces("app"):

@@ -1,4 +1,4 @@
-"""The clients of a race: rollouts and health. `vllm_rollout/client.py` adds the methods of parts.
+"""The clients of a race: rollouts, rewards and health. `vllm_rollout/client.py` adds the methods of parts.
 
 `calls.py` describes requests and the reading of answers. `sender.py` sends them. The sync client is the async client
 over a transport that blocks (`blocking.py`).
@@ -35,6 +35,8 @@ class AsyncClient(Sender):
     rollout = awaited(calls.rollout)
     stream = async_streamed(calls.stream)
     models = awaited(calls.models)
+    post_rewards = awaited(calls.post_rewards)
+    post_named_rewards = awaited(calls.post_named_rewards)
 
     async def health(self) -> bool:
         """True if the server answers and its engine is alive. False without an answer or while the server starts."""
@@ -68,6 +70,8 @@ class Client(Blocked):
     rollout = blocking(AsyncClient.rollout)
     stream = blocking_generator(AsyncClient.stream)
     models = blocking(AsyncClient.models)
+    post_rewards = blocking(AsyncClient.post_rewards)
+    post_named_rewards = blocking(AsyncClient.post_named_rewards)
     health = blocking(AsyncClient.health)
     wait_until_ready = blocking(AsyncClient.wait_until_ready)
 

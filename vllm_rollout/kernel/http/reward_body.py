@@ -1,25 +1,14 @@
-"""Fields about the reward of trajectories (docs/guides/rewards.md)."""
+"""Request fields about the reward of trajectories (docs/guides/rewards.md)."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, StrictFloat, StrictStr, Tag
+from pydantic import BaseModel, Discriminator, Field, StrictFloat, StrictStr, Tag
 
-from vllm_rollout.config import MAX_REWARD, MAX_REWARD_S, REWARD_THRESHOLD
+from vllm_rollout.config import MAX_REWARD_S, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.body import Body
 from vllm_rollout.kernel.rules.rewards import Estimator
-
-FINITE = f"A finite number, from -{MAX_REWARD:g} to {MAX_REWARD:g}."
-
-
-def _bounded(reward: float) -> float:
-    if abs(reward) > MAX_REWARD:
-        raise ValueError(f"must be a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}, got {reward:g}")
-    return reward
-
-
-RewardValue = Annotated[StrictFloat, Field(allow_inf_nan=False), AfterValidator(_bounded)]
 
 RewardName = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 

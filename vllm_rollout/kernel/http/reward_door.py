@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from http import HTTPStatus
+from typing import Any, Protocol
 
+from vllm_rollout.config import MAX_REMEMBERED_CANDIDATES
+from vllm_rollout.kernel.http.clients import owned_name
+from vllm_rollout.kernel.http.engine import RequestError
+from vllm_rollout.kernel.http.rewards import (
+    Filter,
+    NamedRewardResult,
+    NamedRewardsAnswer,
+    NamedRewardsRequest,
+    RewardCounts,
+    RewardResult,
+    RewardsAnswer,
+    RewardsRequest,
+)
+from vllm_rollout.kernel.http.slices import each
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus
-
-Filter = Literal["zero_variance"]
-"""DAPO's dynamic sampling: leave out groups whose rewards are all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +63,58 @@ class RewardDoor:
     def __init__(self, on_accepted: Callable[[str, list[Reward]], None] = lambda rollout_id, rewards: None) -> None:
         """`on_accepted`: called with the accepted rewards of a rollout that its client has posted."""
         self.takers: list[RewardTaker] = []
-        self.on_accepted = on_accepted
+        self._on_accepted = on_accepted
+
+    async def post(self, rollout_id: str, request: RewardsRequest, namespace: str) -> RewardsAnswer:
+        """Post rewards of a rollout. `namespace`: of the client that owns it.
+
+        Raises: RequestError, 404 for an unknown rollout, 409 for a filter that the rollout does not have.
+        """
+        name = owned_name(namespace, rollout_id)
+        rewards = await each(
+            request.rewards, lambda entry: NamedReward("rollout", name, entry.judged(request.threshold))
+        )
+        taken = await self._passed(Posted(rewards, rollout_id, namespace, request.filter))
+        if not taken.statuses:
+            raise RequestError(
+                f"no rollout {rollout_id!r} of yours is known here that was asked for with pruning. This server "
+                f"remembers the newest rollouts with pruning, up to {MAX_REMEMBERED_CANDIDATES} candidates, until it "
+                "ends. Take the id from the rollout's answer, and post rewards before the next restart.",
+                status=HTTPStatus.NOT_FOUND,
+                param="rollout_id",
+            )
+        statuses = _statuses(taken, len(rewards))
+        pairs = zip(rewards, statuses, strict=True)
+        self._on_accepted(rollout_id, [named.reward for named, status in pairs if status == "accepted"])
+        results = await each(zip(request.rewards, statuses, strict=True), lambda pair: RewardResult.of(*pair))
+        return RewardsAnswer(
+            id=rollout_id,
+            results=results,
+            counts=RewardCounts.of(statuses),
+            threshold=request.threshold,
+            **{"num_training": 0, "head_version": 0, **taken.fields},
+        )
+
+    async def post_named(self, request: NamedRewardsRequest, client: str) -> NamedRewardsAnswer:
+        """Post rewards for candidates of any requests and groups. Clients can only name their own."""
+        namespace = request.namespace or ""
+        rewards = await each(request.rewards, lambda entry: entry.named(request.threshold, client, namespace))
+        taken = await self._passed(Posted(rewards, namespace=client))
+        statuses = _statuses(taken, len(rewards))
+        results = await each(zip(request.rewards, statuses, strict=True), lambda pair: NamedRewardResult.of(*pair))
+        return NamedRewardsAnswer(
+            results=results,
+            counts=RewardCounts.of(statuses),
+            threshold=request.threshold,
+            **{"num_training": 0, "head_versions": {}, **taken.fields},
+        )
 
     async def tell(self, rewards: Sequence[NamedReward], rollout_id: str | None = None) -> int:
         """Pass on rewards that the server has computed. Returns the number of rewards for forgotten candidates."""
-        taken = await self.take(Posted(rewards, rollout_id, by_server=True))
+        taken = await self._passed(Posted(rewards, rollout_id, by_server=True))
         return sum(status == "unknown" for status in taken.statuses.values())
 
-    async def take(self, posted: Posted) -> Taken:
-        """Pass on rewards that come together."""
+    async def _passed(self, posted: Posted) -> Taken:
         statuses: dict[int, RewardStatus] = {}
         fields: dict[str, Any] = {}
         for taker in self.takers:
@@ -67,3 +122,7 @@ class RewardDoor:
                 taken = await taker.rewarded(posted)
                 statuses, fields = {**taken.statuses, **statuses}, {**fields, **taken.fields}
         return Taken(statuses, fields)
+
+
+def _statuses(taken: Taken, num_rewards: int) -> list[RewardStatus]:
+    return [taken.statuses.get(position, "unknown") for position in range(num_rewards)]

@@ -7,11 +7,12 @@ Invariant: endpoints only parse requests and send answers. The services make all
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 from operator import itemgetter
 
 from fastapi import APIRouter, Request, Response
 
+from vllm_rollout.kernel.http import reward_routes
 from vllm_rollout.kernel.http.answers import RolloutAnswer, RolloutEvent
 from vllm_rollout.kernel.http.boundary import RolloutRoute
 from vllm_rollout.kernel.http.errors import ROLLOUT_ERRORS
@@ -26,6 +27,8 @@ from vllm_rollout.kernel.http.serialised import (
 )
 from vllm_rollout.kernel.http.service import RolloutService
 from vllm_rollout.kernel.parts import faces
+
+REWARDS_PLACE = 15
 
 router = APIRouter(route_class=RolloutRoute, tags=["rollouts"])
 
@@ -61,5 +64,11 @@ async def create_rollout(body: RolloutRequest, request: Request) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST) if parts is None else PartsResponse(parts)
 
 
-for _, placed in sorted(chain.from_iterable(routers.items() for _, routers in faces("routes")), key=itemgetter(0)):
+def _placed() -> Iterator[tuple[int, APIRouter]]:
+    yield REWARDS_PLACE, reward_routes.router
+    for _, routers in faces("routes"):
+        yield from routers.items()
+
+
+for _, placed in sorted(_placed(), key=itemgetter(0)):
     router.include_router(placed)

@@ -7,7 +7,6 @@ PART = Part(
     "One client of several servers, which chooses the server of each group.",
     needs=(
         "moving",
-        "posted",
         "shaping",
         "weights",
     ),

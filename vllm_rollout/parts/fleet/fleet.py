@@ -30,10 +30,10 @@ from vllm_rollout.kernel.client.connection import HEALTH_TIMEOUT_S, LIMITS, Roll
 from vllm_rollout.kernel.client.groups import GroupStream
 from vllm_rollout.kernel.client.sender import Sender
 from vllm_rollout.kernel.http.answers import DoneEvent, Event, RolloutAnswer, RolloutSummary
+from vllm_rollout.kernel.http.rewards import EXPLANATIONS, NamedRewardsAnswer, RewardCounts, RewardResult, RewardsAnswer
 from vllm_rollout.parts.fleet.rollout import GONE, FleetRollout, Part, is_loss
 from vllm_rollout.parts.fleet.rules import NoServerLeft, Servers
 from vllm_rollout.parts.moving.http.body import EngineAnswer, EnginesAnswer
-from vllm_rollout.parts.posted.body import EXPLANATIONS, NamedRewardsAnswer, RewardCounts, RewardResult, RewardsAnswer
 from vllm_rollout.parts.weights.client import GivenWeights, give_weights
 
 logger = logging.getLogger(__name__)

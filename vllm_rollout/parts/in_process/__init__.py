@@ -5,7 +5,6 @@ from vllm_rollout.kernel.parts import Part
 PART = Part(
     "in_process",
     "Races groups in a trainer's own process, without a server.",
-    needs=("posted",),
     faces={
         "become_ours": "vllm_rollout.parts.in_process.api.environment:become_ours",
         "plugin": "vllm_rollout.parts.in_process.plugin:take_engines",

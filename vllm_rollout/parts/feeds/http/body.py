@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Stri
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import Body, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields
-from vllm_rollout.kernel.http.reward_door import Filter
+from vllm_rollout.kernel.http.rewards import Filter
 from vllm_rollout.parts.feeds.rules.feed import FeedTerms, OnStale, OnUpdate
 
 Key = Annotated[StrictStr, Field(min_length=1, max_length=256)]

@@ -19,7 +19,6 @@ from vllm_rollout.parts.in_process.api.engine_args import UninterruptedProcesses
 from vllm_rollout.parts.in_process.api.methods import async_streamed, awaited
 from vllm_rollout.parts.in_process.api.rollouts import Rewards, Rollouts
 from vllm_rollout.parts.in_process.api.runs import with_spares
-from vllm_rollout.parts.posted import client as posted
 
 if TYPE_CHECKING:
     from vllm_rollout import AsyncLLMMethods
@@ -37,8 +36,8 @@ class AsyncLLM(AsyncLLMMethods, RolloutAsyncLLM):
 
     rollout = awaited(calls.rollout)
     stream = async_streamed(calls.stream)
-    post_rewards = awaited(posted.post_rewards)
-    post_named_rewards = awaited(posted.post_named_rewards)
+    post_rewards = awaited(calls.post_rewards)
+    post_named_rewards = awaited(calls.post_named_rewards)
 
     fields_in = "extra_args"
     spares = 0

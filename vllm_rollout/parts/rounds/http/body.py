@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_
 from vllm_rollout.config import DEFAULT_SPECULATION, MAX_PROMPTS
 from vllm_rollout.kernel.http.body import MAX_INT, of_table
 from vllm_rollout.kernel.http.protocol import Prompt, RolloutFields, StreamFields
-from vllm_rollout.kernel.http.reward_door import Filter
+from vllm_rollout.kernel.http.rewards import Filter
 from vllm_rollout.kernel.parts import face
 from vllm_rollout.kernel.rules.plan import upper_bound
 from vllm_rollout.parts.rounds.http.earlier import with_new_names

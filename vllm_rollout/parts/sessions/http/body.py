@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from vllm_rollout.config import MAX_GROUP_SIZE, MAX_TURNS
 from vllm_rollout.kernel.http.body import Body, check_json, of_table
 from vllm_rollout.kernel.http.protocol import Pruning
-from vllm_rollout.kernel.http.reward_body import RewardField, RewardValue
+from vllm_rollout.kernel.http.reward_body import RewardField
+from vllm_rollout.kernel.http.rewards import RewardValue
 from vllm_rollout.kernel.rules.fields import MAX_NAME_CHARS, ROWS, SessionFields
 from vllm_rollout.kernel.rules.types import EndedBy, GroupStatus, SessionState
 from vllm_rollout.parts.sessions.http.trajectory import History

@@ -9,12 +9,11 @@ from prometheus_client import CollectorRegistry
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_rollout.kernel.api.engine_calls import CalledCores, EngineCalls
+from vllm_rollout.kernel.client.calls import NamedRewardLike, post_named_rewards
 from vllm_rollout.kernel.http.metrics import Metrics
 from vllm_rollout.kernel.http.reward_door import RewardDoor
+from vllm_rollout.kernel.http.rewards import NamedRewardsAnswer, NamedRewardsRequest
 from vllm_rollout.kernel.rules.types import BASE_MODEL
-from vllm_rollout.parts.posted.body import NamedRewardsAnswer, NamedRewardsRequest
-from vllm_rollout.parts.posted.client import NamedRewardLike, post_named_rewards
-from vllm_rollout.parts.posted.http import post_named
 from vllm_rollout.parts.pruning.api.learning import EngineLearning
 from vllm_rollout.parts.pruning.http.service import LearningService
 
@@ -43,6 +42,6 @@ async def teach(
     request = NamedRewardsRequest.model_validate(post_named_rewards(rewards, threshold, namespace).body)
     door = RewardDoor()
     door.takers.append(service)
-    answer = await post_named(door, request, client="")
+    answer = await door.post_named(request, client="")
     await learning.settled()
     return answer

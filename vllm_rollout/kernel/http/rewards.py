@@ -6,20 +6,32 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_rollout.config import REWARD_THRESHOLD
+from vllm_rollout.config import MAX_REWARD, REWARD_THRESHOLD
 from vllm_rollout.kernel.http.body import MAX_INT, Body
 from vllm_rollout.kernel.http.clients import owned_name
-from vllm_rollout.kernel.http.reward_body import FINITE, RewardValue
-from vllm_rollout.kernel.http.reward_door import Filter
 from vllm_rollout.kernel.rules.rewards import NamedReward, Reward, RewardStatus, request_name
 
 MAX_REWARDS = 100_000
 """Most rewards in one request."""
 
+Filter = Literal["zero_variance"]
+"""DAPO's dynamic sampling: leave out groups whose rewards are all the same."""
+
 MAX_NAME_CHARS = 512
 """Most characters of a request's id, part of which the client may have chosen."""
+
+FINITE = f"A finite number, from -{MAX_REWARD:g} to {MAX_REWARD:g}."
+
+
+def _bounded(reward: float) -> float:
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(f"must be a finite number from -{MAX_REWARD:g} to {MAX_REWARD:g}, got {reward:g}")
+    return reward
+
+
+RewardValue = Annotated[StrictFloat, Field(allow_inf_nan=False), AfterValidator(_bounded)]
 
 PromptId = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
-from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -74,10 +73,6 @@ class MisplacedFields:
                 raise
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
-
-
-def refuse_misplaced(app: FastAPI) -> None:
-    app.add_middleware(MisplacedFields)
 
 
 def refusal_of(body: bytes, place: str | None) -> RequestError | None:

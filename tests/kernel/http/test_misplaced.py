@@ -8,9 +8,9 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_rollout.kernel.http.misplaced import FIELDS, PLACES, MisplacedFields, refusal_of
 from vllm_rollout.kernel.rules.fields import ROWS
 from vllm_rollout.kernel.xargs import NAMES
-from vllm_rollout.parts.misplaced.http import FIELDS, PLACES, MisplacedFields, refusal_of
 
 pytestmark = pytest.mark.anyio
 
