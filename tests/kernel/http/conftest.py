@@ -45,7 +45,7 @@ async def http(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def make_app(engine: FakeEngine, audit_ratio: float = 0.0, **settings: Any) -> FastAPI:
-    """The app with the services of the kernel and of the parts that are there. `settings`: for parts, by their fakes."""
+    """The app with the services of the kernel and of the parts that are there. `settings`: for the fakes of parts."""
     app = FastAPI()
     app.state.engine = engine
     app.include_router(router)

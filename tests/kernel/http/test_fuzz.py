@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.kernel.http.conftest import DEADLINE_S, make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from tests.parts.pruning.fake_learning import FakeLearning
+from tests.parts.pruning.fakes import FakeLearning
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.parts.pruning.rules.report import HeadInfo
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +10,9 @@ import pytest
 
 from tests.kernel.http.conftest import make_app
 from tests.kernel.http.fake_engine import FakeEngine
-from vllm_rollout.kernel.client.body import option_fields, rollout_body
+from vllm_rollout.kernel.client.body import rollout_body
 from vllm_rollout.kernel.http.protocol import RolloutRequest
 from vllm_rollout.kernel.http.renamed import REMOVED, RENAMED, with_new_names
-from vllm_rollout.parts.rounds.client.run_calls import create_run, round
-from vllm_rollout.parts.rounds.http.body import RoundRequest, RunRequest
-from vllm_rollout.parts.sessions.client.agents import AgentOptions
 
 APP = make_app(FakeEngine())
 OLD_NAMES = pytest.mark.parametrize("old", RENAMED)
@@ -37,7 +33,7 @@ def bodies() -> Iterator[tuple[str, str, str, frozenset[str]]]:
 async def test_every_body_refuses_an_old_name_with_the_new_one(http: httpx.AsyncClient, old: str) -> None:
     new = RENAMED[old]
     refusing = [(method, path) for method, path, _, fields in bodies() if new in fields]
-    assert len(refusing) >= 3, "a rollout, a run and its rounds"
+    assert ("post", "/v1/rollouts") in refusing
     for method, path in refusing:
         response = await http.request(method, path.replace("{run_id}", "a"), json={old: {}})
         assert response.status_code == 400, response.text
@@ -53,13 +49,8 @@ def test_no_body_has_an_old_name(old: str) -> None:
 @OLD_NAMES
 def test_the_client_refuses_an_old_name_with_the_new_one(old: str) -> None:
     option: dict[str, Any] = {old: True}
-    for call in (
-        lambda: rollout_body(["p"], 2, **option),
-        lambda: create_run(2, 2, **option),
-        lambda: round("a", ["p"], key="k", **option),
-    ):
-        with pytest.raises(TypeError, match=f"^{old}: renamed, write {RENAMED[old]}$"):
-            call()
+    with pytest.raises(TypeError, match=f"^{old}: renamed, write {RENAMED[old]}$"):
+        rollout_body(["p"], 2, **option)
 
 
 def test_an_old_name_is_an_unknown_field_where_the_new_one_is_none() -> None:
@@ -73,58 +64,19 @@ async def test_every_body_refuses_a_removed_field_with_what_to_do_instead(
 ) -> None:
     assert [name for _, _, name, fields in bodies() if removed in fields] == []
     refusing = [(method, path) for method, path, _, fields in bodies() if fields & {"group_size", "max_candidates"}]
-    assert len(refusing) >= 4, "a rollout, a run, its rounds and a group of sessions"
+    assert ("post", "/v1/rollouts") in refusing
     for method, path in refusing:
         response = await http.request(method, path.replace("{run_id}", "a"), json={removed: "variance"})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, removed), path
         assert error["message"] == f"{removed}: {REMOVED[removed]}"
-    in_sessions = {"group_size": 2, "prompts_per_round": 2, "sessions": {removed: "variance"}}
-    response = await http.post("/v1/runs", json=in_sessions)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, f"sessions.{removed}")
 
 
 @REMOVED_NAMES
 def test_the_client_refuses_a_removed_option_with_what_to_do_instead(removed: str) -> None:
     option: dict[str, Any] = {removed: "variance"}
-    for call in (
-        lambda: rollout_body(["p"], 2, **option),
-        lambda: create_run(2, 2, **option),
-        lambda: option_fields(option, AgentOptions),
-    ):
-        with pytest.raises(TypeError, match=f"^{removed}: removed, leave it out: let rounds filter"):
-            call()
-
-
-@pytest.mark.parametrize("until", [None, "complete"])
-def test_a_run_that_was_kept_without_until_goes_on(until: str | None) -> None:
-    sessions = {"max_turns": 3, "until": "complete"}
-    kept = {"group_size": 2, "prompts_per_round": 2, "until": until, "sessions": sessions}
-    run = RunRequest.model_validate(with_new_names(kept))
-    assert run.sessions is not None
-    assert run.sessions.max_turns == 3
-
-
-@pytest.mark.parametrize("kept", [{"until": "variance"}, {"sessions": {"until": "variance"}}])
-def test_a_run_that_was_kept_with_until_is_refused(kept: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="removed, leave it out"):
-        RunRequest.model_validate(with_new_names({"group_size": 2, "prompts_per_round": 2, **kept}))
-
-
-@pytest.mark.parametrize(
-    ("old", "words"),
-    [
-        (None, None), ({}, ["logprobs"]), ({"logprobs": False}, []), ({"text": True}, ["text", "logprobs"]),
-        ({"text": True, "logprobs": False, "unselected": True}, ["text", "stopped"]),
-    ],
-)  # fmt: skip
-def test_what_an_earlier_version_kept_is_read_under_its_new_names(old: Any, words: list[str] | None) -> None:
-    kept = {"group_size": 2, "prompts_per_round": 2, "sampling": {"seed": 3}, "return": old}
-    run = RunRequest.model_validate(with_new_names(kept))
-    assert (run.sampling_params, run.include) == ({"seed": 3}, words)
-    memo = json.dumps({"digest": "d", "sampling": {"seed": 4}, "return": old})
-    again = RoundRequest.from_memo(memo)
-    assert (again.sampling_params, again.include) == ({"seed": 4}, words)
+    with pytest.raises(TypeError, match=f"^{removed}: removed, leave it out: let rounds filter"):
+        rollout_body(["p"], 2, **option)
 
 
 @pytest.mark.parametrize("kept", [[], None, "text", {"return": 3}, {"return": ["text"]}, {"sessions": 3}])

@@ -8,11 +8,13 @@ from vllm.v1.request import RequestStatus
 
 from tests.kernel.core.scheduler_runs import add_group, assert_nothing_left, prune_by_sign
 from tests.parts.moving.moving_runs import assert_both_end, assert_each_once, ids_and_lengths
-from tests.support.steps import judge_of, races_of, scores
+from tests.parts.pruning.steps import judge_of, scores
+from tests.parts.rounds.steps import races_of
 from vllm_rollout.kernel.rules.rewards import Reward
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
 from vllm_rollout.parts.rounds.rules.race import RacePlace
+from vllm_rollout.parts.rounds.rules.step import PLACE
 
 
 def test_a_group_goes_on_elsewhere_as_if_nothing_had_happened(new_ranks):
@@ -165,7 +167,7 @@ def test_a_group_takes_its_place_in_a_race_along(new_ranks):
     ranks = new_ranks()
     for position, lengths in enumerate([[50, 60], [30, 30], [90, 90]]):
         run = ranks.runs[position % 2]
-        add_group(run, f"g{position}", lengths, group_size=2, place=RacePlace("round", 2, position))
+        add_group(run, f"g{position}", lengths, group_size=2, said=PLACE.value(RacePlace("round", 2, position)))
     ranks.until("g0-0", 20)
     ranks.move("g0")
     ranks.move("g1", source=1, epoch=2)

@@ -26,7 +26,7 @@ def body(**fields: Any) -> dict[str, Any]:
 async def test_an_answer_a_stream_and_the_trace_have_it(engine: FakeEngine, tmp_path: Path) -> None:
     engine.lengths, engine.step_s = {0: 40, 1: 10, 2: 25, 3: 20}, 0.001
     path = tmp_path / "trace.jsonl"
-    async with http_of(make_app(engine, TraceRecorder(path))) as http:
+    async with http_of(make_app(engine, recorder=TraceRecorder(path))) as http:
         answer = (await http.post("/v1/rollouts", json=body())).json()
         done = (await events_of(http, "/v1/rollouts", **body()))[-1]
         waited = (await http.post("/v1/rollouts", json=body(early_stop=False))).json()

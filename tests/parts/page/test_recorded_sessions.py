@@ -15,6 +15,7 @@ from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.page.browser import HOSTILE
 from tests.parts.page.test_watch import watching
+from tests.parts.sessions.fakes import clock, service  # noqa: F401
 from tests.parts.sessions.test_sessions import PROMPT, begin, declared, play
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.recorder import TraceRecorder
@@ -37,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(path: Path) -> FastAPI:
-    return make_app(FakeEngine(), TraceRecorder(path))
+    return make_app(FakeEngine(), recorder=TraceRecorder(path))
 
 
 def rows_of(path: Path) -> list[Any]:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from tests.kernel.http.conftest import http_of, make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.moving.fakes import FakeMoves
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.http.engine import CandidateTokens
 from vllm_rollout.kernel.rules.types import RunningGroup
@@ -83,7 +84,7 @@ def is_over(name: str, data: Any) -> bool:
 async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_has(engine: FakeEngine, tmp_path: Path):
     engine.step_s, engine.lengths = 0.02, {0: 40, 1: 5, 2: 38, 3: 30}
     path = tmp_path / "trace.jsonl"
-    with serving(make_app(engine, TraceRecorder(path))) as url:
+    with serving(make_app(engine, recorder=TraceRecorder(path))) as url:
         async with watching(url) as viewer, httpx.AsyncClient(base_url=url, timeout=30) as http:
             server = await viewer.until(lambda name, _: name == "server")
             assert (server["num_ranks"], server["live"]) == (1, True)
@@ -110,13 +111,13 @@ async def test_a_viewer_sees_groups_begin_run_and_end_and_at_last_what_the_file_
 
 async def test_the_engine_is_asked_only_while_somebody_looks(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
-    states = engine.moves.rank_states
+    states = engine.part(FakeMoves).rank_states
 
     async def counted() -> list[RankState]:
         asked.append(asyncio.get_running_loop().time())
         return await states()
 
-    monkeypatch.setattr(type(engine.moves), "rank_states", lambda self: counted())
+    monkeypatch.setattr(FakeMoves, "rank_states", lambda self: counted())
     app = make_app(engine)
     with serving(app) as url:
         async with httpx.AsyncClient(base_url=url) as http:
@@ -137,7 +138,7 @@ async def test_viewers_are_told_also_while_the_engine_says_nothing(engine, monke
     async def fails(self: Any) -> list[RankState]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(type(engine.moves), "rank_states", fails)
+    monkeypatch.setattr(FakeMoves, "rank_states", fails)
     with serving(make_app(engine)) as url:
         async with watching(url) as viewer:
             for _ in range(2):
@@ -249,9 +250,9 @@ async def test_what_runs_tells_its_last_tokens_until_it_ends(
             path = f"/v1/rollouts/watch/{row['rollout_id']}/0"
             first, later = [(await http.get(path)).json()["candidates"] for _ in range(2)]
             await asyncio.sleep(0.01)
-            engine.learning.dead = True
+            engine.dead = True
             unheard = (await http.get(path)).json()["candidates"]
-            engine.learning.dead = False
+            engine.dead = False
             (group,) = (await answering).json()["groups"]
             last = (await http.get(path)).json()["candidates"]
     whole = {t["index"]: t["text"] for t in group["trajectories"]}

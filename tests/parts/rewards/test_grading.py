@@ -20,6 +20,7 @@ from tests.kernel.http.conftest import events_of, http_of, make_app
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.kernel.http.test_errors import check_error
 from tests.kernel.http.test_metrics import samples
+from tests.parts.pruning.fakes import FakeLearning
 from tests.parts.pruning.learning_steps import PRUNING
 from tests.parts.rounds.test_runs import make, play, prompts
 from tests.support.waiting import eventually
@@ -346,7 +347,7 @@ async def test_grades_of_candidates_that_were_forgotten_are_counted_and_told(htt
     async def forgotten(self, rollout_id: str, rewards: list) -> None:
         posted.extend(rewards)
 
-    monkeypatch.setattr(type(engine.learning), "post_rewards", forgotten)
+    monkeypatch.setattr(FakeLearning, "post_rewards", forgotten)
     answer = await roll(http, **asked)
     assert posted
     assert [f"{len(posted)} rewards teach nothing" in each for each in answer.warnings].count(True) == 1
@@ -358,7 +359,7 @@ async def test_grades_of_candidates_that_were_forgotten_are_counted_and_told(htt
     async def dead(self, rollout_id: str, rewards: list) -> None:
         raise EngineStopped("it is dead", status=503)
 
-    monkeypatch.setattr(type(engine.learning), "post_rewards", dead)
+    monkeypatch.setattr(FakeLearning, "post_rewards", dead)
     assert not any("teach nothing" in each for each in (await roll(http, **asked)).warnings)
     assert "teach nothing" not in caplog.text
 

@@ -11,6 +11,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tests.parts.moving.conftest import new_cluster, new_ranks  # noqa: F401
 from tests.support.time_limit import end_within
 from tests.support.waiting import eventually
 from vllm_rollout.kernel.api import lost_weights

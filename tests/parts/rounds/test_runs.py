@@ -11,6 +11,7 @@ import pytest
 
 from tests.kernel.http.conftest import events_of
 from tests.kernel.http.fake_engine import FakeEngine
+from tests.parts.rounds.fakes import FakeRounds
 from tests.support.waiting import WAIT_S, eventually
 from vllm_rollout.parts.rounds.http.body import RoundRequest
 from vllm_rollout.parts.rounds.http.live import Begun
@@ -147,10 +148,11 @@ async def test_fields_of_a_run_are_checked_when_it_is_made(http: httpx.AsyncClie
 
 
 async def test_short_rounds_end_with_the_first_groups_and_a_long_one_with_all(http, engine: FakeEngine) -> None:
-    engine.moves.num_ranks = 2  # others are told of its end
+    engine.num_ranks = 2  # others are told of its end
     await make(http, response_speculation=2.0)
     answers = [await play(http, prompts=prompts(first, 6)) for first in (0, 6)]
-    assert (len(engine.launched_at_cuts), engine.races) == (2, {})
+    rounds = engine.part(FakeRounds)
+    assert (len(rounds.launched_at_cuts), len(rounds.races)) == (2, 0)
     for answer in answers:
         assert (answer["kind"], len(answer["groups"]), len(answer["deferred"])) == ("short", 4, 2)
         assert {group["status"] for group in answer["groups"]} == {"complete"}
