@@ -112,6 +112,9 @@ class FakePart(ApiPart):
         """The part's answers to calls."""
         return {}
 
+    def forget(self) -> None:
+        """Forget what runs beside requests: its event loop is over."""
+
     def observe(self, token_ids: Sequence[int], length: int, adapter: str) -> Any:
         """Observation of a candidate that has reached a length at which the part's terms want one."""
         raise NotImplementedError

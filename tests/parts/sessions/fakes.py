@@ -35,6 +35,9 @@ class FakeSessions(FakePart):
         )
         put(app, self.service)
 
+    def forget(self) -> None:
+        self.service._groups.clear()
+
     async def stop(self) -> None:
         for task in self.service._tasks:
             task.cancel()

@@ -15,7 +15,6 @@ from tests.kernel.http.conftest import make_app, serving
 from tests.kernel.http.fake_engine import FakeEngine
 from tests.parts.page.browser import HOSTILE
 from tests.parts.page.test_watch import watching
-from tests.parts.sessions.fakes import clock, service  # noqa: F401
 from tests.parts.sessions.test_sessions import PROMPT, begin, declared, play
 from vllm_rollout.parts.page.http import viewers
 from vllm_rollout.parts.page.http.recorder import TraceRecorder

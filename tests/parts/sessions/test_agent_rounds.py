@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.parts.sessions.test_agents import FAST, LONG, USER, within
-from tests.parts.sessions.turns import turns, url  # noqa: F401
 from tests.support.waiting import WAIT_S
 from vllm_rollout import AgentRound, AgentSession, AsyncRolloutClient, AsyncRun, RolloutError
 from vllm_rollout.parts.rounds.with_sessions.http import session_round
