@@ -26,7 +26,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_rollout.adapter.options import Options
 from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, CandidateTag, LastLogits, RunnerReport
-from vllm_rollout.parts.pruning.rules.step import TERMS
 
 EOS_TOKEN = 2
 OTHER_TOKEN = 7
@@ -81,7 +80,7 @@ class DryRun:
         self._depth = depth
         self._in_flight: deque[SchedulerOutput] = deque()
         self._lengths: dict[str, int] = {}
-        self._scored_lengths: dict[str, tuple[int, ...]] = {}
+        self._scored_lengths: dict[str, set[int]] = {}
         self.logits: dict[str, float] = {}
         """Logit of a trained head for candidates with a detection length, NaN without such a head, else 0."""
         self.num_sampled: dict[str, int] = {}
@@ -111,8 +110,9 @@ class DryRun:
         )
         self.scheduler.add_request(request)
         tag = CandidateTag.of(request.sampling_params.extra_args)
-        if tag is not None and (terms := TERMS.of(tag.terms.parts)) is not None:
-            self._scored_lengths[request_id] = terms.plan.scored_lengths
+        parts = () if tag is None else tag.terms.parts.values()
+        if lengths := {length for part in parts for length in part.scored_lengths}:
+            self._scored_lengths[request_id] = lengths
         return request
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> bool:
