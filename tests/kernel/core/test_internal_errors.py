@@ -4,13 +4,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, WON, TracedRun, add_group, assert_nothing_left
-from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, new_ring, observe
+from tests.kernel.worker.test_runner import Row, RunnerV1, RunnerV2, new_request, observe
 from vllm_rollout.kernel.core.ports import CorePart, CoreParts
 from vllm_rollout.kernel.rules.lifecycle import Group
-from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport
+from vllm_rollout.kernel.wire import REPORT_ATTRIBUTE, RunnerReport, nothing_seen
 from vllm_rollout.kernel.worker.observing import NOT_FINITE
 
 LENGTHS = [30, 40, 50, 60]
@@ -117,6 +118,7 @@ def test_whatever_else_raises_in_a_step_fails_its_candidates_and_nobody_else(run
 
 
 def assert_a_step_that_raises_fails_its_candidates(run, monkeypatch, owner, place):
+    run.scheduler.group_steps.give_up("g", [3])  # an event in a step in which no candidate ends
     monkeypatch.setattr(owner, place, fail)
     while run.scheduler.group_steps and run.step():
         if place == "_forget_ended" and run.scheduler.faults.num:
@@ -146,8 +148,8 @@ def test_candidates_that_the_worker_could_not_observe_fail(run):
         output = sample(scheduled)
         if not told and run.num_steps > 3:
             told.append(True)
-            report = RunnerReport(output.__dict__[REPORT_ATTRIBUTE].confidence, failed={"g-1": PLANTED, "gone": "?"})
-            setattr(output, REPORT_ATTRIBUTE, report._replace(num_internal_errors=2))
+            failed = {"g-1": PLANTED, "gone": "?"}
+            setattr(output, REPORT_ATTRIBUTE, nothing_seen(len(output.req_ids), failed=failed, num_internal_errors=2))
         return output
 
     run.sample = sample_and_fail
@@ -165,7 +167,7 @@ RUNNERS = [(RunnerV1, False), (RunnerV1, True), (RunnerV2, False), (RunnerV2, Tr
 def runner(request):
     cls, asynchronous = request.param
     runner = cls(asynchronous)
-    observe(runner, new_ring(), v2=cls is RunnerV2, cpu=False)
+    observe(runner, v2=cls is RunnerV2, cpu=False)
     if cls is RunnerV2:
         runner.load_model()
     return runner
@@ -185,21 +187,21 @@ IN_TRACKER = ["add", "start_step", "see_hidden_states", "observe"]
 @pytest.mark.parametrize("method", IN_TRACKER)
 def test_an_exception_of_the_tracker_fails_whom_it_observes(runner, monkeypatch, method):
     monkeypatch.setattr(runner.candidate_tracker, method, fail)
-    new = (new_request("a", 3, 1), new_request("b", 3, 1, tagged=False))
+    new = (new_request("a", 3), new_request("b", 3, tagged=False))
     report = step(runner, [Row("a", 3, 3), Row("b", 3, 3)], new)
     assert report is not None
     assert list(report.failed) == ["a"]
     assert PLANTED in report.failed["a"]
     assert report.num_internal_errors
     monkeypatch.undo()
-    report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3, 1),))
+    report = step(runner, [Row("c", 3, 3), Row("b", 5, 5)], (new_request("c", 3),))
     assert not report.failed
-    assert list(report.due) == ["c"]
+    assert np.isfinite(report.confidence[0, 0]).tolist() == [True, False]
 
 
 def test_a_candidate_whose_logits_are_not_finite_fails(runner, monkeypatch):
     """As those of a policy whose weights are broken: its tokens would be chance."""
-    new = (new_request("a", 3, 9), new_request("b", 3, 9))
+    new = (new_request("a", 3), new_request("b", 3))
     new_logits = runner.new_logits
 
     def broken() -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.scoring import ScoringTracker
+from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker import arguments, dispatch, ops
 from vllm_rollout.parts.pruning.worker.quality_head import HeadWeights

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.scoring import ScoringTracker
+from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.config import CONFIDENCE_WINDOW_TOKENS
 from vllm_rollout.kernel.rules.types import HeadKey
 from vllm_rollout.kernel.tracker.ops import token_confidence, windowed_confidence

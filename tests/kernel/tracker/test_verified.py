@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scoring import ScoringTracker
+from tests.parts.pruning.scoring import ScoringTracker
 from vllm_rollout.kernel.rules.types import BASE_MODEL, WHOLE, HeadKey
 from vllm_rollout.kernel.tracker.verified import VerifiedDrafts
 from vllm_rollout.parts.pruning.worker.feature_ring import StateKey

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.kernel.core.scheduler_runs import LOST, WON, TracedRun
-from tests.kernel.core.test_internal_errors import LENGTHS, PLANTED, assert_group_g_fails_alone, fail
+from tests.kernel.core.test_internal_errors import LENGTHS, assert_group_g_fails_alone
 from tests.parts.pruning.scored_runs import PRUNED, add_group, assert_nothing_left, prune_by_sign
 from tests.parts.pruning.steps import judge_of
 from vllm_rollout.parts.pruning.rules.pruning_plan import PruningPlan
