@@ -109,9 +109,7 @@ def test_a_request_that_cannot_be_launched_fails(run, monkeypatch, place):
     assert_others_go_on(run)
 
 
-@pytest.mark.parametrize(
-    "place", ["_close_step", "_pass_outputs", "_forget_ended", "_stop", "_end_by_stop_strings"]
-)
+@pytest.mark.parametrize("place", ["_close_step", "_pass_outputs", "_forget_ended", "_stop", "_end_by_stop_strings"])
 def test_whatever_else_raises_in_a_step_fails_its_candidates_and_nobody_else(run, monkeypatch, place):
     run.step()
     assert_a_step_that_raises_fails_its_candidates(run, monkeypatch, run.scheduler, place)

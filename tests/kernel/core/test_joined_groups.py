@@ -29,6 +29,8 @@ from vllm_rollout.kernel.http.metrics import Metrics
 pytestmark = pytest.mark.anyio
 
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
+
+
 @pytest.fixture
 def llm(new_run: Callable[..., TracedRun]) -> SteppedLLM:
     return SteppedLLM(new_run())

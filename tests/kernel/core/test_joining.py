@@ -18,6 +18,8 @@ from vllm_rollout.kernel.wire import TAG_KEY
 JOIN = {"rollout_group_id": "q1", "rollout_group_size": 2, "rollout_num_candidates": 4}
 PROMPT = {"rollout_group_size": 2, "rollout_num_candidates": 4}
 """Fields of a request whose group is named by its prompt."""
+
+
 def ends(run: TracedRun, *request_ids: str) -> list[tuple[str, int | str | None]]:
     return [(str(run.last(id).finish_reason), run.last(id).stop_reason) for id in request_ids]
 

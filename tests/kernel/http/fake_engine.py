@@ -264,9 +264,7 @@ class FakeEngine:
 
         def launch(index: int) -> Group:
             name = f"{group_id}-c{index}"
-            id, group = steps.launch(
-                group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said
-            )
+            id, group = steps.launch(group_id, plan.terms, index, request_id=name, adapter=handle.adapter, said=said)
             running[id] = self.candidates[id] = self._candidate(index, prompt, order.seed_name, started.get(index, ()))
             self.num_launched += 1
             return group

@@ -37,5 +37,3 @@ def test_a_group_whose_rules_of_pruning_raise_fails_alone(run: TracedRun, monkey
     assert_group_g_fails_alone(run, monkeypatch, owner, wanted, place)
     assert run.ends([f"i-{index}" for index in range(4)]) == [WON, WON, LOST, PRUNED]
     assert_nothing_left(run)
-
-
