@@ -13,6 +13,9 @@ from vllm_rollout.parts.rewards.http.service import GradingService, RewardsPart
 class FakeRewards(FakePart, RewardsPart):
     """Grades by the `graders` of the app."""
 
+    grading: GradingService | None = None
+    """None: there is no app."""
+
     def begin(self, metrics: Metrics, settings: Mapping[str, Any]) -> None:
         self.grading = GradingService(settings.get("graders"), metrics)
 
