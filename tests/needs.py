@@ -50,8 +50,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_tracing.py": ("emulation", "page"),
     "engine/test_trainer_actors.py": ("in_process",),
     "engine/test_weights.py": ("sessions",),
-    "kernel/api/test_flags.py": ("front_ends", "moving"),
-    "kernel/api/test_keys.py": ("moving",),
     "parts/emulation/test_fate.py": ("shaping",),
     "parts/page/test_recorder.py": ("pruning",),
     "parts/rounds/test_parallelism.py": ("moving", "shaping"),
