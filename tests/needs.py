@@ -51,14 +51,19 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "engine/test_trainer_actors.py": ("in_process",),
     "engine/test_weights.py": ("sessions",),
     "parts/emulation/test_fate.py": ("shaping",),
+    "parts/fleet/test_fleet.py": ("rounds",),
     "parts/page/test_recorder.py": ("pruning",),
+    "parts/pruning/test_adapters.py": ("rounds",),
+    "parts/pruning/test_fuzz.py": ("rounds",),
+    "parts/pruning/test_left_out.py": ("sessions",),
+    "parts/pruning/test_quality_head_routes.py": ("moving", "rounds", "shaping"),
     "parts/rounds/test_parallelism.py": ("moving", "shaping"),
     "tools/integrations/test_trl_colocated.py": ("in_process",),
-    "tools/simulator/test_command.py": ("moving",),
+    "tools/simulator/test_command.py": ("moving", "rounds"),
     "tools/simulator/test_left_out.py": ("shaping",),
     "tools/simulator/test_recording.py": ("moving",),
     "tools/simulator/test_rounds.py": ("moving",),
-    "tools/simulator/test_sessions.py": ("moving",),
+    "tools/simulator/test_sessions.py": ("moving", "rounds"),
 }
 """File below `tests/` -> parts that the file needs and does not import. An engine test asks a server, so that its
 imports do not show its needs."""

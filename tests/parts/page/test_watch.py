@@ -191,30 +191,6 @@ async def test_rewards_that_a_trainer_posts_are_told_also_to_who_comes_later(eng
     assert told == {"rollout_id": id, "rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}]}
 
 
-async def test_rounds_are_told_with_their_fates_and_the_first_of_the_queue(engine: FakeEngine, monkeypatch):
-    monkeypatch.setattr(viewers, "MAX_QUEUE", 1)
-    engine.step_s = 0.002
-    with serving(make_app(engine)) as url:
-        async with watching(url) as viewer, httpx.AsyncClient(base_url=url, timeout=30) as http:
-            run = {
-                "id": "r",
-                "group_size": 2,
-                "prompts_per_round": 2,
-                "prompt_speculation": 2,
-                "response_speculation": 1,
-            }
-            assert (await http.post("/v1/runs", json=run)).status_code == 201
-            prompts = [{"id": f"q{i}", "prompt": f"prompt {i}"} for i in range(4)]
-            await http.post("/v1/runs/r/rounds", json={"prompts": prompts})
-            told = await viewer.until(lambda name, _: name == "round")
-            row = await viewer.until(is_over)
-    assert (row["run"], row["round"], row["kind"]) == ("r", told["round"], "short")
-    fates = [prompt["status"] for prompt in row["prompts"]]
-    assert (fates.count("complete"), fates.count("deferred")) == (2, 2)
-    assert (told["run"], told["num_waiting"], len(told["deferred"])) == ("r", 2, 2)
-    assert (told["queue"], told["num_queued"]) == (told["deferred"][:1], 2)
-
-
 async def test_texts_are_there_while_it_runs_and_if_somebody_looked_at_its_end(engine: FakeEngine, app: FastAPI):
     engine.step_s = 0.005
     with serving(app) as url:
