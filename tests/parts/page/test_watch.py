@@ -174,23 +174,6 @@ async def test_a_client_that_leaves_and_a_rank_that_dies_are_seen(engine: FakeEn
             assert (await viewer.until(is_over))["state"] == "left"
 
 
-async def test_rewards_that_a_trainer_posts_are_told_also_to_who_comes_later(engine: FakeEngine):
-    fields = {"pruning": {"detection_length": 4, "mode": "shadow"}, "early_stop": False}
-    rewards = {
-        "rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}, {"prompt_id": "no", "index": 0, "reward": 1.0}]
-    }
-    engine.lengths = dict.fromkeys(range(4), 20)
-    with serving(make_app(engine)) as url:
-        async with watching(url) as viewer, httpx.AsyncClient(base_url=url) as http:
-            await viewer.until(lambda name, _: name == "server")
-            id = (await http.post("/v1/rollouts", json=body("a", **fields))).json()["id"]
-            assert (await http.post(f"/v1/rollouts/{id}/rewards", json=rewards)).status_code == 200
-            told = await viewer.until(lambda name, _: name == "rewards")
-            async with watching(url) as later:
-                assert await later.until(lambda name, _: name == "rewards") == told
-    assert told == {"rollout_id": id, "rewards": [{"prompt_id": "a", "index": 0, "reward": 1.0}]}
-
-
 async def test_texts_are_there_while_it_runs_and_if_somebody_looked_at_its_end(engine: FakeEngine, app: FastAPI):
     engine.step_s = 0.005
     with serving(app) as url:
